@@ -405,6 +405,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             sink=sink,
             start=start,
             keep_factors=self.keep_factors,
+            sharded=self._sharded is not None,
         )
         handles = grad_pass.install(self._tree or ModelTree(self.model))
         try:

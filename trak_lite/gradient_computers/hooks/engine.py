@@ -9,10 +9,13 @@ gradient, which is reported as escaped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from threading import get_ident
+from types import MethodWrapperType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
@@ -20,7 +23,12 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, Oper
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
-from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
+from trak_lite.gradient_computers.hooks.plan.interception import (
+    AbstractInterceptor,
+    ClassDispatch,
+    Function,
+    undispatched,
+)
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
 from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
@@ -43,6 +51,9 @@ from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
 
 __all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
+
+_COLLECTED_BYTES = 1 << 24
+"""Largest size of all steps' results for which their gradients are kept until the end of the backward pass."""
 
 _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
@@ -72,6 +83,7 @@ class GradientPass(AbstractInterceptor):
         sink: BlockSink,
         start: int = 0,
         keep_factors: bool = False,
+        sharded: bool = False,
     ) -> None:
         """Prepare a pass.
 
@@ -82,8 +94,13 @@ class GradientPass(AbstractInterceptor):
             sink: Receives the blocks.
             start: Row in the batch of this pass's sample 0.
             keep_factors: Stream the factors of matrices and convolutions even if the gradients are smaller.
+            sharded: Whether FSDP2 replaces the parameters during the pass.
         """
         super().__init__()
+        self._by_class = not sharded and plan.has_plain_tensors and ClassDispatch.supports(kept.values())
+        self._dispatch: ClassDispatch | None = None
+        """Intercepts the operations; ``None`` outside the pass, and if the mode does."""
+        self._thread = get_ident()
         self._keep_factors = keep_factors
         self._plan = plan
         self._kept = dict(kept)
@@ -98,6 +115,10 @@ class GradientPass(AbstractInterceptor):
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
         self._steps = plan.steps_for(num_samples)
+        self._collects = plan.all_bound(num_samples, _COLLECTED_BYTES)
+        """Whether the backward pass returns the gradients of all steps, instead of calling a hook for each."""
+        self._uses: list[_Use] = []
+        self._edges: list[GradientEdge] = []
         self._expected: Step | None = None if plan.routed else self._steps.get(0)
         """The step of the next operation on parameters, if it is bound."""
         self.watched = {id(p): p for p in kept.values()}
@@ -111,20 +132,52 @@ class GradientPass(AbstractInterceptor):
 
     # Forward
 
-    def __torch_function__(
+    def __enter__(self) -> Self:
+        """Intercept operations from now on."""
+        if not self._by_class:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            return self
+        self._dispatch = ClassDispatch(self._intercept)
+        try:
+            for parameter in self._kept.values():
+                self._dispatch.watch(parameter)
+        except BaseException:
+            self._dispatch.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop to intercept operations."""
+        if self._dispatch is None:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        else:
+            self._dispatch.close()
+            self._dispatch = None
+
+    def _intercept(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch operation; the expected one goes straight to its step."""
-        step = self._step_of_use(func, args) if self._names else self._expected
-        if (
-            step is not None
-            and func is step.function
-            and not (kwargs or self.inside or self.looks_away)
-            and torch.is_grad_enabled()
-            and step.fits(args, self.watched)
-        ):
-            return self._run_step(step, args)
-        return super().__torch_function__(func, types, args, kwargs)
+        """Run an operation that reads watched tensors; the expected one goes straight to its step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            # Another thread may use the model during the forward pass; CUDA's backward pass has its own threads.
+            if not torch.is_grad_enabled() or (get_ident() != self._thread and not self._in_backward):
+                return func(*args, **(kwargs or {}))
+            step = self._step_of_use(func, args) if self._names else self._expected
+            if (
+                step is not None
+                and func is step.function
+                and not (kwargs or self.inside)
+                and step.fits(args, self.watched)
+            ):
+                return self._run_step(step, args)
+            if type(func) is MethodWrapperType:  # an attribute, often a shape
+                value = func(*args)
+                if not isinstance(value, Tensor):
+                    return value
+            body = None if self.inside else undispatched(func)
+            if body is None:
+                return self.operation(func, args, kwargs or {})
+        return body(*args, **(kwargs or {}))  # its operations are intercepted
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""
@@ -190,13 +243,10 @@ class GradientPass(AbstractInterceptor):
         if self._cursor >= len(sites) or sites[self._cursor].function != function:
             return None
         site = sites[self._cursor]
-        self._advance()
-        self._shared[key] = site
-        return site
-
-    def _advance(self) -> None:
         self._cursor += 1
         self._expected = self._steps.get(self._cursor)
+        self._shared[key] = site
+        return site
 
     def _site_of_use(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Site:
         """Return the plan's site for this use; a use that is not in the plan (a new expert) gets a routed site."""
@@ -235,6 +285,8 @@ class GradientPass(AbstractInterceptor):
         ]
         self._ledger.share(tensor, parents, is_transpose=_is_transpose(function, args, tensor))
         self.watched[id(tensor)] = tensor
+        if self._dispatch is not None:
+            self._dispatch.watch(tensor)
         if self._names:
             self._names[id(tensor)] = self._ledger.names_of([id(tensor)])
 
@@ -278,6 +330,10 @@ class GradientPass(AbstractInterceptor):
         covers_base = base is not None and _is_whole_of_new(result, base, call)
         if covers_base and not result.is_contiguous():
             return
+        if (
+            base if covers_base and base is not None else result
+        ).output_nr:  # a step reads its node's first output
+            return
         key: Any = self._cursor - 1
         if self._names:
             key = self._use_key(site.function, args)
@@ -296,6 +352,7 @@ class GradientPass(AbstractInterceptor):
             call.output_axes,
             lean,
             covers_base,
+            self._num_samples,
             0 if layout is None else layout.trailing,
             expected_axis(site, layout, result, self._num_samples),
         )
@@ -303,35 +360,38 @@ class GradientPass(AbstractInterceptor):
     def _run_step(self, step: Step, args: Sequence[Any]) -> Any:
         """Run an operation as :meth:`_use` does, given what earlier passes found."""
         if not self._names:
-            self._advance()
-        run, targets = list(args), {}
+            self._cursor += 1
+            self._expected = self._steps.get(self._cursor)
+        run = list(args)
         for place in step.targets:
-            bare = run[place] = args[place].detach()
-            targets[id(bare)] = args[place]
+            run[place] = args[place].detach()
         result = step.function(*run)
         if not result.requires_grad:
             result = result + self._tap(result)
-        is_same = result.shape == step.shape and result._is_view() is step.is_view
-        if is_same and step.is_linear:
-            self._on_gradient(step, result, None, self._of_linear(step, args))
+        base = result._base
+        if result.shape != step.shape or (base is not None) is not step.is_view:
+            self._catch(step.site, self._call_of_step(step, args, run), [result])
             return result
-        call = self._call_of_step(step, args, run, targets)
-        if not is_same:
-            self._catch(step.site, call, [result])
-            return result
-        for target in {id(target): target for target in targets.values()}.values():
+        use: _Use
+        if step.positions is not None:
+            use = _LinearUse(self, step, args)
+        else:
+            use = _Use(self, step, self._call_of_step(step, args, run), result.dtype)
+        for target in {id(args[place]): args[place] for place in step.targets}.values():
             self._ledger.expect(target)
-        tags = None
-        if step.site.routed:
-            tags = RowTags(step.site, (result.dtype,), step.trailing, step.row_axis)
-            self._tags.append(tags)
-        self._on_gradient(step, result, tags, lambda grad: self._deposit(call, [grad], tags))
+        # Of a view that covers its base and lies in the same order, the base's gradient has the same entries.
+        node = (result if base is None or not step.covers_base else base).grad_fn
+        assert node is not None
+        if self._collects:
+            self._uses.append(use)
+            self._edges.append(GradientEdge(node, 0))
+        else:
+            node.register_prehook(use)  # a tensor's own hook takes three times as long
         return result
 
-    def _call_of_step(
-        self, step: Step, args: Sequence[Any], run: list[Any], targets: dict[int, Tensor]
-    ) -> OperationCall:
+    def _call_of_step(self, step: Step, args: Sequence[Any], run: list[Any]) -> OperationCall:
         """Return the call that a step's rule reads; ``run`` are its arguments, with the parameters detached."""
+        targets = {id(run[place]): args[place] for place in step.targets}
         axes: dict[int, BatchAxis | None] = {}
         versions = []
         for place, axis in step.inputs:
@@ -352,51 +412,6 @@ class GradientPass(AbstractInterceptor):
             step.site.sliceable,
             versions=versions,
         )
-
-    def _of_linear(self, step: Step, args: Sequence[Any]) -> Callable[[Tensor], None]:
-        """Return what the rule of ``x W^T + b`` does with the gradient: most operations of a transformer are linear."""
-        held = [args[0].detach()]
-        versions = [(held[0], held[0]._version)]
-        targets = [args[place] for place in step.targets]
-        for target in targets:
-            self._ledger.expect(target)
-
-        def deposit(grad: Tensor) -> None:
-            _refuse_changes(step.function, versions)
-            inputs = held.pop()
-            versions.clear()
-            grads = grad.reshape(self._num_samples, -1, grad.shape[-1])
-            parts: list[tuple[Tensor, Contribution]] = []
-            for place, target in zip(step.targets, targets, strict=True):
-                if place == 1:
-                    x = inputs.reshape(self._num_samples, -1, inputs.shape[-1])
-                    parts.append((target, Factors(x, grads)))
-                else:
-                    parts.append((target, grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1)))
-            self._ledger.deposit(targets, parts, "linear")
-
-        return deposit
-
-    def _on_gradient(
-        self, step: Step, result: Tensor, tags: RowTags | None, deposit: Callable[[Tensor], None]
-    ) -> None:
-        """Call ``deposit`` with the gradient of a step's result; in a weighted pass, store it as tags."""
-
-        def arrived(grad: Tensor) -> None:
-            if not self._in_backward:
-                raise _too_early(step.site)
-            if self._tagging and tags is None:
-                return
-            # Autograd runs hooks with gradients disabled.
-            with torch._C.DisableTorchFunction():
-                if self._tagging and tags is not None:
-                    tags.add([grad.reshape(step.shape)])
-                else:
-                    deposit(grad.reshape(step.shape))
-
-        # Of a view that covers its base and lies in the same order, the base's gradient has the same entries.
-        base = result._base if step.covers_base else None
-        (result if base is None else base).register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _deposit(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None = None
@@ -626,12 +641,20 @@ class GradientPass(AbstractInterceptor):
             self._in_backward, self._expected = True, None
             inputs = [*self._kept.values(), *self._taps.values()]
             self._tag_rows(output, inputs)
+            edges, self._edges = self._edges, []
             with torch._C.DisableTorchFunction():
                 total = output.sum()
-            found = self._run_backward(total, inputs)
+            found = self._run_backward(total, [*inputs, *edges])
             escaped = {name: grad for name, grad in zip(self._kept, found, strict=False) if grad is not None}
+            self._take_collected(list(found[len(inputs) :]))
         self._ledger.finish()
         return escaped
+
+    def _take_collected(self, grads: list[Tensor | None]) -> None:
+        """Take the gradients of the steps' results, the last step's first, as autograd calls hooks."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            while grads:
+                self._uses.pop().take(grads.pop())
 
     def _tag_rows(self, output: Tensor, inputs: list[Tensor]) -> None:
         """Run the weighted backward passes that identify the samples of routed rows."""
@@ -646,10 +669,10 @@ class GradientPass(AbstractInterceptor):
         self._tagging = False
 
     def _run_backward(
-        self, total: Tensor, inputs: list[Tensor], weights: Tensor | None = None
+        self, total: Tensor, inputs: Sequence[Tensor | GradientEdge], weights: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         with refusing_reentrant_checkpoints():
-            return torch.autograd.grad(
+            return undispatched(torch.autograd.grad)(  # type: ignore[misc, no-any-return]
                 total, inputs, weights, retain_graph=weights is not None, allow_unused=True
             )
 
@@ -682,6 +705,70 @@ class GradientPass(AbstractInterceptor):
             for argument, part in (generic_rule(call, grads) if parts is None else parts)
         ]
         return name if parts is not None else f"{call.method} ({describe(call.function)})", found
+
+
+class _Use:
+    """An operation that ran as its step says; it takes the gradient of its result."""
+
+    __slots__ = ("call", "grad_pass", "step", "tags")
+
+    def __init__(self, grad_pass: GradientPass, step: Step, call: OperationCall, dtype: torch.dtype) -> None:
+        self.grad_pass, self.step, self.call = grad_pass, step, call
+        self.tags = None
+        if step.site.routed:
+            self.tags = RowTags(step.site, (dtype,), step.trailing, step.row_axis)
+            grad_pass._tags.append(self.tags)
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Take the gradient in the backward pass, as a hook of autograd, which disables gradients."""
+        if not self.grad_pass._in_backward:
+            raise _too_early(self.step.site)
+        with torch._C.DisableTorchFunction():
+            self.take(grads[0])
+
+    def take(self, grad: Tensor | None) -> None:
+        """Deposit the contributions of the operation; in a weighted pass, store the gradient as tags."""
+        if grad is None:
+            return
+        grad_pass, tags = self.grad_pass, self.tags
+        if not grad_pass._tagging:
+            grad_pass._deposit(self.call, [grad.reshape(self.step.shape)], tags)
+        elif tags is not None:
+            tags.add([grad.reshape(self.step.shape)])
+
+
+class _LinearUse(_Use):
+    """``x W^T + b``, with its rule: most operations of a transformer are linear."""
+
+    __slots__ = ("args", "version")
+
+    def __init__(self, grad_pass: GradientPass, step: Step, args: Sequence[Any]) -> None:
+        self.grad_pass, self.step, self.args = grad_pass, step, args
+        self.version = args[0]._version
+
+    def take(self, grad: Tensor | None) -> None:
+        args, step = self.args, self.step
+        if grad is None or self.grad_pass._tagging or not args:
+            return
+        self.args = ()  # the inputs are freed with their block
+        x, ledger = args[0], self.grad_pass._ledger
+        if x._version != self.version:
+            _refuse_changes(step.function, [(x, self.version)])
+        assert step.positions is not None
+        count, length = step.positions
+        if length == 1 and x.dim() == 2:
+            factors, bias = Factors(x.unsqueeze(1), grad.unsqueeze(1)), grad
+        else:
+            grads = grad.reshape(count, length, grad.shape[-1])
+            factors = Factors(x.reshape(count, length, x.shape[-1]), grads)
+            bias = None
+        for place in step.targets:
+            if place == 1:
+                ledger.deposit_only(args[1], factors, "linear")
+            else:
+                ledger.deposit_only(
+                    args[place], factors.output_grads.sum(1) if bias is None else bias, "linear"
+                )
 
 
 def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: bool) -> list[Any]:

@@ -34,7 +34,7 @@ class _Uses:
     tensor: Tensor
     name: str | None
     """The parameter's name; ``None`` for a value computed from parameters."""
-    roots: list[int] = field(default_factory=list)
+    roots: Sequence[int] = ()
     """``id`` of the parameters that a value is computed from."""
     transpose_of: int | None = None
     pending: int = 0
@@ -80,10 +80,8 @@ class GradientLedger:
 
     def share(self, tensor: Tensor, parents: Sequence[int], *, is_transpose: bool) -> None:
         """Register a value computed only from parameters or other such values."""
-        uses = _Uses(tensor, None)
-        for parent in parents:
-            known = self._uses[parent]
-            uses.roots += [root for root in known.roots or [parent] if root not in uses.roots]
+        roots = [root for parent in parents for root in self._uses[parent].roots or [parent]]
+        uses = _Uses(tensor, None, list(dict.fromkeys(roots)))
         if is_transpose:
             uses.transpose_of = parents[0]
         self._uses[id(tensor)] = uses
@@ -102,9 +100,11 @@ class GradientLedger:
         """Count one more use; the first use of a shared value counts as one use of each of its parameters."""
         uses = self._uses[id(target)]
         uses.pending += 1
+        if uses.name is not None:
+            return
         if uses.transpose_of is not None:
             self.expect(self._uses[uses.transpose_of].tensor)
-        elif uses.name is None and uses.pending == 1:
+        elif uses.pending == 1:
             for root in uses.roots:
                 self.expect(self._uses[root].tensor)
 
@@ -132,6 +132,21 @@ class GradientLedger:
             uses = self._uses[id(target)]
             if uses.pending:
                 self._arrived(uses)
+
+    def deposit_only(self, target: Tensor, part: Tensor | Factors, method: str) -> None:
+        """Add the contribution of a use of one target, ``(B, *target.shape)`` or factors."""
+        uses = self._uses[id(target)]
+        if uses.pending != 1 or uses.parts or uses.name is None or uses.name in self._emitted:
+            self.deposit([target], [(target, part)], method)
+            return
+        self.methods[uses.name][method] = None
+        uses.pending = 0
+        self._emitted.add(uses.name)
+        cast = _cast(part, target.dtype)
+        if isinstance(cast, Tensor):
+            self._sink(DenseBlock(uses.name, cast, self._start))
+        else:
+            self._emit(uses.name, cast)
 
     def _arrived(self, uses: _Uses) -> None:
         uses.pending -= 1

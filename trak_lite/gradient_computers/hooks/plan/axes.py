@@ -65,6 +65,8 @@ def by_sample(tensor: Tensor, axis: BatchAxis, num_samples: int) -> Tensor:
         torch.Size([3, 4, 2, 5])
     """
     if axis.axis == 0 and axis.sample_major:
+        if axis.multiple == 1:
+            return tensor.unsqueeze(1)  # a fraction of the time
         return torch.unflatten(tensor, 0, (num_samples, axis.multiple))
     sizes = (num_samples, axis.multiple) if axis.sample_major else (axis.multiple, num_samples)
     return torch.unflatten(tensor, axis.axis, sizes).movedim(axis.axis + (not axis.sample_major), 0)

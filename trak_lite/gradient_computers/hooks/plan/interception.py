@@ -1,16 +1,17 @@
 """Interception of every torch operation that reads given tensors.
 
 A module hook only covers calls of its module, but another module or the output function may also use the parameter. A
-``TorchFunctionMode`` intercepts all of these uses.
+``TorchFunctionMode`` intercepts all of these uses, and is asked about every other operation too.
+:class:`ClassDispatch` intercepts the uses of plain parameters only, so that all other operations run at full speed.
 """
 
 from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
 from trak_lite.models.tree import ModelTree
 
-__all__ = ["AbstractInterceptor", "Function"]
+__all__ = ["AbstractInterceptor", "ClassDispatch", "Function", "undispatched"]
 
 Function = Callable[..., Any]
 
@@ -70,7 +71,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         # Every operation of the model comes here, so what is cheap is asked first.
         if not self.touches(args, kwargs) or self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        body = _body(func)
+        body = undispatched(func)
         if body is not None and not self.inside:
             with self:
                 return body(*args, **kwargs)
@@ -123,8 +124,57 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self.packed_order = getattr(given, "sorted_indices", None)
 
 
+class ClassDispatch:
+    """Passes every operation on given tensors to a handler, as a ``__torch_function__`` of their class.
+
+    The class of each tensor is replaced, as ``torch.nn.UninitializedParameter`` does, so that every reference to the
+    tensor is covered. :meth:`close` restores it.
+    """
+
+    _FREE: ClassVar[list[dict[type, Any]]] = []
+    """Classes that no dispatch uses; creating one takes as long as several operations."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        """Start a dispatch.
+
+        Args:
+            handler: Called with the arguments of ``__torch_function__``; it must run operations with
+                ``torch._C.DisableTorchFunctionSubclass`` to not be called again.
+        """
+        try:
+            self._classes = self._FREE.pop()
+        except IndexError:
+            self._classes = {base: type(f"Watched{base.__name__}", (base,), {}) for base in _PLAIN}
+        self._tensors: list[tuple[Tensor, type]] = []
+        for own in self._classes.values():
+            own.__torch_function__ = handler
+
+    @staticmethod
+    def supports(tensors: Iterable[Tensor]) -> bool:
+        """Whether the tensors are plain tensors and parameters, of no other subclass."""
+        return all([type(tensor) in _PLAIN for tensor in tensors])
+
+    def watch(self, tensor: Tensor) -> None:
+        """Dispatch the operations on this tensor from now on; it is one that :meth:`supports` accepts."""
+        base = type(tensor)
+        tensor.__class__ = self._classes[base]
+        self._tensors.append((tensor, base))
+
+    def close(self) -> None:
+        """Give every tensor its class back."""
+        for tensor, base in self._tensors:
+            tensor.__class__ = base
+        self._tensors.clear()
+        for own in self._classes.values():
+            own.__torch_function__ = Tensor.__torch_function__  # the handler references a whole pass
+        self._FREE.append(self._classes)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
 @cache
-def _body(function: Function) -> Function | None:
+def undispatched(function: Function) -> Function | None:
     """Return a copy of a ``torch.nn.functional`` function without dispatch, so that a mode sees its operations."""
     if not isinstance(function, types.FunctionType) or function.__module__ not in (
         "torch.nn.functional",

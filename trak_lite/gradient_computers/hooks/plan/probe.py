@@ -81,6 +81,8 @@ class Plan:
     """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
+    has_plain_tensors: bool = False
+    """Whether these operations read and return no tensor subclass."""
 
     steps: dict[int, dict[int, Any]] = field(default_factory=dict)
     """Per number of samples, a :class:`Step` by the position of its site, for the sites that can be bound."""
@@ -90,6 +92,15 @@ class Plan:
         if num_samples not in self.steps and len(self.steps) >= _MAX_SIZES:
             self.steps.clear()
         return self.steps.setdefault(num_samples, {})
+
+    def all_bound(self, num_samples: int, limit: int) -> bool:
+        """Whether every operation is a step, in order, and their results have at most ``limit`` bytes in all."""
+        steps = self.steps.get(num_samples, {})
+        return (
+            not self.routed
+            and len(steps) == sum([site.batched for site in self.sites])
+            and sum([step.num_bytes for step in steps.values()]) <= limit
+        )
 
     @property
     def flattened(self) -> bool:
@@ -158,6 +169,7 @@ def make_plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
             dtypes=_dtypes(three),
+            has_plain_tensors=two.has_plain_tensors and three.has_plain_tensors,
         )
         pairs = _relevant(two, three, plan)
         if not _is_same_path(two, three):

@@ -47,8 +47,10 @@ class Step:
     """Whether the result is a view of all of a tensor that the operation allocates."""
     is_view: bool
     """Whether the result is a view."""
-    is_linear: bool
-    """Whether it is ``x W^T + b`` with the samples on axis 0 of x, and x is no parameter."""
+    num_bytes: int
+    """Size of the result."""
+    positions: tuple[int, int] | None
+    """``(B, T)`` of ``x W^T + b`` with the samples on axis 0 of x, if x is no parameter; otherwise ``None``."""
     trailing: int = 0
     """Number of axes of the result within one row, if rows are routed."""
     row_axis: BatchAxis | None = None
@@ -66,6 +68,7 @@ class Step:
         output_axes: tuple[BatchAxis | None, ...],
         lean: bool,
         covers_base: bool,
+        num_samples: int,
         trailing: int = 0,
         row_axis: BatchAxis | None = None,
     ) -> Step:
@@ -81,6 +84,7 @@ class Step:
             output_axes: Its batch axis.
             lean: See the field.
             covers_base: See the field.
+            num_samples: B.
             trailing: See the field.
             row_axis: See the field.
         """
@@ -100,7 +104,10 @@ class Step:
             lean,
             covers_base,
             result._is_view(),
-            _is_linear(site, args, targets, axes),
+            result.numel() * result.element_size(),
+            (num_samples, result.shape[:-1].numel() // num_samples)
+            if _is_linear(site, args, targets, axes)
+            else None,
             trailing,
             row_axis,
         )

@@ -248,16 +248,18 @@ def _affine(
     call: OperationCall, grad: Tensor, normalised: Tensor, weight: Any, bias: Any, axes: range
 ) -> _Parts:
     """``normalised * weight + bias``, where the parameters have these axes of the result."""
+    axis = call.output_axis
+    alone = (axis.axis, axis.multiple) == (0, 1)
+    summed = [i + (not alone) for i in range(alone, grad.dim()) if i not in axes]
 
-    def reduced(value: Tensor) -> Tensor:
-        samples = call.output_samples(value)
-        summed = [i + 1 for i in range(value.dim()) if i not in axes]
-        return samples.sum(summed)
+    def reduced(value: Tensor, like: Tensor) -> Tensor:
+        samples = value if alone else call.output_samples(value)
+        return (samples.sum(summed) if summed else samples).reshape(-1, *like.shape)
 
     if call.wants(weight):
-        yield weight, reduced(grad * normalised).reshape(-1, *weight.shape)
+        yield weight, reduced(grad * normalised, weight)
     if call.wants(bias):
-        yield bias, reduced(grad).reshape(-1, *bias.shape)
+        yield bias, reduced(grad, bias)
 
 
 def layer_norm_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
