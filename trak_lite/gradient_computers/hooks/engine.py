@@ -756,19 +756,16 @@ class _LinearUse(_Use):
             _refuse_changes(step.function, [(x, self.version)])
         assert step.positions is not None
         count, length = step.positions
-        if length == 1 and x.dim() == 2:
-            factors, bias = Factors(x.unsqueeze(1), grad.unsqueeze(1)), grad
-        else:
-            grads = grad.reshape(count, length, grad.shape[-1])
-            factors = Factors(x.reshape(count, length, x.shape[-1]), grads)
-            bias = None
+        parts: list[tuple[Tensor, Contribution]] = []
+        grads = grad if length == 1 and x.dim() == 2 else grad.reshape(count, length, grad.shape[-1])
         for place in step.targets:
-            if place == 1:
-                ledger.deposit_only(args[1], factors, "linear")
+            if place != 1:
+                parts.append((args[place], grads if grads.dim() == 2 else grads.sum(1)))
+            elif grads.dim() == 2:
+                parts.append((args[1], Factors(x.unsqueeze(1), grads.unsqueeze(1))))
             else:
-                ledger.deposit_only(
-                    args[place], factors.output_grads.sum(1) if bias is None else bias, "linear"
-                )
+                parts.append((args[1], Factors(x.reshape(count, length, x.shape[-1]), grads)))
+        ledger.deposit([target for target, _ in parts], parts, "linear")
 
 
 def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: bool) -> list[Any]:

@@ -114,16 +114,9 @@ class GradientLedger:
         """Add the contributions of one use of every target, computed by ``method``."""
         for target, part in parts:
             uses = self._uses[id(target)]
-            if uses.name is None:
-                self.note(target, method)
-            else:
-                self.methods[uses.name][method] = None
-                if uses.pending == 1 and not uses.parts and len(parts) == len(targets):  # its only use
-                    uses.pending = 0
-                    if uses.name not in self._emitted:
-                        self._emitted.add(uses.name)
-                        self._emit(uses.name, _cast(part, target.dtype))
-                    continue
+            if len(parts) == len(targets) and self._emits_only_use(uses, part, method):
+                continue
+            self.note(target, method)
             value = part
             while uses.transpose_of is not None:
                 uses, value = self._uses[uses.transpose_of], transposed(value)
@@ -133,20 +126,16 @@ class GradientLedger:
             if uses.pending:
                 self._arrived(uses)
 
-    def deposit_only(self, target: Tensor, part: Tensor | Factors, method: str) -> None:
-        """Add the contribution of a use of one target, ``(B, *target.shape)`` or factors."""
-        uses = self._uses[id(target)]
-        if uses.pending != 1 or uses.parts or uses.name is None or uses.name in self._emitted:
-            self.deposit([target], [(target, part)], method)
-            return
+    def _emits_only_use(self, uses: _Uses, part: Contribution, method: str) -> bool:
+        """Emit the block of a parameter with one use; return whether it is one."""
+        if uses.pending != 1 or uses.parts or uses.name is None:
+            return False
         self.methods[uses.name][method] = None
         uses.pending = 0
-        self._emitted.add(uses.name)
-        cast = _cast(part, target.dtype)
-        if isinstance(cast, Tensor):
-            self._sink(DenseBlock(uses.name, cast, self._start))
-        else:
-            self._emit(uses.name, cast)
+        if uses.name not in self._emitted:
+            self._emitted.add(uses.name)
+            self._emit(uses.name, _cast(part, uses.tensor.dtype))
+        return True
 
     def _arrived(self, uses: _Uses) -> None:
         uses.pending -= 1
@@ -176,19 +165,21 @@ class GradientLedger:
             self._arrived(root)
 
     def _emit(self, name: str, part: Contribution) -> None:
-        if isinstance(part, Factors):
+        if isinstance(part, Tensor):
+            shape = self._kept[name].shape
+            if part.dim() != len(shape) + 1:
+                part = part.reshape(self._num_samples, *shape)
+            self._sink(DenseBlock(name, part, self._start))
+        elif isinstance(part, Factors):
             self._sink(FactoredBlock(name, *part, self._start))
         elif isinstance(part, Lookups):
             self._sink(LookupBlock(name, *part, self._start))
         elif isinstance(part, Summed):
             lookups = LookupBlock(name, *part.lookups, self._start)
             self._sink(SummedBlock(name, (lookups, FactoredBlock(name, *part.factors, self._start))))
-        elif isinstance(part, Pieces):
+        else:
             for first, grads in part.formed():
                 self._sink(DenseBlock(name, grads, self._start + first))
-        else:
-            shape = self._kept[name].shape
-            self._sink(DenseBlock(name, part.reshape(self._num_samples, *shape), self._start))
 
     def finish(self) -> None:
         """Settle uses without a gradient, on which f does not depend, and emit zeros for parameters without a block."""
@@ -214,6 +205,8 @@ def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
 
 
 def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
+    if isinstance(part, Tensor):
+        return part if part.dtype == dtype else part.to(dtype)
     if isinstance(part, Factors):
         return _cast_factors(part, dtype)
     if isinstance(part, Lookups):
@@ -222,9 +215,7 @@ def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
         return Summed(
             part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
         )
-    if isinstance(part, Pieces):
-        return part._replace(form=lambda rows: part.form(rows).to(dtype))
-    return part if part.dtype == dtype else part.to(dtype)
+    return part._replace(form=lambda rows: part.form(rows).to(dtype))
 
 
 def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:
