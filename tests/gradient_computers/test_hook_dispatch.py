@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, assert_equals_autograd, by_loop, hooked, make
+from models import CASES, assert_equals_autograd, by_loop, hooked, make, wavy
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -215,16 +217,222 @@ def test_the_default_device_may_be_set() -> None:
     assert "linear" in running.names
 
 
-def test_a_gradient_inside_the_forward_pass_is_refused_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("through_a_layer", [True, False])
+def test_a_gradient_inside_the_forward_pass_is_refused_if_it_depends_on_parameters(
+    through_a_layer: bool,
+) -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
-        hidden = net.a(x)
-        if net.differentiates and hidden.requires_grad:
-            (inner,) = torch.autograd.grad(hidden.sin().sum(), hidden, create_graph=True)
+        first = net.a(x)
+        hidden = net.norm(first)
+        if hidden.requires_grad:
+            (inner,) = torch.autograd.grad(
+                hidden.sin().sum(), first if through_a_layer else hidden, create_graph=True
+            )
             hidden = hidden + inner
         return net.b(hidden)  # type: ignore[no-any-return]
 
     model, computer = hooked(Net, forward, self_check=False)
-    model.differentiates = True
+    batch = (x(),)
 
-    with pytest.raises(UnsupportedModelError, match="itself computes a gradient"):
-        blocks_of(computer, (x(),))
+    for _ in range(2):
+        if through_a_layer:
+            with pytest.raises(UnsupportedModelError, match="itself computes a gradient"):
+                blocks_of(computer, batch)
+        else:
+            assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+
+
+def test_a_copy_of_a_parameter_is_a_parameter() -> None:
+    copies: list[nn.Linear] = []
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        copies.append(copy.deepcopy(net.a))
+        return net.b(net.a(x) + copies[-1](x).detach())  # type: ignore[no-any-return]
+
+    model, computer = hooked(Net, forward, self_check=False)
+    batch = (x(),)
+
+    for _ in range(2):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+    assert {type(p) for made in copies for p in made.parameters()} == {nn.Parameter}
+    assert torch.equal(copies[-1](batch[0]), model.a(batch[0]))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(lambda net, x: net.b(x * torch.as_tensor(net.norm.weight)), id="torch.as_tensor"),
+        pytest.param(lambda net, x: net.b(x * nn.Parameter(net.norm.weight)), id="another parameter"),
+        pytest.param(
+            lambda net, x: net.b(x * 2 if type(net.b.weight) is nn.Parameter else net.a(x)), id="its class"
+        ),
+    ],
+)
+def test_a_model_that_fails_with_other_classes_of_its_parameters_runs_with_a_mode(
+    forward: Callable[..., Tensor],
+) -> None:
+    model, computer = hooked(Net, forward)
+    batch = (x(),)
+
+    for _ in range(3):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+    (plan,) = computer._plans.values()
+    assert not plan.has_plain_tensors
+
+
+def test_a_subclass_that_appears_in_a_later_batch_is_followed() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        hidden = net.a(x)
+        out = net.b(hidden.as_subclass(Tagged) if net.tags else hidden)
+        return (out * 2 if type(out) is Tagged else out).as_subclass(Tensor)
+
+    model, computer = hooked(Net, forward, self_check=False)
+    batch = (x(),)
+
+    for tags in (False, False, True, True):
+        model.tags = tags
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+
+
+class Negated(torch.autograd.Function):
+    """Changes its incoming gradient in place, which autograd forbids and does not notice."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return -value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.neg_()
+
+
+def test_a_backward_pass_in_python_that_changes_gradients_changes_no_rows() -> None:
+    model, computer = hooked(Net, lambda net, x: net.b(Negated.apply(net.a(x)) + net.norm.weight))
+    batch = (x(),)
+
+    for _ in range(3):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+
+
+def test_another_thread_may_train_the_model_during_the_backward_pass() -> None:
+    found: list[Tensor] = []
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, net: Net, x: Tensor) -> Tensor:
+            ctx.net, ctx.x = net, x.detach()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+            def train() -> None:
+                with torch.enable_grad():
+                    weight = ctx.net.b.weight
+                    found.extend(torch.autograd.grad(F.linear(ctx.x[:1], weight).sin().sum(), weight))
+
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+            return None, grad
+
+    model, computer = hooked(Net, lambda net, x: net.b(Waits.apply(net, net.a(x))), self_check=False)
+    batch = (x(),)
+
+    for _ in range(2):
+        found.clear()
+        rows = collect_gradients(computer, batch)
+        hidden = model.a(batch[0])[:1].detach()
+        expected = torch.autograd.grad(F.linear(hidden, model.b.weight).sin().sum(), model.b.weight)
+        torch.testing.assert_close(found[-1], expected[0])
+        for name, value in by_loop(model, wavy, batch).items():
+            torch.testing.assert_close(rows[name], value)
+
+
+def test_a_pass_that_failed_is_freed_at_once() -> None:
+    def passes() -> list[Any]:
+        return [found for found in gc.get_objects() if type(found) is engine.GradientPass]
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        hidden = net.a(x)
+        if net.fails:
+            raise FloatingPointError
+        return net.b(hidden)  # type: ignore[no-any-return]
+
+    model, computer = hooked(Net, forward, self_check=False)
+    model.fails = False
+    blocks_of(computer, (x(),))
+    model.fails = True
+    batch = (x(),)
+    before = set(map(id, passes()))
+    gc.disable()
+    try:
+        with pytest.raises(FloatingPointError):
+            blocks_of(computer, batch)
+        assert {id(found) for found in passes()} <= before
+    finally:
+        gc.enable()
+
+
+def test_complex_factors_are_conjugated() -> None:
+    model, computer = hooked(
+        Net,
+        lambda net, x: net.b(torch.fft.ifft(torch.fft.fft(net.a(x)) * torch.fft.fft(net.norm.weight)).real),
+    )
+    batch = (x(),)
+
+    for _ in range(2):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolutions_with_kernels_of_one_entry(groups: int, stride: int) -> None:
+    class Pointwise(nn.Module):
+        def __init__(self, forward: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 6, 1, stride, groups=groups)
+            self.norm = nn.BatchNorm2d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x))  # type: ignore[no-any-return]
+
+    model, computer = hooked(Pointwise, lambda: None)  # type: ignore[arg-type, return-value]
+    batch = (torch.randn(3, 4, 7, 7, dtype=torch.float64),)
+
+    for _ in range(2):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        # A float64 convolution is not cast, so its gradient is not either.
+        rows = collect_gradients(computer, batch)["conv.weight"]
+    assert_equals_autograd(model, {**collect_gradients(computer, batch), "conv.weight": rows}, batch)
+
+
+def test_tensors_of_the_model_may_require_grad() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return net.b(net.norm(x.sin())) + net.a(x).sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+    model, computer = hooked(Net, forward)
+    batch = (x(),)
+
+    for _ in range(3):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_a_hook_of_the_model_that_changes_a_gradient_changes_the_rows(
+    collected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        hidden = net.norm(net.a(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: 2 * grad)
+        return net.b(hidden.relu())  # type: ignore[no-any-return]
+
+    if not collected:
+        monkeypatch.setattr(engine, "_COLLECTED_BYTES", -1)
+    model, computer = hooked(Net, forward)
+    batch = (x(),)
+
+    for _ in range(3):
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)

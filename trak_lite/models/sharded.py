@@ -54,6 +54,8 @@ def sharded_modules(model: nn.Module | ModelTree) -> list[Any]:
         return []
     from torch.distributed.fsdp import FSDPModule
 
+    if isinstance(model, ModelTree) and not any(issubclass(kind, FSDPModule) for kind in model.classes):
+        return []  # asked several times in every pass
     return [module for module in _modules(model) if isinstance(module, FSDPModule)]
 
 
@@ -73,7 +75,7 @@ def is_sharded(model: nn.Module | ModelTree) -> bool:
         return False
     return (
         bool(sharded_modules(model))
-        or any(_is_dtensor(p) for p in _parameters(model))
+        or any(map(_is_dtensor, {type(p): p for p in _parameters(model)}.values()))
         or _has_flat_shards(model)
     )
 

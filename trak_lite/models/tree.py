@@ -31,6 +31,11 @@ class ModelTree:
         return tuple(module for _, module in self.named_modules)
 
     @cached_property
+    def classes(self) -> frozenset[type[nn.Module]]:
+        """Classes of all modules."""
+        return frozenset(map(type, self.modules))
+
+    @cached_property
     def modes(self) -> tuple[bool, ...]:
         """``training`` of every module."""
         return tuple(module.training for _, module in self.named_modules)

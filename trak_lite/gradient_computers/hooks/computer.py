@@ -397,7 +397,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _single_pass(
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
-        """Run forward and backward once, and remove the hooks."""
+        """Run forward and backward once; again with a mode if the forward pass fails without it."""
         grad_pass = GradientPass(
             plan,
             kept,
@@ -407,6 +407,25 @@ class HookGradientComputer(AbstractStreamingComputer):
             keep_factors=self.keep_factors,
             sharded=self._sharded is not None,
         )
+        try:
+            return self._run(grad_pass, kept, batch)
+        except (torch.OutOfMemoryError, UnexpectedRowsError):
+            raise
+        except MODEL_FAILURES:
+            if not grad_pass.may_use_mode:
+                raise
+        # The model may ask for the class of its parameters, or pass them where only a mode sees them.
+        plan.has_plain_tensors = False
+        try:
+            return self._single_pass(plan, kept, batch, sink, start)
+        except BaseException:
+            plan.has_plain_tensors = True  # it fails for another reason
+            raise
+
+    def _run(
+        self, grad_pass: GradientPass, kept: Mapping[str, nn.Parameter], batch: Batch
+    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+        """Run forward and backward with hooks, and remove these."""
         handles = grad_pass.install(self._tree or ModelTree(self.model))
         try:
             with grad_pass:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -97,7 +98,7 @@ class GradientPass(AbstractInterceptor):
             sharded: Whether FSDP2 replaces the parameters during the pass.
         """
         super().__init__()
-        self._by_class = not sharded and plan.has_plain_tensors and ClassDispatch.supports(kept.values())
+        self.by_class = not sharded and plan.has_plain_tensors and ClassDispatch.supports(kept.values())
         self._dispatch: ClassDispatch | None = None
         """Intercepts the operations; ``None`` outside the pass, and if the mode does."""
         self._thread = get_ident()
@@ -115,15 +116,21 @@ class GradientPass(AbstractInterceptor):
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._shared: dict[Any, Site] = {}
         self._steps = plan.steps_for(num_samples)
-        self._collects = plan.all_bound(num_samples, _COLLECTED_BYTES)
+        self._collects = self.by_class and plan.all_bound(num_samples, _COLLECTED_BYTES)
         """Whether the backward pass returns the gradients of all steps, instead of calling a hook for each."""
         self._uses: list[_Use] = []
+        self._results: list[Tensor] = []
         self._edges: list[GradientEdge] = []
         self._expected: Step | None = None if plan.routed else self._steps.get(0)
         """The step of the next operation on parameters, if it is bound."""
         self.watched = {id(p): p for p in kept.values()}
         self._names: dict[int, Any] = {id(p): name for name, p in kept.items()} if plan.routed else {}
         """By ``id``, names of kept parameters, or of those that a value is made of; empty unless rows are routed."""
+
+    @property
+    def may_use_mode(self) -> bool:
+        """Whether this pass failed before the backward pass, and may have because of the parameters' classes."""
+        return self.by_class and not (self._in_backward or self._plan.chooses_in_python)
 
     @property
     def methods(self) -> Mapping[str, Mapping[str, None]]:
@@ -134,7 +141,7 @@ class GradientPass(AbstractInterceptor):
 
     def __enter__(self) -> Self:
         """Intercept operations from now on."""
-        if not self._by_class:
+        if not self.by_class:
             super().__enter__()  # type: ignore[no-untyped-call]
             return self
         self._dispatch = ClassDispatch(self._intercept)
@@ -148,6 +155,8 @@ class GradientPass(AbstractInterceptor):
 
     def __exit__(self, *error: object) -> None:
         """Stop to intercept operations."""
+        for held in (self._uses, self._results, self._edges):
+            held.clear()  # they reference this pass
         if self._dispatch is None:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         else:
@@ -159,9 +168,13 @@ class GradientPass(AbstractInterceptor):
     ) -> Any:
         """Run an operation that reads watched tensors; the expected one goes straight to its step."""
         with torch._C.DisableTorchFunctionSubclass():
-            # Another thread may use the model during the forward pass; CUDA's backward pass has its own threads.
-            if not torch.is_grad_enabled() or (get_ident() != self._thread and not self._in_backward):
+            if not torch.is_grad_enabled() or (get_ident() != self._thread and not _in_graph_task()):
                 return func(*args, **(kwargs or {}))
+            assert self._dispatch is not None
+            if not self._dispatch.owns(types):
+                raise UnexpectedPathError(
+                    f"{describe(func)} reads a tensor of a subclass, unlike in the first batch."
+                )
             step = self._step_of_use(func, args) if self._names else self._expected
             if (
                 step is not None
@@ -330,9 +343,8 @@ class GradientPass(AbstractInterceptor):
         covers_base = base is not None and _is_whole_of_new(result, base, call)
         if covers_base and not result.is_contiguous():
             return
-        if (
-            base if covers_base and base is not None else result
-        ).output_nr:  # a step reads its node's first output
+        source = base if covers_base and base is not None else result
+        if source.output_nr:  # a step reads its node's first output
             return
         key: Any = self._cursor - 1
         if self._names:
@@ -384,6 +396,7 @@ class GradientPass(AbstractInterceptor):
         assert node is not None
         if self._collects:
             self._uses.append(use)
+            self._results.append(result)
             self._edges.append(GradientEdge(node, 0))
         else:
             node.register_prehook(use)  # a tensor's own hook takes three times as long
@@ -640,21 +653,43 @@ class GradientPass(AbstractInterceptor):
         if output.requires_grad:
             self._in_backward, self._expected = True, None
             inputs = [*self._kept.values(), *self._taps.values()]
-            self._tag_rows(output, inputs)
-            edges, self._edges = self._edges, []
             with torch._C.DisableTorchFunction():
                 total = output.sum()
+                inputs += self._other_leaves(total, inputs)
+            self._tag_rows(output, inputs)
+            uses, edges = self._collected()
             found = self._run_backward(total, [*inputs, *edges])
             escaped = {name: grad for name, grad in zip(self._kept, found, strict=False) if grad is not None}
-            self._take_collected(list(found[len(inputs) :]))
+            _take(uses, list(found[len(inputs) :]))
         self._ledger.finish()
         return escaped
 
-    def _take_collected(self, grads: list[Tensor | None]) -> None:
-        """Take the gradients of the steps' results, the last step's first, as autograd calls hooks."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            while grads:
-                self._uses.pop().take(grads.pop())
+    def _other_leaves(self, total: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
+        """Return the other leaves of f's graph: autograd calls hooks only on the way to tensors it is asked for."""
+        plan = self._plan
+        if self._collects or not plan.has_other_leaves:
+            return []
+        leaves, plan.runs_own_functions = _graph_of(total)
+        asked = set(map(id, known))
+        others = [leaf for leaf in leaves if id(leaf) not in asked]
+        plan.has_other_leaves = bool(others)
+        return others
+
+    def _collected(self) -> tuple[list[_Use], list[GradientEdge]]:
+        """Return the steps whose gradients the backward pass returns, and where it finds them.
+
+        A result with a hook of the model has the gradient that this hook returns, which only another hook receives.
+        """
+        found: tuple[list[_Use], list[GradientEdge]] = [], []
+        for use, result, edge in zip(self._uses, self._results, self._edges, strict=True):
+            if result._backward_hooks:
+                edge.node.register_prehook(use)
+            else:
+                found[0].append(use)
+                found[1].append(edge)
+        for held in (self._uses, self._results, self._edges):
+            held.clear()
+        return found
 
     def _tag_rows(self, output: Tensor, inputs: list[Tensor]) -> None:
         """Run the weighted backward passes that identify the samples of routed rows."""
@@ -768,6 +803,31 @@ class _LinearUse(_Use):
         ledger.deposit([target for target, _ in parts], parts, "linear")
 
 
+def _take(uses: list[_Use], grads: list[Tensor | None]) -> None:
+    """Give every step the gradient of its result, the last step first, as autograd calls hooks."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        while grads:
+            uses.pop().take(grads.pop())
+
+
+def _in_graph_task() -> bool:
+    """Whether this thread is inside a backward pass of autograd, which has threads of its own on accelerators."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _graph_of(total: Tensor) -> tuple[list[Tensor], bool]:
+    """Return the leaves of a tensor's graph, and whether it has an ``autograd.Function`` in Python."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+    leaves = [node.variable for node in seen if hasattr(node, "variable")]
+    return leaves, any(isinstance(node, BackwardCFunction) for node in seen)
+
+
 def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: bool) -> list[Any]:
     """Return the arguments for the rule: detached, and a copy of one that the operation overwrites."""
     if lean:
@@ -782,11 +842,24 @@ def _hook(result: Tensor, arrived: Callable[[Tensor], None], call: OperationCall
     """Hook the gradient of a result's current value, even if the result is written into later."""
     base = result._base
     if base is None or call is None or not _is_whole_of_new(result, base, call):
-        result.register_hook(arrived)  # type: ignore[no-untyped-call]
+        _on_node(result, arrived)
         return
     # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
     size, stride = result.size(), result.stride()
-    base.register_hook(lambda grad: arrived(grad.contiguous().as_strided(size, stride)))  # type: ignore[no-untyped-call]
+    _on_node(base, lambda grad: arrived(grad.contiguous().as_strided(size, stride)))
+
+
+def _on_node(tensor: Tensor, arrived: Callable[[Tensor], None]) -> None:
+    """Call ``arrived`` with the gradient of a tensor after hooks of the model on the tensor have changed it."""
+    node, place = tensor.grad_fn, tensor.output_nr
+    assert node is not None
+
+    def take(grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[place]
+        if grad is not None:
+            arrived(grad)
+
+    node.register_prehook(take)
 
 
 def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:

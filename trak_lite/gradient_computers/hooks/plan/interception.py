@@ -144,7 +144,8 @@ class ClassDispatch:
         try:
             self._classes = self._FREE.pop()
         except IndexError:
-            self._classes = {base: type(f"Watched{base.__name__}", (base,), {}) for base in _PLAIN}
+            self._classes = {base: type(f"Watched{base.__name__}", (base,), _PLAIN_COPIES) for base in _PLAIN}
+        self._own = frozenset({*self._classes.values(), *_PLAIN})
         self._tensors: list[tuple[Tensor, type]] = []
         for own in self._classes.values():
             own.__torch_function__ = handler
@@ -153,6 +154,10 @@ class ClassDispatch:
     def supports(tensors: Iterable[Tensor]) -> bool:
         """Whether the tensors are plain tensors and parameters, of no other subclass."""
         return all([type(tensor) in _PLAIN for tensor in tensors])
+
+    def owns(self, classes: Iterable[type]) -> bool:
+        """Whether no other class takes part in an operation with these; functions in Python name plain tensors too."""
+        return self._own.issuperset(classes)
 
     def watch(self, tensor: Tensor) -> None:
         """Dispatch the operations on this tensor from now on; it is one that :meth:`supports` accepts."""
@@ -166,11 +171,15 @@ class ClassDispatch:
             tensor.__class__ = base
         self._tensors.clear()
         for own in self._classes.values():
-            own.__torch_function__ = Tensor.__torch_function__  # the handler references a whole pass
+            own.__torch_function__ = (
+                torch._C._disabled_torch_function_impl
+            )  # the handler references a whole pass
         self._FREE.append(self._classes)
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_PLAIN_COPIES = {"__new__": lambda _, *args, **kwargs: nn.Parameter(*args, **kwargs)}
+"""``copy.deepcopy`` of a parameter calls its class, and nothing would restore the class of the copy."""
 
 
 @cache

@@ -82,7 +82,11 @@ class Plan:
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
     has_plain_tensors: bool = False
-    """Whether these operations read and return no tensor subclass."""
+    """Whether these operations read and return no tensor subclass, as far as is known."""
+    runs_own_functions: bool = True
+    """Whether the backward pass may run an ``autograd.Function`` in Python, which may change gradients in place."""
+    has_other_leaves: bool = True
+    """Whether f may depend on tensors that require grad and are no parameters, as far as autograd knows."""
 
     steps: dict[int, dict[int, Any]] = field(default_factory=dict)
     """Per number of samples, a :class:`Step` by the position of its site, for the sites that can be bound."""
@@ -94,10 +98,13 @@ class Plan:
         return self.steps.setdefault(num_samples, {})
 
     def all_bound(self, num_samples: int, limit: int) -> bool:
-        """Whether every operation is a step, in order, and their results have at most ``limit`` bytes in all."""
+        """Whether every operation is a step, in order, and their results have at most ``limit`` bytes in all.
+
+        Not of a model that may compute gradients in the forward pass, or change them, in batches to come.
+        """
         steps = self.steps.get(num_samples, {})
         return (
-            not self.routed
+            not (self.routed or self.chooses_in_python or self.runs_own_functions)
             and len(steps) == sum([site.batched for site in self.sites])
             and sum([step.num_bytes for step in steps.values()]) <= limit
         )

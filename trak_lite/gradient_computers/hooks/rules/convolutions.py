@@ -50,7 +50,10 @@ def conv_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
             else:
                 one_by_one = grad.device.type == "cpu" and weight.numel() >= _LARGE
                 formed = _one_by_one if one_by_one else _grouped
-                if math.prod(kernel) == 1 and not any(pad):
+                in_dtype = not torch.is_autocast_enabled(
+                    grad.device.type
+                )  # which would change that of a product
+                if math.prod(kernel) == 1 and not any(pad) and in_dtype:
                     formed = _pointwise
                 form = partial(formed, x, grad, weight, step, pad, spread, groups or 1)
                 yield weight, _in_pieces(form, len(x), weight)

@@ -188,15 +188,20 @@ def _operand(call: OperationCall, place: int) -> Any:
     return _operands(call)[place]
 
 
+def _conjugate(value: Any) -> Any:
+    """Return the conjugate of a complex factor, which autograd's gradients of products have."""
+    return value.conj() if isinstance(value, Tensor) and value.is_complex() else value
+
+
 def _of_product(call: OperationCall, place: int, grad: Tensor) -> Tensor:
-    product: Tensor = grad * _operand(call, 1 - place)
+    product: Tensor = grad * _conjugate(_operand(call, 1 - place))
     return product
 
 
 def _of_quotient(call: OperationCall, place: int, grad: Tensor) -> Tensor | None:
     if "rounding_mode" in call.kwargs:
         return None
-    numerator, denominator = _operand(call, 0), _operand(call, 1)
+    numerator, denominator = _conjugate(_operand(call, 0)), _conjugate(_operand(call, 1))
     quotient: Tensor = grad / denominator
     return quotient if place == 0 else -quotient * numerator / denominator
 
