@@ -1,9 +1,9 @@
 """Per-sample gradients in one forward and one backward pass.
 
-Each operation that reads a kept parameter receives it detached, so that autograd forms no summed weight gradient. A
-hook on the operation's result receives the output gradient. A rule computes per-sample gradients from the output
-gradient and the operation's inputs. A use of a parameter that is not intercepted gives the parameter an ordinary
-gradient, which is reported as escaped.
+Each operation that reads a kept parameter receives it detached, so that autograd forms no summed weight gradient. The
+gradient of the operation's result is taken by a hook, or returned by the backward pass if the model is small. A rule
+computes per-sample gradients from it and the operation's inputs. A use of a parameter that is not intercepted gives the
+parameter an ordinary gradient, which is reported as escaped.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class GradientPass(AbstractInterceptor):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop to intercept operations."""
+        """Intercept no further operations."""
         for held in (self._uses, self._results, self._edges):
             held.clear()  # they reference this pass
         if self._dispatch is None:

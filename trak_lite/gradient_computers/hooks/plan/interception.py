@@ -170,10 +170,8 @@ class ClassDispatch:
         for tensor, base in self._tensors:
             tensor.__class__ = base
         self._tensors.clear()
-        for own in self._classes.values():
-            own.__torch_function__ = (
-                torch._C._disabled_torch_function_impl
-            )  # the handler references a whole pass
+        for own in self._classes.values():  # the handler references a whole pass
+            own.__torch_function__ = torch._C._disabled_torch_function_impl
         self._FREE.append(self._classes)
 
 
