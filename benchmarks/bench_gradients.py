@@ -110,13 +110,13 @@ def dense(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
     kept: Gradients = {}
 
     def run(batch: Any) -> Gradients:
-        found: Gradients = {}
+        found: dict[str, list[Tensor]] = {}
 
-        def sink(block: GradientBlock) -> None:
-            found[block.name] = contracted(block, kept, shapes[block.name])
+        def sink(block: GradientBlock) -> None:  # one or several blocks of a parameter
+            found.setdefault(block.name, []).append(contracted(block, kept, shapes[block.name]))
 
         computer.stream_gradients(batch, sink)
-        return found
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
 
     return run
 
