@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
@@ -11,7 +11,8 @@ from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
 from trak_lite.cli.commands import beside, of_rows
 from trak_lite.cli.configs import RunConfig
-from trak_lite.cli.recipes import recipe_columns
+from trak_lite.cli.recipes import Recipe, recipe_columns
+from trak_lite.data.columns import Column
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import AbstractMatrixMethod, as_method
@@ -94,9 +95,17 @@ def pages_of(config: RunConfig) -> Pages:
 
         sets = Sets(lambda: _names(config), scores, columns, num_train_rows(manifest))
         return Pages(title, sets, marks, Renders())
-    recipe, arguments = config.recipe, config.recipe_arguments
+    return _pages_with_model(config, config.recipe, title, marks, columns)
+
+
+def _pages_with_model(
+    config: RunConfig, recipe: Recipe, title: str, marks: MarksFile, columns: Mapping[str, Column]
+) -> Pages:
+    """Return the pages of a store whose recipe builds the model, which can score new texts."""
+    place, arguments = config.path, config.recipe_arguments
     model = recipe.call("build_model", arguments)
     values = config.values
+    method = values["score"]["method"]
     attributor = Attributor.open(place, model, device=values["device"], progress=False)
     chosen = attributor.method if method is None else as_method(method)
     train, targets = (

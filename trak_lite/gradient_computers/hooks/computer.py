@@ -63,7 +63,9 @@ _MAX_PATHS = 8
 class HookGradientComputer(AbstractStreamingComputer):
     """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
 
-    The model may be in train or eval mode; no module is wrapped, and all hooks are removed after a pass. Blocks reach
+    The model may be in train or eval mode; no module is wrapped, and all hooks are removed after a pass. During a pass
+    the class of a plain parameter is a subclass of ``torch.nn.Parameter``; if the forward pass fails, it runs again
+    without this. Blocks reach
     the sink during the backward pass; those of linear and convolution weights stay factored. The first batch of every
     structure (shapes without the sample axis, dtypes, and flags beside the tensors) is probed to find each tensor's
     sample axis. A kept parameter that f does not depend on has gradient zero, and :meth:`explain` lists it.
@@ -398,15 +400,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
     ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
         """Run forward and backward once; again with a mode if the forward pass fails without it."""
-        grad_pass = GradientPass(
-            plan,
-            kept,
-            batch_size(batch),
-            sink=sink,
-            start=start,
-            keep_factors=self.keep_factors,
-            sharded=self._sharded is not None,
-        )
+
+        def made(by_class: bool) -> GradientPass:
+            size, factors = batch_size(batch), self.keep_factors
+            return GradientPass(
+                plan, kept, size, sink=sink, start=start, keep_factors=factors, by_class=by_class
+            )
+
+        grad_pass = made(by_class=self._sharded is None)  # FSDP2 replaces parameters during a pass
         try:
             return self._run(grad_pass, kept, batch)
         except (torch.OutOfMemoryError, UnexpectedRowsError):
@@ -415,12 +416,9 @@ class HookGradientComputer(AbstractStreamingComputer):
             if not grad_pass.may_use_mode:
                 raise
         # The model may ask for the class of its parameters, or pass them where only a mode sees them.
+        found = self._run(made(by_class=False), kept, batch)
         plan.has_plain_tensors = False
-        try:
-            return self._single_pass(plan, kept, batch, sink, start)
-        except BaseException:
-            plan.has_plain_tensors = True  # it fails for another reason
-            raise
+        return found
 
     def _run(
         self, grad_pass: GradientPass, kept: Mapping[str, nn.Parameter], batch: Batch

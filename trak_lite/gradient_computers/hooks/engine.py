@@ -84,7 +84,7 @@ class GradientPass(AbstractInterceptor):
         sink: BlockSink,
         start: int = 0,
         keep_factors: bool = False,
-        sharded: bool = False,
+        by_class: bool = True,
     ) -> None:
         """Prepare a pass.
 
@@ -95,10 +95,11 @@ class GradientPass(AbstractInterceptor):
             sink: Receives the blocks.
             start: Row in the batch of this pass's sample 0.
             keep_factors: Stream the factors of matrices and convolutions even if the gradients are smaller.
-            sharded: Whether FSDP2 replaces the parameters during the pass.
+            by_class: Intercept operations by the class of the parameters if these and the plan's tensors are plain;
+                otherwise, and if false, by a mode.
         """
         super().__init__()
-        self.by_class = not sharded and plan.has_plain_tensors and ClassDispatch.supports(kept.values())
+        self.by_class = by_class and plan.has_plain_tensors and ClassDispatch.supports(kept.values())
         self._dispatch: ClassDispatch | None = None
         """Intercepts the operations; ``None`` outside the pass, and if the mode does."""
         self._thread = get_ident()
@@ -173,7 +174,8 @@ class GradientPass(AbstractInterceptor):
             assert self._dispatch is not None
             if not self._dispatch.owns(types):
                 raise UnexpectedPathError(
-                    f"{describe(func)} reads a tensor of a subclass, unlike in the first batch."
+                    f"{describe(func)} reads a parameter and a tensor of a subclass, unlike in the first batch. "
+                    "Expected the same classes of tensors for every batch. Use another gradient computer."
                 )
             step = self._step_of_use(func, args) if self._names else self._expected
             if (

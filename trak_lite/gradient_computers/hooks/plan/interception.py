@@ -144,7 +144,7 @@ class ClassDispatch:
         try:
             self._classes = self._FREE.pop()
         except IndexError:
-            self._classes = {base: type(f"Watched{base.__name__}", (base,), _PLAIN_COPIES) for base in _PLAIN}
+            self._classes = {base: _watched(base) for base in _PLAIN}
         self._own = frozenset({*self._classes.values(), *_PLAIN})
         self._tensors: list[tuple[Tensor, type]] = []
         for own in self._classes.values():
@@ -176,8 +176,11 @@ class ClassDispatch:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_PLAIN_COPIES = {"__new__": lambda _, *args, **kwargs: nn.Parameter(*args, **kwargs)}
-"""``copy.deepcopy`` of a parameter calls its class, and nothing would restore the class of the copy."""
+
+
+def _watched(base: type) -> Any:
+    """Return a subclass that creates instances of its base: ``copy.deepcopy`` of a parameter calls its class."""
+    return type(f"Watched{base.__name__}", (base,), {"__new__": lambda _, *args, **kw: base(*args, **kw)})
 
 
 @cache

@@ -48,14 +48,14 @@ def conv_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
                 patches = _patches(x, kernel, step, pad, spread, tuple(grad.shape[2:]))
                 yield weight, _contract(call, patches, grad.flatten(2), groups or 1, weight)
             else:
-                one_by_one = grad.device.type == "cpu" and weight.numel() >= _LARGE
-                formed = _one_by_one if one_by_one else _grouped
-                in_dtype = not torch.is_autocast_enabled(
-                    grad.device.type
-                )  # which would change that of a product
+                # Under the caller's autocast a product would have another dtype, unlike a convolution's gradient.
+                in_dtype = not torch.is_autocast_enabled(grad.device.type)
                 if math.prod(kernel) == 1 and not any(pad) and in_dtype:
-                    formed = _pointwise
-                form = partial(formed, x, grad, weight, step, pad, spread, groups or 1)
+                    form = partial(_pointwise, x, grad, weight, step, groups or 1)
+                else:
+                    one_by_one = grad.device.type == "cpu" and weight.numel() >= _LARGE
+                    formed = _one_by_one if one_by_one else _grouped
+                    form = partial(formed, x, grad, weight, step, pad, spread, groups or 1)
                 yield weight, _in_pieces(form, len(x), weight)
         if call.wants(bias):
             yield bias, _bias(call, grad)
@@ -197,14 +197,7 @@ def _in_pieces(form: Callable[[slice], Tensor], count: int, weight: Tensor) -> C
 
 
 def _pointwise(
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-    rows: slice,
+    x: Tensor, grad: Tensor, weight: Tensor, stride: tuple[int, ...], groups: int, rows: slice
 ) -> Tensor:
     """Return the weight gradients ``(n, *weight.shape)`` of some rows of a convolution with kernels of one entry.
 
