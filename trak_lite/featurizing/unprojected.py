@@ -26,7 +26,7 @@ from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.normalized import RowNormalizer
 from trak_lite.projectors import AbstractProjector, NoOpProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator
 from trak_lite.projectors._blocks import check_block
 from trak_lite.types import (
     Batch,
@@ -73,10 +73,6 @@ class ProductProjector(AbstractProjector):
         some = next(iter(self._targets.values()))
         super().__init__(0, len(some), 0, "na", some.device)
         self._like = some
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Return the products ``(B, m)`` of collected gradients."""
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

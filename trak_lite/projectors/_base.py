@@ -50,8 +50,8 @@ class AbstractFeatureAccumulator(ABC):
 class AbstractProjector(ABC):
     """Linear map from gradients (P numbers per sample) to features (K numbers per sample).
 
-    A native projector overrides :meth:`accumulator`. A projector written for the original TRAK defines only
-    ``project`` and works unchanged: the blocks of a batch are collected and projected together.
+    A native projector defines :meth:`accumulator`. A projector written for the original TRAK defines only
+    :meth:`project` and works unchanged: the blocks of a batch are collected and projected together.
 
     Requirements, tested by ``trak_lite.testing.ProjectorTests``: the map is linear; it depends only on
     (seed, model_id, parameter name, coordinates), never on batch size, block order, chunking or device.
@@ -81,18 +81,27 @@ class AbstractProjector(ABC):
         self.proj_type = proj_type
         self.device = device
 
-    @abstractmethod
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Project collected gradients.
 
         Args:
             grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one
-                ``(B, P)`` tensor.
+                ``(B, P)`` tensor, which counts as one parameter with an empty name.
             model_id: Number of the checkpoint; each checkpoint has its own projection matrix.
 
         Returns:
-            Features ``(B, K)``.
+            Features ``(B, K)`` on the projector's device, or on the gradients' device if it has none.
+
+        Raises:
+            InvalidInputError: If there is no gradient, or the gradients differ in B, are not floating point or do
+                not have ``grad_dim`` entries; or if the class defines neither this method nor ``accumulator``.
         """
+        if type(self).accumulator is AbstractProjector.accumulator:  # which calls this method
+            raise InvalidInputError(
+                f"{type(self).__qualname__} defines neither accumulator nor project. Define accumulator, or project "
+                "as for the original TRAK."
+            )
+        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

@@ -6,7 +6,6 @@ Shapes: B samples, P gradient entries per sample; K = P.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -16,7 +15,6 @@ from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
-    project_named,
 )
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
@@ -55,14 +53,6 @@ class NoOpProjector(AbstractProjector):
             **kwargs: Ignored; accepts the arguments of other projectors.
         """
         super().__init__(grad_dim, 0, seed, proj_type, device)
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Return the gradients as ``(B, P)``, parameters in the order of the mapping.
-
-        Raises:
-            InvalidInputError: If there is no gradient or the gradients disagree on B.
-        """
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

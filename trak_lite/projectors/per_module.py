@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
 from trak_lite.projectors._blocks import check_block
 from trak_lite.projectors.identity import NoOpProjector
 from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, Segment, num_entries
@@ -49,14 +49,6 @@ class PerModuleProjector(AbstractProjector):
         """
         super().__init__(0, projector.proj_dim, projector.seed, projector.proj_type, projector.device)
         self.projector = projector
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project collected gradients to ``(B, at most L K)``; one ``(B, P)`` tensor counts as one module.
-
-        Raises:
-            InvalidInputError: If there is no gradient or the gradients disagree on B.
-        """
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

@@ -17,7 +17,7 @@ import logging
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, ClassVar, final
 
@@ -30,7 +30,6 @@ from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
-    project_named,
 )
 from trak_lite.projectors._blocks import block_rows, check_grad_dim
 from trak_lite.projectors.dense.matrices import MatrixCache
@@ -319,23 +318,6 @@ class AbstractDenseProjector(AbstractProjector):
         super().__init__(grad_dim, matrix_map.proj_dim, seed, proj_type, matrix_map.device)
         self._map = matrix_map
         self.dtype = matrix_map.dtype
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project collected gradients.
-
-        Args:
-            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
-                tensor, which counts as one parameter with an empty name.
-            model_id: Number of the checkpoint; each checkpoint has its own matrices.
-
-        Returns:
-            Features ``(B, K)`` on the projector's device, or on the gradients' device if it has none.
-
-        Raises:
-            InvalidInputError: If there is no gradient, the gradients differ in B, are not floating point,
-                or do not have ``grad_dim`` entries.
-        """
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

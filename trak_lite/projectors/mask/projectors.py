@@ -11,7 +11,6 @@ the same bits on every device.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._factored import check_factors, sample_pieces
 from trak_lite.projectors._scratch import sum_dtype
@@ -64,22 +63,6 @@ class AbstractMaskProjector(AbstractProjector):
         self.layout_kind = one_of(("joint", "module"), layout=layout)
         self._plan: MaskPlan | None = None
         self._owner: tuple[int, tuple[tuple[str, tuple[int, ...]], ...]] | None = None
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project collected gradients.
-
-        Args:
-            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
-                tensor, which counts as one parameter without a name.
-            model_id: Number of the checkpoint; each checkpoint has its own choice of entries.
-
-        Returns:
-            Features ``(B, K)``; a segment with fewer than K entries has its entries as features.
-
-        Raises:
-            InvalidInputError: If there is no gradient, the gradients disagree on B, or are not floating point.
-        """
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

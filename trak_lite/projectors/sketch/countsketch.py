@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
 import torch
@@ -28,7 +28,6 @@ from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
-    project_named,
 )
 from trak_lite.projectors._blocks import check_block
 from trak_lite.projectors._factored import check_factors
@@ -101,22 +100,6 @@ class CountSketchProjector(AbstractProjector):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out generated hash functions and scratch memory, so that the projector can be pickled."""
         return {**self.__dict__, "_sketches": {}, "_drawn_for": None, "_scratch": Scratch()}
-
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project collected gradients.
-
-        Args:
-            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
-                tensor, which counts as one parameter with an empty name.
-            model_id: Number of the checkpoint; each checkpoint has its own sketch.
-
-        Returns:
-            Features ``(B, K)`` on the projector's device, or on the gradients' device if it has none.
-
-        Raises:
-            InvalidInputError: If there is no gradient, or the gradients differ in B or are not floating point.
-        """
-        return project_named(self, grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes

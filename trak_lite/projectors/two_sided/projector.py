@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._factored import check_factors, sample_pieces
 from trak_lite.projectors._scratch import sum_dtype
@@ -151,24 +151,17 @@ class TwoSidedProjector(AbstractProjector):
         return cls(math.isqrt(positive_int(proj_dim=proj_dim)), seed=seed, device=device, layout=layout)
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Project collected gradients.
-
-        Args:
-            grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``.
-            model_id: Number of the checkpoint; random matrices differ per checkpoint, principal axes do not.
-
-        Returns:
-            Features ``(B, K)`` in the order of :meth:`layout`.
+        """Project collected gradients by parameter name; principal axes do not depend on ``model_id``.
 
         Raises:
-            InvalidInputError: If the gradients come as one ``(B, P)`` tensor, disagree on B, or are not floating point.
+            InvalidInputError: If the gradients are one ``(B, P)`` tensor, disagree on B, or are not floating point.
         """
         if isinstance(grads, Tensor):
             raise InvalidInputError(
                 f"A gradient tensor of shape {tuple(grads.shape)} has no matrices in it. Pass the gradients by "
                 "parameter name, each (B, *parameter.shape)."
             )
-        return project_named(self, grads, model_id)
+        return super().project(grads, model_id)
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
