@@ -30,8 +30,50 @@ __all__ = [
 ]
 
 
+class _Classifier(AbstractModelOutput):
+    """Margin of the label; a subclass says how the model is called with a batch."""
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        """Store the settings.
+
+        Args:
+            temperature: T of the softmax in q; f does not use it.
+
+        Raises:
+            InvalidInputError: If the temperature is not a finite number above 0.
+        """
+        self.temperature = positive_real(temperature=temperature)
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        args, kwargs, labels = self._inputs(batch)
+        logits = logits_of(model_call(*args, **kwargs))
+        if logits.dim() != 2:
+            raise InvalidInputError(
+                f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per class "
+                "and sample."
+            )
+        labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
+        return multiclass_terms(logits, labels, temperature=self.temperature)
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
+        args, kwargs, _ = self._inputs(batch)
+        return with_labels(
+            batch, sampled_classes(logits_of(model_call(*args, **kwargs)) / self.temperature, noise)
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that determine f, q and w."""
+        return {"temperature": self.temperature}
+
+    def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+        """Return the model's arguments and the labels."""
+        return split_labels(batch)
+
+
 @final
-class ImageClassificationModelOutput(AbstractModelOutput):
+class ImageClassificationModelOutput(_Classifier):
     r"""Margin of the label, :math:`f = l_y - \log\sum_{j \neq y} e^{l_j}`; L is cross-entropy.
 
     q is :math:`1 - \mathrm{softmax}(l/T)_y` and w is :math:`q (1 - q)`. As in the original TRAK, f does not
@@ -43,34 +85,9 @@ class ImageClassificationModelOutput(AbstractModelOutput):
 
     name: ClassVar[str] = "image_classification"
 
-    def __init__(self, temperature: float = 1.0) -> None:
-        """Store the settings.
-
-        Args:
-            temperature: T of the softmax in q.
-
-        Raises:
-            InvalidInputError: If the temperature is not a finite number above 0.
-        """
-        self.temperature = positive_real(temperature=temperature)
-
-    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        args, kwargs, labels = split_labels(batch)
-        return _classify(model_call(*args, **kwargs), labels, self.temperature)
-
-    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
-        args, kwargs, _ = split_labels(batch)
-        return _with_drawn_labels(batch, model_call(*args, **kwargs), self.temperature, noise)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the temperature."""
-        return {"temperature": self.temperature}
-
 
 @final
-class IterativeImageClassificationModelOutput(AbstractModelOutput):
+class IterativeImageClassificationModelOutput(_Classifier):
     """:class:`ImageClassificationModelOutput` whose ``get_output`` takes a batch, as in the original TRAK.
 
     It exists for code written for the original's iterative gradient computer. The gradient computers of
@@ -78,27 +95,7 @@ class IterativeImageClassificationModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "iterative_image_classification"
-
-    def __init__(self, temperature: float = 1.0) -> None:
-        """Store the settings.
-
-        Args:
-            temperature: T of the softmax in q.
-
-        Raises:
-            InvalidInputError: If the temperature is not a finite number above 0.
-        """
-        self.temperature = positive_real(temperature=temperature)
-
-    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        args, kwargs, labels = split_labels(batch)
-        return _classify(model_call(*args, **kwargs), labels, self.temperature)
-
-    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
-        args, kwargs, _ = split_labels(batch)
-        return _with_drawn_labels(batch, model_call(*args, **kwargs), self.temperature, noise)
+    evaluate = _Classifier.evaluate  # named here, because get_output alone would select the original's interface
 
     def get_output(
         self,
@@ -117,13 +114,9 @@ class IterativeImageClassificationModelOutput(AbstractModelOutput):
         """
         return self.evaluate(ModelCall(model, weights, buffers), batch).output
 
-    def settings(self) -> dict[str, Any]:
-        """Return the temperature."""
-        return {"temperature": self.temperature}
-
 
 @final
-class TextClassificationModelOutput(AbstractModelOutput):
+class TextClassificationModelOutput(_Classifier):
     """Margin of the label for models with keyword inputs; f, q and w as in image classification.
 
     Batches: the parts of a positional batch, ``(input_ids, token_type_ids, attention_mask, labels)`` as in the
@@ -148,7 +141,7 @@ class TextClassificationModelOutput(AbstractModelOutput):
         Raises:
             InvalidInputError: If the temperature is not a finite number above 0, or a name is given twice.
         """
-        self.temperature = positive_real(temperature=temperature)
+        super().__init__(temperature)
         self.input_names = tuple(input_names)
         if isinstance(input_names, str) or len(set(self.input_names)) != len(self.input_names):
             raise InvalidInputError(
@@ -156,21 +149,11 @@ class TextClassificationModelOutput(AbstractModelOutput):
                 "('input_ids',)."
             )
 
-    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        kwargs, labels = self._named_inputs(batch)
-        return _classify(model_call(**kwargs), labels, self.temperature)
-
-    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
-        kwargs, _ = self._named_inputs(batch)
-        return _with_drawn_labels(batch, model_call(**kwargs), self.temperature, noise)
-
     def settings(self) -> dict[str, Any]:
         """Return the temperature and the input names."""
-        return {"temperature": self.temperature, "input_names": list(self.input_names)}
+        return {**super().settings(), "input_names": list(self.input_names)}
 
-    def _named_inputs(self, batch: Batch) -> tuple[dict[str, Any], Tensor]:
+    def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Return the model's keyword arguments and the labels."""
         args, kwargs, labels = split_labels(batch)
         if args:
@@ -182,21 +165,4 @@ class TextClassificationModelOutput(AbstractModelOutput):
                     "model that is called as model(x), task='image_classification'."
                 )
             kwargs = dict(zip(self.input_names, args, strict=True))
-        return kwargs, labels
-
-
-def _classify(answer: Any, labels: Tensor, temperature: float) -> OutputTerms:
-    """Check a classifier's output and labels, and return f, q and w."""
-    logits = logits_of(answer)
-    if logits.dim() != 2:
-        raise InvalidInputError(
-            f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per class "
-            "and sample."
-        )
-    labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
-    return multiclass_terms(logits, labels, temperature=temperature)
-
-
-def _with_drawn_labels(batch: Batch, answer: Any, temperature: float, noise: UniformNoise) -> Batch:
-    """Return the batch with labels drawn from the softmax of a classifier's output."""
-    return with_labels(batch, sampled_classes(logits_of(answer) / temperature, noise))
+        return (), kwargs, labels
