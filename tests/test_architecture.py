@@ -15,7 +15,7 @@ from pathlib import Path
 import trak_lite
 
 FLOORS = [
-    {"errors", "types", "_version", "_progress", "_devices", "_eval_caches"},
+    {"errors", "types", "_version", "_progress", "_devices", "_eval_caches", "_random"},
     {"_validate"},
     {"data", "models"},
     {"modelout_functions", "projectors", "linalg", "store", "evaluation"},

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Normalization, Rows
+from trak_lite._random import row_noise
 from trak_lite.errors import (
     InvalidInputError,
     MissingStoreError,
@@ -24,7 +25,6 @@ from trak_lite.errors import (
 from trak_lite.featurizing import fisher
 from trak_lite.featurizing import rows as pipeline
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import TRAK, Fisher, GaussNewton
 from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput

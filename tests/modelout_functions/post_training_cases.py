@@ -21,6 +21,7 @@ from modelout_cases import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trak_lite._random import seeded_normals, seeded_uniforms
 from trak_lite.modelout_functions import (
     AnswerDifferenceModelOutput,
     ContrastiveModelOutput,
@@ -32,7 +33,6 @@ from trak_lite.modelout_functions import (
     RewardModelOutput,
     SequenceToSequenceModelOutput,
 )
-from trak_lite.modelout_functions._noise import seeded_normals, seeded_uniforms
 from trak_lite.testing.modelout import ModelOutputCase
 
 IGNORED = -100

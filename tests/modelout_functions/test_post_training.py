@@ -11,6 +11,7 @@ from post_training_cases import IGNORED, POST_TRAINING, RewardModel, preference_
 from torch import Tensor, nn
 from torch.func import vmap
 
+from trak_lite._random import seeded_normals, seeded_uniforms
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import (
@@ -26,7 +27,6 @@ from trak_lite.modelout_functions import (
     reference_columns,
 )
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.modelout_functions._noise import seeded_normals, seeded_uniforms
 from trak_lite.modelout_functions._sampling import LossModelOutput, fisher_task
 
 BY_NAME = {f"{name}-{kind}": build for name, some in POST_TRAINING.items() for kind, build in some.items()}

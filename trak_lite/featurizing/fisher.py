@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._random import row_noise
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
     BusyError,
@@ -34,7 +35,6 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.rows import featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization

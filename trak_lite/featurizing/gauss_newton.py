@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite._devices import full_float32
+from trak_lite._random import row_noise
 from trak_lite.data.batches import batch_size, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
@@ -31,7 +32,6 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
-from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall

@@ -95,7 +95,9 @@ class IterativeImageClassificationModelOutput(_Classifier):
     """
 
     name: ClassVar[str] = "iterative_image_classification"
-    evaluate = _Classifier.evaluate  # named here, because get_output alone would select the original's interface
+    evaluate = (
+        _Classifier.evaluate
+    )  # named here, because get_output alone would select the original's interface
 
     def get_output(
         self,

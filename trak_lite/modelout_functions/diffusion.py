@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
+from trak_lite._random import seeded_normals, seeded_uniforms
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._columns import columns_of
 from trak_lite.modelout_functions._inputs import fields_of, nan_unless, precise, refuse_invalid, shape_texts
 from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._noise import seeded_normals, seeded_uniforms
 from trak_lite.modelout_functions._sampling import sampled_values
 from trak_lite.types import Batch, OutputTerms
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trak_lite._random import STEP, mixed, mixed_int, shifted
 from trak_lite.errors import UnsupportedModelError
 
 __all__ = ["SeededDropout", "step_key"]
@@ -29,18 +30,14 @@ _UNSUPPORTED = frozenset(
 _TRAINING = {F.alpha_dropout: 2, F.feature_alpha_dropout: 2, F.rrelu: 3}
 """Functions that draw random numbers only in training, and the position of this argument."""
 _HANDLED = frozenset({F.dropout, *_WHOLE, *_ATTENTION}) | _UNSUPPORTED
-_GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""The constants of SplitMix64 as signed 64-bit integers."""
-_UNSIGNED = (1 << 64) - 1
 
 
 def step_key(seed: Tensor | int, step: int, part: int, device: torch.device) -> Tensor:
     """Return the int64 key of the masks of one step and one part of its batch, in the shape of the seed."""
     if isinstance(seed, Tensor):
-        return _mixed(_mixed(_mixed(seed + _GAMMA) + step) + part)
-    # The same in Python, which is quicker for one number.
-    key = _mixed_int(_mixed_int(_mixed_int(int(seed) + _GAMMA) + step) + part)
-    return torch.tensor(key - (1 << 64) if key >> 63 else key, device=device)
+        return mixed(mixed(mixed(seed + STEP) + step) + part)
+    key = mixed_int(mixed_int(mixed_int(int(seed) + STEP) + step) + part)
+    return torch.tensor(key, device=device)
 
 
 @final
@@ -99,9 +96,9 @@ class SeededDropout(TorchFunctionMode):
         """Return float32 numbers in [0, 1)."""
         self._calls += 1
         places = torch.arange(math.prod(shape), device=self._key.device).reshape(tuple(shape))
-        bits = _mixed(_mixed(self._key + self._calls) + places * _GAMMA)
+        bits = mixed(mixed(self._key + self._calls) + places * STEP)
         # 24 bits, which float32 holds exactly.
-        return _shifted(bits, 40).to(torch.float32) * 2.0**-24
+        return shifted(bits, 40).to(torch.float32) * 2.0**-24
 
 
 def _attention_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
@@ -126,23 +123,3 @@ def _is_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     if place is None:
         return True
     return bool(args[place] if len(args) > place else kwargs.get("training", False))
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """Return SplitMix64's mix of int64 numbers; products wrap around."""
-    numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
-    numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
-    return numbers ^ _shifted(numbers, 31)
-
-
-def _mixed_int(number: int) -> int:
-    """Return :func:`_mixed` of one number, as an unsigned integer."""
-    number &= _UNSIGNED
-    number = (number ^ number >> 30) * _FIRST & _UNSIGNED
-    number = (number ^ number >> 27) * _SECOND & _UNSIGNED
-    return number ^ number >> 31
-
-
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Return a logical right shift of int64 numbers; torch's own is arithmetic."""
-    return (numbers >> bits) & ((1 << (64 - bits)) - 1)

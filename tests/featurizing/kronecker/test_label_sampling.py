@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trak_lite._random import row_noise
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.modelout_functions import AbstractModelOutput, CLIPModelOutput, ModelCall, resolve_task
 from trak_lite.modelout_functions._sampling import LossModelOutput
 from trak_lite.modelout_functions.language_modeling import CausalLanguageModelingModelOutput

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._random import row_noise
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient, decomposed
 from trak_lite.featurizing.kronecker.covariances import CurvatureSums, UnitSums
@@ -30,7 +31,6 @@ from trak_lite.featurizing.kronecker.curvature import (
     is_fitted,
     loaded,
 )
-from trak_lite.featurizing.kronecker.noise import row_noise
 from trak_lite.featurizing.kronecker.units import Unit, find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
