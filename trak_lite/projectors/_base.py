@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -155,21 +156,15 @@ class AbstractProjector(ABC):
         return
 
 
+@dataclass(eq=False)
 class _CollectingAccumulator(AbstractFeatureAccumulator):
     """Collects dense gradients in model order for a projector that defines only ``project``."""
 
-    def __init__(
-        self,
-        projector: AbstractProjector,
-        num_samples: int,
-        model_id: int,
-        parameters: ParameterShapes,
-    ) -> None:
-        self._projector = projector
-        self._num_samples = num_samples
-        self._model_id = model_id
-        self._parameters = parameters
-        self._grads: dict[str, Tensor] = {}
+    _projector: AbstractProjector
+    _num_samples: int
+    _model_id: int
+    _parameters: ParameterShapes
+    _grads: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, block: GradientBlock) -> None:
         rows = block_rows(block, self._num_samples, self._parameters)

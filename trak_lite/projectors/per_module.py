@@ -12,6 +12,7 @@ Shapes: B samples, K features of each module (the projector's ``proj_dim``), L m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -121,13 +122,11 @@ def _module(name: str) -> str:
 
 
 @final
+@dataclass(eq=False)
 class _PerModuleAccumulator(AbstractFeatureAccumulator):
-    def __init__(
-        self, parts: Mapping[str, AbstractFeatureAccumulator], num_samples: int, parameters: ParameterShapes
-    ) -> None:
-        self._parts = parts
-        self._num_samples = num_samples
-        self._parameters = parameters
+    _parts: Mapping[str, AbstractFeatureAccumulator]
+    _num_samples: int
+    _parameters: ParameterShapes
 
     def add(self, block: GradientBlock) -> None:
         check_block(block, self._num_samples, self._parameters)

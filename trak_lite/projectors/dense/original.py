@@ -12,6 +12,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
 
@@ -269,20 +270,14 @@ class ChunkedCudaProjector(AbstractProjector):
 
 
 @final
+@dataclass(eq=False)
 class _ChunkedAccumulator(AbstractFeatureAccumulator):
     """Passes each block to the accumulator of its chunk and sums the chunks' features."""
 
-    def __init__(
-        self,
-        parts: Sequence[AbstractFeatureAccumulator],
-        by_name: Mapping[str, AbstractFeatureAccumulator],
-        device: str | torch.device | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self._parts = parts
-        self._by_name = by_name
-        self._device = device
-        self._dtype = dtype
+    _parts: Sequence[AbstractFeatureAccumulator]
+    _by_name: Mapping[str, AbstractFeatureAccumulator]
+    _device: str | torch.device | None
+    _dtype: torch.dtype
 
     def add(self, block: GradientBlock) -> None:
         """Add one block; raises InvalidInputError if its parameter is in no chunk."""

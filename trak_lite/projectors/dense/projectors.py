@@ -18,6 +18,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, final
 
@@ -238,22 +239,15 @@ def _sign_kernel(device: torch.device) -> ModuleType | None:
 
 
 @final
+@dataclass(eq=False)
 class _MatrixAccumulator(AbstractFeatureAccumulator):
     """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
 
-    def __init__(
-        self,
-        matrix_map: AbstractMatrixMap,
-        num_samples: int,
-        model_id: int,
-        parameters: ParameterShapes,
-    ) -> None:
-        self._map = matrix_map
-        self._num_samples = num_samples
-        self._model_id = model_id
-        self._parameters = parameters
-        self._device = matrix_map.device
-        self._sums: dict[torch.dtype, Tensor] = {}
+    _map: AbstractMatrixMap
+    _num_samples: int
+    _model_id: int
+    _parameters: ParameterShapes
+    _sums: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
@@ -273,9 +267,9 @@ class _MatrixAccumulator(AbstractFeatureAccumulator):
     def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the running sum for gradients of this precision, on the device of the first block."""
         if dtype not in self._sums:
-            self._device = self._device or device
+            first = next((total.device for total in self._sums.values()), device)
             self._sums[dtype] = torch.zeros(
-                self._num_samples, self._map.proj_dim, dtype=dtype, device=self._device
+                self._num_samples, self._map.proj_dim, dtype=dtype, device=self._map.device or first
             )
         return self._sums[dtype]
 

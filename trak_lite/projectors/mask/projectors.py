@@ -11,6 +11,7 @@ the same bits on every device.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -197,21 +198,15 @@ class GraSSProjector(AbstractMaskProjector):
 
 
 @final
+@dataclass(eq=False)
 class _MaskAccumulator(AbstractFeatureAccumulator):
     """Collects the chosen entries of each block, and sketches them at the end."""
 
-    def __init__(
-        self,
-        plan: MaskPlan,
-        num_samples: int,
-        parameters: ParameterShapes,
-        device: str | torch.device | None,
-    ) -> None:
-        self._plan = plan
-        self._num_samples = num_samples
-        self._parameters = parameters
-        self._device = device
-        self._chosen: Tensor | None = None
+    _plan: MaskPlan
+    _num_samples: int
+    _parameters: ParameterShapes
+    _device: str | torch.device | None
+    _chosen: Tensor | None = None
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:

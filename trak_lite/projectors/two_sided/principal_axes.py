@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, final
 
@@ -142,9 +143,7 @@ class PrincipalAxes:
         k_in = positive_int(k_in=k_in)
         k_out = k_in if k_out is None else positive_int(k_out=k_out)
         one_of(("factors", "gradients"), covariances=covariances)
-        collected = _Covariances(
-            shapes, _axes_shapes(shapes, k_in, k_out), from_factors=covariances == "factors"
-        )
+        collected = _Covariances(shapes, _axes_shapes(shapes, k_in, k_out), covariances == "factors")
         for batch in batches:
             computer.stream_gradients(batch, collected.add)
         return cls(shapes, collected.axes(), k_in=k_in, k_out=k_out)
@@ -219,21 +218,15 @@ class FittedSides(AbstractSides):
 
 
 @final
+@dataclass(eq=False)
 class _Covariances:
     """Sums the covariances of the sides that need axes."""
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, int]],
-        axes_shapes: Mapping[str, tuple[int, int]],
-        *,
-        from_factors: bool,
-    ) -> None:
-        self._shapes = shapes
-        self._axes_shapes = axes_shapes
-        self._from_factors = from_factors
-        self._sums: dict[str, Tensor] = {}
-        self._factored: dict[str, bool] = {}
+    _shapes: Mapping[str, tuple[int, int]]
+    _axes_shapes: Mapping[str, tuple[int, int]]
+    _from_factors: bool
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _factored: dict[str, bool] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
