@@ -1,0 +1,46 @@
+"""The campaign consists of tests that there are, and CI runs a part of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from tiers import CAMPAIGN, EACH_VALUE, SOME
+
+TESTS = Path(__file__).parent
+WHOLE = [name for names in CAMPAIGN.values() for name in names]
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *SOME, *EACH_VALUE])
+def test_what_a_tier_names_is_there(name: str) -> None:
+    file, *inside = name.split("::")
+    body = ast.parse((TESTS / file).read_text(encoding="utf-8")).body
+    for part in inside:
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{file} has no {part}"
+        body = getattr(found[0], "body", [])
+
+
+def test_no_name_has_two_rules() -> None:
+    names = [*WHOLE, *SOME, *EACH_VALUE]
+    assert len(names) == len(set(names))
+
+
+def test_contributing_names_every_part_of_the_campaign() -> None:
+    text = (TESTS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+?) \| `tests/", text, re.M)
+    assert set(CAMPAIGN) <= set(rows)
+    for what, names in CAMPAIGN.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {what} |"))
+        assert {f"tests/{name.split('::')[0].split('/')[0]}" for name in names} <= set(
+            re.findall(r"`(tests/\w+(?:\.py)?)`", row)
+        ), what
+
+
+def test_ci_runs_a_part_of_the_campaign_that_there_is() -> None:
+    script = (TESTS.parent / ".ci" / "run").read_text(encoding="utf-8")
+    paths = re.findall(r"\btests/[\w./]+", script)
+    assert "-m campaign" in script
+    assert [path for path in paths if not (TESTS.parent / path).exists()] == []
