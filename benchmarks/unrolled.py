@@ -50,7 +50,7 @@ from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_pa
 from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify
 from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling, subset_masks
 from trak_lite.retraining import retrain_many
-from trak_lite.retraining.subsets import outputs_of_model
+from trak_lite.run.repeats import outputs_of_model
 from trak_lite.unrolled import SGD, AbstractOptimizer, Adam, AdamW, Recipe, unrolled
 
 RESULTS = FOLDER / "unrolled.json"

@@ -350,7 +350,7 @@ def test_a_changed_global_variable_of_the_loss_is_another_training(tmp_path, mon
     retrain_many(training, MASKS, logits, path=tmp_path / "r")
     monkeypatch.setitem(globals(), "TEMPERATURE", 0.1)
 
-    with pytest.raises(ManifestMismatchError, match=r"captured values have changed: .*TEMPERATURE"):
+    with pytest.raises(ManifestMismatchError, match="holds outputs of another training"):
         retrain_many(training, MASKS, logits, path=tmp_path / "r")
 
 
@@ -361,7 +361,7 @@ def test_other_initial_weights_of_a_captured_model_are_another_training(tmp_path
     with torch.no_grad():
         base[1].weight.mul_(3.0)
 
-    with pytest.raises(ManifestMismatchError, match=r"captured values have changed: .*base"):
+    with pytest.raises(ManifestMismatchError, match="holds outputs of another training"):
         retrain_many(training, MASKS, logits, path=tmp_path / "r")
 
 

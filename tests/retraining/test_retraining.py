@@ -41,14 +41,16 @@ def test_every_subset_is_trained_with_every_seed():
     assert found.seeds == (3, 7)
 
 
-def test_a_finished_retraining_trains_nothing_again(tmp_path):
+def test_a_finished_retraining_repeats_one_training_per_seed(tmp_path):
     first = retrain(Recording(), MASKS, two_targets, path=tmp_path / "r")
     again = Recording()
 
-    np.testing.assert_array_equal(
-        retrain(again, MASKS, two_targets, path=tmp_path / "r").outputs, first.outputs
-    )
-    assert again.calls == []
+    found = retrain(again, MASKS, two_targets, path=tmp_path / "r")
+
+    np.testing.assert_array_equal(found.outputs, first.outputs)
+    assert again.calls == [(tuple(np.flatnonzero(MASKS[place]).tolist()), place) for place in (0, 1)]
+    assert "subset 0, seed 0 (5 rows); subset 1, seed 1 (5 rows); outputs differ by 0 of" in found.compared
+    assert first.compared == ""
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 4, 9])
@@ -61,8 +63,8 @@ def test_after_a_kill_only_what_is_missing_is_trained(tmp_path, fail_at):
 
     whole = Recording()
     np.testing.assert_array_equal(found.outputs, retrain(whole, MASKS, two_targets).outputs)
-    repeated = whole.calls[:1] if fail_at else []  # the training has another fail_at: is it the same?
-    assert rest.calls == repeated + whole.calls[fail_at:]
+    repeated = {0: [], 1: [0], 4: [0, 3], 9: [0, 3]}[fail_at]  # one per seed: is the training the same?
+    assert rest.calls == [whole.calls[place] for place in repeated] + whole.calls[fail_at:]
 
 
 def other_targets(total):
@@ -104,7 +106,7 @@ def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path):
     assert isinstance(caught.value.__cause__, ValueError)
     rest = Recording()
     retrain(rest, MASKS, two_targets, path=tmp_path / "r")
-    assert len(rest.calls) == 1 + 7
+    assert len(rest.calls) == 2 + 7, "one per seed is repeated"
 
 
 def test_a_failing_output_function_names_subset_and_seed():

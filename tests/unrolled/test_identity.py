@@ -1,16 +1,21 @@
 """Stored runs and scores are used again for the same training alone."""
 
 import errno
+import functools
 import os
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 from unrolled_cases import CLASSES, WIDTH, N, loss, margin, recipe, targets, vectors
 
+from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, ReadOnlyStoreError, StoreError
+from trak_lite.methods import Unrolled
 from trak_lite.unrolled import SGD, Adam, replay, unrolled
 
 pytestmark = pytest.mark.quick
@@ -105,16 +110,260 @@ def test_the_same_training_is_found_in_other_words(trained):
 
 
 def test_stored_scores_are_found_without_a_replay(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path)
+    """The first and the last stored segment are repeated: once for the run, once for its scores."""
+    run = recipe(epochs=4).train(tmp_path)
     first = unrolled(run, targets(), margin, name="few")
     monkeypatch.setattr(replay, "_Replay", lambda *args, **settings: pytest.fail("a replay"))
-    monkeypatch.setattr(type(run), "step", lambda *args: pytest.fail("a step"))
+    steps, step = [], type(run).step
+    monkeypatch.setattr(type(run), "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
 
-    again = unrolled(recipe().train(tmp_path), targets(), margin, name="few")
+    again = unrolled(recipe(epochs=4).train(tmp_path), targets(), margin, name="few")
 
     assert again.numpy().tobytes() == first.numpy().tobytes()
     assert again.stored
     assert again.settings == first.settings
+    assert steps == 2 * [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+PLAIN = """
+def loss(model, batch): return entropy(model, batch)
+def build(seed): return nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, CLASSES)).double()
+def task(model, batch): return margin(model, batch)
+schedule, data, optimizer = None, TensorDataset(*vectors(N, 0)), SGD(lr=0.2)
+"""
+FORWARD = """
+def build(seed): return nn.Sequential(nn.Linear(WIDTH, 7), Act(), nn.Linear(7, CLASSES)).double()
+"""
+EDITS = {
+    "global of the loss": "def loss(model, batch): return V * entropy(model, batch)",
+    "helper of the loss": "def h(): return V\ndef loss(model, batch): return h() * entropy(model, batch)",
+    "cached helper": (
+        "def get(): return V\nh = functools.cache(get)\ndef loss(model, batch): return h() * entropy(model, batch)"
+    ),
+    "chain of helpers": (
+        "".join(f"def h{i}(): return h{i + 1}()\n" for i in range(12))
+        + "def h12(): return V\ndef loss(model, batch): return h0() * entropy(model, batch)"
+    ),
+    "object of the loss": (
+        "class L:\n    def __init__(self): self.v = V\n"
+        "    def __call__(self, model, batch): return self.v * entropy(model, batch)\nloss = L()"
+    ),
+    "base class of the loss": (
+        "class B:\n    def __call__(self, model, batch): return V * entropy(model, batch)\n"
+        "class L(B): pass\nloss = L()"
+    ),
+    "property of the loss": (
+        "class L:\n    @property\n    def v(self): return V\n"
+        "    def __call__(self, model, batch): return self.v * entropy(model, batch)\nloss = L()"
+    ),
+    "static method of the loss": (
+        "class L:\n    @staticmethod\n    def v(): return V\n"
+        "def loss(model, batch): return L.v() * entropy(model, batch)"
+    ),
+    "namespace of the loss": (
+        "ns = types.SimpleNamespace(v=V)\ndef loss(model, batch): return ns.v * entropy(model, batch)"
+    ),
+    "closure of the loss": (
+        "def make(v):\n    return lambda model, batch: v[0] * entropy(model, batch)\nloss = make([V])"
+    ),
+    "partial of the loss": "loss = functools.partial(lambda v, model, batch: v['a'] * entropy(model, batch), {'a': V})",
+    "tensor of the loss": (
+        "v = torch.tensor(V).double()\ndef loss(model, batch): return v * entropy(model, batch)"
+    ),
+    "module of the loss": (
+        "m = nn.Linear(1, 1)\nnn.init.constant_(m.bias, V)\n"
+        "def loss(model, batch): return m.bias.detach() * entropy(model, batch)"
+    ),
+    "environment": (
+        "os.environ['A_RATE'] = str(V)\n"
+        "def loss(model, batch): return float(os.environ['A_RATE']) * entropy(model, batch)"
+    ),
+    "file": (
+        "Path(FOLDER, 'v').write_text(str(V))\n"
+        "def loss(model, batch): return float(Path(FOLDER, 'v').read_text()) * entropy(model, batch)"
+    ),
+    "global of the schedule": "def schedule(step): return V",
+    "late step of a schedule": "def schedule(step): return V if step == 11 else 1.0",
+    "middle step of a schedule": "def schedule(step): return V if step == 5 else 1.0",
+    "helper of the schedule": "def h(step): return V if step > 3 else 1.0\ndef schedule(step): return h(step)",
+    "base class of the schedule": (
+        "class B:\n    def __call__(self, step): return V\nclass S(B): pass\nschedule = S()"
+    ),
+    "list of factors": "v = [1.0] * 6 + [V] * 6\nschedule = v.__getitem__",
+    "torch's schedule": (
+        "o = torch.optim.SGD([torch.zeros(1)], 1.0)\n"
+        "schedule = torch.optim.lr_scheduler.LambdaLR(o, lambda step: V).lr_lambdas[0]"
+    ),
+    "global of the optimizer": (
+        "class O(SGD):\n    def update(self, p, g, slots, *, lr, number): return p - V * lr * g, {}\noptimizer = O(0.2)"
+    ),
+    "base class of the optimizer": (
+        "class B(SGD):\n    def update(self, p, g, slots, *, lr, number): return p - V * lr * g, {}\n"
+        "class O(B): pass\noptimizer = O(0.2)"
+    ),
+    "setting of the optimizer": "optimizer = SGD(lr=0.2 * V)",
+    "late step of the optimizer": (
+        "class O(SGD):\n    def update(self, p, g, slots, *, lr, number):\n"
+        "        return p - (V if number > 9 else 1.0) * lr * g, {}\noptimizer = O(0.2)"
+    ),
+    "global of the forward pass": (
+        "class Act(nn.Module):\n    def forward(self, x): return torch.tanh(V * x)" + FORWARD
+    ),
+    "base class of a module": (
+        "class B(nn.Module):\n    def forward(self, x): return torch.tanh(V * x)\nclass Act(B): pass"
+        + FORWARD
+    ),
+    "list of a module": (
+        "class Act(nn.Module):\n    def __init__(self): super().__init__(); self.v = [V]\n"
+        "    def forward(self, x): return torch.tanh(self.v[0] * x)" + FORWARD
+    ),
+    "private attribute of a module": (
+        "class Act(nn.Module):\n    def __init__(self): super().__init__(); self._v = V\n"
+        "    def forward(self, x): return torch.tanh(self._v * x)" + FORWARD
+    ),
+    "hook of a module": (
+        "class Act(nn.GELU):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.register_forward_hook(lambda module, x, y: V * y)" + FORWARD
+    ),
+    "buffer": (
+        "class Act(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.register_buffer('v', torch.tensor(V), persistent=False)\n"
+        "    def forward(self, x): return torch.tanh(self.v * x)" + FORWARD
+    ),
+    "initial weights": (
+        "def build(seed):\n    model = nn.Linear(WIDTH, CLASSES).double()\n"
+        "    model.weight.data.mul_(V)\n    return model"
+    ),
+    "number of layers": (
+        "def build(seed):\n    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(int(2 * V))],"
+        " nn.Linear(WIDTH, CLASSES)).double()"
+    ),
+    "labels": "x, y = vectors(N, 0)\ny[3] = (y[3] + int(2 * V)) % CLASSES\ndata = TensorDataset(x, y)",
+    "order of the data": (
+        "x, y = vectors(N, 0)\nk = torch.arange(N) if V == 1 else torch.arange(N).flip(0)\n"
+        "data = TensorDataset(x[k], y[k])"
+    ),
+    "transform of the data": (
+        "class D(TensorDataset):\n    def __getitem__(self, index):\n        x, y = super().__getitem__(index)\n"
+        "        return V * x, y\ndata = D(*vectors(N, 0))"
+    ),
+    "collate function": (
+        "def collate(samples):\n    x, y = default_collate(samples)\n    return V * x, y\n"
+        "data = Rows(TensorDataset(*vectors(N, 0)), collate=collate)"
+    ),
+    "global of the task": "def task(model, batch): return V * margin(model, batch)",
+    "helper of the task": "def h(): return V\ndef task(model, batch): return h() * margin(model, batch)",
+    "file of the task": (
+        "Path(FOLDER, 'v').write_text(str(V))\n"
+        "def task(model, batch): return float(Path(FOLDER, 'v').read_text()) * margin(model, batch)"
+    ),
+}
+
+
+def edited(edit, value, folder):
+    """Return the variables of a module that was written with a value V of what changes."""
+    own = {
+        "V": value,
+        "FOLDER": str(folder),
+        "WIDTH": WIDTH,
+        "CLASSES": CLASSES,
+        "N": N,
+        "Path": Path,
+        "SGD": SGD,
+    }
+    own |= {"TensorDataset": TensorDataset, "Rows": Rows, "default_collate": default_collate, "torch": torch}
+    own |= {"nn": nn, "functools": functools, "os": os, "types": types, "vectors": vectors}
+    own |= {"entropy": loss, "margin": margin, "__name__": "edited"}
+    exec(PLAIN + EDITS[edit], own)
+    return own
+
+
+def recipe_of(own, **settings):
+    given = {"schedule": own["schedule"], "epochs": 4, **settings}
+    return recipe(own["build"], own["loss"], own["data"], own["optimizer"], **given)
+
+
+def scores_of(run, own):
+    return unrolled(run, targets(), own["task"], name="few").numpy()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_stored_scores_of_another_training_or_task_are_not_returned(edit, tmp_path, monkeypatch):
+    """With new objects, which know only what is stored, as another process."""
+    monkeypatch.setenv("A_RATE", "")
+    old = edited(edit, 1.0, tmp_path)
+    made = scores_of(recipe_of(old).train(tmp_path / "run"), old)
+    new = edited(edit, 0.5, tmp_path)
+
+    with pytest.raises(ManifestMismatchError):
+        scores_of(recipe_of(new).train(tmp_path / "run"), new)
+    assert not np.allclose(scores_of(recipe_of(new).train(), new), made, rtol=1e-3)
+    same = edited(edit, 1.0, tmp_path)
+    assert scores_of(recipe_of(same).train(tmp_path / "run"), same).tobytes() == made.tobytes()
+
+
+READ_LATER = [
+    "global of the loss",
+    "helper of the loss",
+    "base class of the loss",
+    "property of the loss",
+    "static method of the loss",
+    "global of the schedule",
+    "middle step of a schedule",
+    "helper of the schedule",
+    "base class of the schedule",
+    "global of the optimizer",
+    "late step of the optimizer",
+    "global of the forward pass",
+    "base class of a module",
+    "hook of a module",
+    "transform of the data",
+    "collate function",
+    "global of the task",
+    "helper of the task",
+]
+
+
+@pytest.mark.parametrize("edit", READ_LATER)
+def test_a_run_notices_changes_that_are_made_while_it_is_held(edit, tmp_path):
+    own = edited(edit, 1.0, tmp_path)
+    run = recipe_of(own).train(tmp_path / "run")
+    made = scores_of(run, own)
+    own["V"] = 0.5
+
+    with pytest.raises(ManifestMismatchError):
+        scores_of(run, own)
+    own["V"] = 1.0
+    assert scores_of(run, own).tobytes() == made.tobytes()
+
+
+def test_a_name_of_the_training_stands_for_its_functions(tmp_path):
+    """It repeats no step; another name is another training."""
+    own = edited("global of the loss", 1.0, tmp_path)
+    made = scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own)
+    own["V"] = 0.5
+
+    assert (
+        scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own).tobytes() == made.tobytes()
+    )
+    with pytest.raises(ManifestMismatchError, match="train_id is 'first' there, 'second' here"):
+        recipe_of(own, train_id="second").train(tmp_path / "run")
+
+
+def test_runs_of_other_trainings_have_other_digests_and_scores_in_one_store(tmp_path):
+    """The settings of both are the same, as far as they can be told."""
+    own = edited("global of the loss", 1.0, tmp_path)
+    first = recipe_of(own).train()
+    attributor = Attributor(first.model(), margin, tmp_path / "a.zarr", proj_dim=4, progress=False)
+    attributor.featurize(own["data"])
+    made = attributor.score(targets(), "few", method=Unrolled(first)).numpy()
+    own["V"] = 0.5
+
+    with pytest.raises(ManifestMismatchError, match="leads to other weights"):
+        attributor.score(targets(), "few", method=Unrolled(first))
+    other = recipe_of(own).train()
+    assert other.digest != first.digest
+    assert np.abs(attributor.score(targets(), "few", method=Unrolled(other)).numpy() - made).max() > 1e-3
 
 
 def test_other_targets_and_tasks_need_another_name(tmp_path):

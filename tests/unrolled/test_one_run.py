@@ -17,7 +17,7 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import verdict_key
 from trak_lite.store import Manifest, ZarrFeatureStore
-from trak_lite.unrolled import SGD, unrolled
+from trak_lite.unrolled import SGD, runs, unrolled
 
 FEW = TensorDataset(*vectors(4, 1))
 ROWS = 100
@@ -97,12 +97,18 @@ def test_a_run_with_row_weights_is_repeated_with_them():
         torch.testing.assert_close(one_parameter, other, rtol=1e-12, atol=0)
 
 
-def test_a_second_call_trains_nothing(run, scores, monkeypatch):
+def test_a_second_call_repeats_one_training_of_each_share(run, scores, monkeypatch):
     first = one(scores, run)
-    monkeypatch.setattr("trak_lite.unrolled.runs._side_by_side", lambda *args: pytest.fail("a training"))
-    monkeypatch.setattr("trak_lite.unrolled.runs._alone", lambda *args: pytest.fail("a training"))
+    trained = []
+    side_by_side = runs._side_by_side
+    monkeypatch.setattr(
+        runs,
+        "_side_by_side",
+        lambda recipe, weights, *args: trained.append(len(weights)) or side_by_side(recipe, weights, *args),
+    )
 
     assert one(scores, run) == first
+    assert trained == [1] * len(first.lds)
     one(random_scores(), run)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from textwrap import indent
 from typing import Any, Final, NamedTuple, Self, final
@@ -121,6 +121,8 @@ class Verdict:
     """Expected score of a perfect method, given the noise of seeds; ``None`` with one seed."""
     calibration: Calibration | None
     """The calibrated kernel, if requested."""
+    compared: str = field(default="", compare=False)
+    """Which stored outputs of models were used, and how they were compared with the present training."""
 
     def __repr__(self) -> str:
         """Return the verdict on a few lines."""
@@ -136,16 +138,16 @@ class Verdict:
         lines += [f"{one.name}: LDS {one.lds}, the scores lead by {one.lead}" for one in self.baselines]
         if self.calibration is not None:
             lines.append(str(self.calibration))
-        return printable("\n".join(lines))
+        return printable("\n".join([*lines, self.compared] if self.compared else lines))
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks: the score, beside those of the baselines, and how it was measured."""
-        calibration = [] if self.calibration is None else [str(self.calibration)]
+        more = [str(one) for one in (self.calibration, self.compared) if one]
         return _html(
             f"LDS {self.lds.mean:.3f}",
             ("baseline", "LDS", "the scores lead by"),
             [(one.name, str(one.lds), str(one.lead)) for one in self.baselines],
-            notes=[str(self).partition("\n")[0], *calibration],
+            notes=[str(self).partition("\n")[0], *more],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -175,6 +177,7 @@ class Verdict:
             confidence=float(values["confidence"]),
             ceiling=None if ceiling is None else float(ceiling),
             calibration=None if calibration is None else _calibration(calibration),
+            compared=str(values.get("compared", "")),
         )
 
 

@@ -24,7 +24,10 @@ class ReplayableRun(Protocol):
 
     @property
     def digest(self) -> str:
-        """Digest of everything that the result of the training depends on."""
+        """Digest of the settings and of the trained weights."""
+
+    def require_same(self) -> None:
+        """Raise if the training has changed since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,12 @@ class Unrolled(AbstractMatrixMethod):
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "q", "off")
         object.__setattr__(self, "checkpoint_weights", None)
+
+    def check(self, task: AbstractModelOutput) -> None:
+        """Raise if a training has changed since, because stored scores would not be those of the present one."""
+        del task
+        for run in self.runs:
+            run.require_same()
 
     def to_json(self) -> dict[str, Any]:
         """Return the name and the digests of the runs."""

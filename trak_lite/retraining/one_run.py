@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -13,20 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.data.datasets import Rows, rows_of
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
 from trak_lite.evaluation.verdict import Estimate, OneRunVerdict
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.retraining.calibrated import summed_over
-from trak_lite.retraining.subsets import outputs_of_model, retrain, retrain_many
+from trak_lite.retraining.subsets import retrain_run
+from trak_lite.run.repeats import outputs_of_model
 from trak_lite.scoring.scores import Scores
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
 __all__ = ["SHARES", "verify_run"]
-
-logger = logging.getLogger(__name__)
 
 SHARES: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out."""
@@ -80,22 +78,18 @@ def verify_run(
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)
-        output_fn = partial(_outputs, run, task, rows)
-        given: dict[str, Any] = {
-            "path": None
+        retrained = retrain_run(
+            run.leave_out_fn,
+            masks,
+            partial(_outputs, run, task, rows),
+            models_at_once=models_at_once,
+            path=None
             if run.path is None
             else run.path / "left-out" / digest[:16] / f"{masks[0].sum()}-{subset_seed}.zarr",
-            "seeds": (run.recipe.seed,),
-            "train_id": digest,
-            "progress": progress,
-        }
-        try:
-            retrained = retrain_many(
-                run.leave_out_fn, masks, output_fn, models_at_once=models_at_once, **given
-            )
-        except UnsupportedModelError as error:
-            logger.info("%s They are trained one after the other.", error)
-            retrained = retrain(run.leave_out_fn, masks, output_fn, **given)
+            seed=run.recipe.seed,
+            digest=digest,
+            progress=progress,
+        )
         lds = linear_datamodeling_score(
             summed_over(scores, masks), None, retrained.mean, confidence=confidence
         )

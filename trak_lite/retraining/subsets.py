@@ -5,22 +5,20 @@ Shapes: N train rows, S subsets, R seeds, M targets.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import move_batch, rows_in_batches
-from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     BusyError,
@@ -34,17 +32,25 @@ from trak_lite.errors import (
 from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.sharing import LazyTable, SharedRows
-from trak_lite.run.sources import carried_values, describe_source
+from trak_lite.run.repeats import compare, conditions
+from trak_lite.run.sources import describe_source
 from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
-from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
+from trak_lite.store import AbstractRowTable, Column, Manifest, RemotePlace, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import SubsetTraining
 
-__all__ = ["OutputFunction", "Retrained", "TrainFunction", "retrain", "retrain_into", "retrain_many"]
+__all__ = [
+    "OutputFunction",
+    "Retrained",
+    "TrainFunction",
+    "retrain",
+    "retrain_into",
+    "retrain_many",
+    "retrain_run",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +61,7 @@ OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
 
 OUTPUTS = "outputs"
 _MOST_CHUNKS = 1024
-_SAME_TRAINING = 1e-2
-"""Tolerance of a repeated training, relative to the spread of outputs: rounding errors grow with every step."""
-_VALUES = "carried values"
-_confirmed: dict[tuple[str, str], dict[str, str]] = {}
-"""By table: values carried by the functions when this process trained into it or repeated one of its trainings."""
+_CONDITIONS = "conditions"
 _FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
 """Exceptions that are treated as failures of the user's training."""
 
@@ -75,6 +77,8 @@ class Retrained:
     """``(S, N)`` rows of each subset."""
     seeds: tuple[int, ...]
     """The R seeds."""
+    compared: str = ""
+    """Which stored outputs were used, and how they were compared with the present training; empty without any."""
 
     @property
     def mean(self) -> NDArray[np.float64]:
@@ -111,12 +115,6 @@ class _Plan:
     seeds: tuple[int, ...]
     fingerprint: dict[str, Any]
     train_id: str | None
-    functions: tuple[Any, Any]
-    """``train_fn`` and ``output_fn``."""
-
-    def values(self) -> dict[str, str]:
-        """Return the current captured values of the functions; empty if the user passed ``train_id``."""
-        return {} if self.train_id is not None else carried_values(*self.functions)
 
     @property
     def num_rows(self) -> int:
@@ -141,18 +139,6 @@ _Run: TypeAlias = Callable[[Iterable[_Job]], Iterator[_Trained]]
 """Trains models, and yields each with its outputs."""
 
 
-def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
-    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
-    task.prepare(model)
-    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
-    with torch.no_grad():
-        found = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
-            for _, batch in rows.batches(plan)
-        ]
-    return torch.cat(found)
-
-
 def retrain(
     train_fn: TrainFunction,
     masks: ArrayLike,
@@ -166,7 +152,8 @@ def retrain(
     """Train a model on every subset with every seed, and store its outputs for the targets.
 
     The outputs of every model are stored before the next one is trained. The same call again returns them, or resumes
-    after a kill.
+    after a kill. It first repeats one stored training per seed and compares the outputs, because not everything that a
+    training depends on can be followed; ``compared`` says how they agree.
 
     Args:
         train_fn: ``train_fn(indices, seed)`` trains from scratch on these rows and returns a state dict or a module.
@@ -175,8 +162,8 @@ def retrain(
             attributed model output function.
         path: Folder for the results, or their address in an object store; ``None`` keeps them in memory.
         seeds: Passed to ``train_fn``. Two or more average the noise of training and allow its estimation.
-        train_id: A name that identifies training and outputs, instead of the source code of both functions (which
-            changes even with a comment).
+        train_id: A name for this version of both functions, instead of their source code (which changes even with a
+            comment). Stored outputs of this name are returned without repeating a training: change it with them.
         progress: Show a bar; ``None`` shows it on a terminal only.
 
     Returns:
@@ -186,7 +173,8 @@ def retrain(
         InvalidInputError: If masks or seeds cannot be used, or outputs change in number.
         RetrainingError: If a training fails; names subset and seed. What was trained before stays.
         NonFiniteError: If an output is NaN or infinite; names subset and seed.
-        ManifestMismatchError: If other masks, seeds or functions were used at this path.
+        ManifestMismatchError: If other masks, seeds or functions were used at this path, or a repeated training has
+            other outputs.
 
     Example:
         >>> import numpy as np
@@ -196,10 +184,7 @@ def retrain(
         [[3.5], [6.5]]
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id)
-    workspace = Workspace(None if path is None else resolve_place(path))
-    with workspace.opened(Manifest({"kind": "retraining"})):
-        _refuse_other_training(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn))
-        return _fill(workspace, OUTPUTS, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
+    return _filled(path, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
 
 
 def retrain_many(
@@ -234,16 +219,40 @@ def retrain_many(
         NonFiniteError: If an output is NaN or infinite; names subset and seed.
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
-    positive_int(models_at_once=models_at_once)
-    workspace = Workspace(None if path is None else resolve_place(path))
     plan = _plan(training, masks, output_fn, seeds, train_id)
+    return _many(path, plan, training, output_fn, models_at_once, progress)
 
-    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
-        return _side_by_side(list(jobs), training, output_fn, models_at_once)
 
-    with workspace.opened(Manifest({"kind": "retraining"})):
-        _refuse_other_training(workspace, OUTPUTS, plan, run)
-        return _fill(workspace, OUTPUTS, plan, run, progress, at_once=models_at_once)
+def retrain_run(
+    training: SubsetTraining,
+    masks: ArrayLike,
+    output_fn: OutputFunction,
+    *,
+    models_at_once: int,
+    path: PathLike[str] | None,
+    seed: int,
+    digest: str,
+    progress: bool | None,
+) -> Retrained:
+    """Repeat a run without some rows, side by side if its model allows this.
+
+    Args:
+        training: ``TrainingRun.leave_out_fn``.
+        masks: ``(S, N)``, rows that are kept.
+        output_fn: As in :func:`retrain_many`.
+        models_at_once: As in :func:`retrain_many`.
+        path: Folder for the results.
+        seed: Seed of the run.
+        digest: Identifies the results. Stored ones are compared with a repetition all the same, unless the recipe has a
+            ``train_id``.
+        progress: As in :func:`retrain`.
+    """
+    plan = replace(_plan(training, masks, output_fn, (seed,), digest), train_id=training.recipe.train_id)
+    try:
+        return _many(path, plan, training, output_fn, models_at_once, progress)
+    except UnsupportedModelError as error:
+        logger.info("%s They are trained one after the other.", error)
+    return _filled(path, plan, lambda jobs: _one_by_one(jobs, training, output_fn), progress)
 
 
 def retrain_into(
@@ -276,7 +285,8 @@ def retrain_into(
     def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
         return _one_by_one(jobs, train_fn, output_fn)
 
-    return _fill(workspace, _own_table(workspace, group, plan, run), plan, run, progress)
+    path, compared = _own_table(workspace, group, plan, run)
+    return _fill(workspace, path, plan, run, progress, compared)
 
 
 def _plan(
@@ -308,50 +318,84 @@ def _plan(
         "training": training,
         **(settings or {}),
     }
-    return _Plan(array, numbers, fingerprint, train_id, (train_fn, output_fn))
+    return _Plan(array, numbers, fingerprint, train_id)
 
 
-def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> str:
-    """Return the path of this training's table: of an existing one, or of a new one.
+def _many(
+    path: str | PathLike[str] | RemotePlace | None,
+    plan: _Plan,
+    training: SubsetTraining,
+    output_fn: OutputFunction,
+    models_at_once: int,
+    progress: bool | None,
+) -> Retrained:
+    positive_int(models_at_once=models_at_once)
+
+    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
+        return _side_by_side(list(jobs), training, output_fn, models_at_once)
+
+    return _filled(path, plan, run, progress, at_once=models_at_once)
+
+
+def _filled(
+    path: str | PathLike[str] | RemotePlace | None,
+    plan: _Plan,
+    run: _Run,
+    progress: bool | None,
+    *,
+    at_once: int = 1,
+) -> Retrained:
+    """Return the outputs of a store that holds one training, and train what is missing.
 
     Raises:
-        ManifestMismatchError: If ``train_id`` names another training.
+        ManifestMismatchError: If the store holds another training.
     """
+    workspace = Workspace(None if path is None else resolve_place(path))
+    with workspace.opened(Manifest({"kind": "retraining"})):
+        is_same, compared = _compared(workspace, OUTPUTS, plan, _repeating(plan, run))
+        if not is_same:
+            raise ManifestMismatchError(
+                f"{compared} Undo the change, or retrain under another path or train_id."
+            )
+        return _fill(workspace, OUTPUTS, plan, run, progress, compared, at_once=at_once)
+
+
+def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> tuple[str, str]:
+    """Return the path of this training's table, an existing or a new one, and how stored outputs were compared."""
     known = workspace.store().table_names(group) if workspace.exists else []
-    number = 0
+    number, repeat = 0, _repeating(plan, run)
     while (path := retrained_path(group, plan.fingerprint, number)) in known:
-        why = _why_another(workspace, path, plan, run)
-        if why is None:
-            return path
-        if plan.train_id is not None:
-            raise ManifestMismatchError(why)
-        logger.info("%s The models are trained again.", why)
+        is_same, compared = _compared(workspace, path, plan, repeat)
+        if is_same:
+            return path, compared
+        logger.info("%s The models are trained again.", compared)
         number += 1
-    return path
+    return path, ""
 
 
-def _refuse_other_training(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> None:
-    """Raise if a table belongs to another training.
-
-    Raises:
-        ManifestMismatchError: If it does; names what differs.
-    """
-    why = _why_another(workspace, path, plan, run)
-    if why is not None:
-        raise ManifestMismatchError(why)
+_Repeat: TypeAlias = Callable[[int, int], NDArray[np.float32]]
+"""Returns the outputs of a row of the table, trained again for the first (0) or the second time (1)."""
 
 
-def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str | None:
-    """Return why a table belongs to another training; ``None`` if it belongs to this one or does not exist.
+def _repeating(plan: _Plan, run: _Run) -> _Repeat:
+    @functools.cache
+    def repeat(row: int, number: int) -> NDArray[np.float32]:
+        del number
+        ((_, outputs),) = run(plan.jobs([row]))
+        return outputs.astype(np.float32)
 
-    One of its trainings is repeated if another process has filled the table or captured values have changed.
+    return repeat
+
+
+def _compared(workspace: Workspace, path: str, plan: _Plan, repeat: _Repeat) -> tuple[bool, str]:
+    """Return whether stored outputs are those of this training, and how this is known; no text without stored ones.
 
     Raises:
         ManifestMismatchError: If the table was made with other masks, seeds or functions.
     """
     table = workspace.table(path)
     if table is None:
-        return None
+        return True, ""
     where = f"{workspace.path or 'memory'}:{path}"
     compare_fingerprints(
         table.spec.fingerprint,
@@ -359,87 +403,81 @@ def _why_another(workspace: Workspace, path: str, plan: _Plan, run: _Run) -> str
         where=where,
         remedy="Retrain with the same masks, seeds and functions, or under another path.",
     )
-    values, place = plan.values(), (str(workspace.place), path)
-    stored_values = workspace.store().attributes(path).get(_VALUES, {})
-    own = stored_values if workspace.place is None else _confirmed.get(place)
-    if own is not None and not _differing(own, values):
-        return None
-    changed = _differing(stored_values, values)
-    stored = done_rows(table)
+    if plan.train_id is not None:
+        return (
+            True,
+            f"Stored outputs with the train_id {plan.train_id!r} were used; no training was repeated.",
+        )
+    stored = done_rows(table, _one_per_seed(table, len(plan.seeds)))
     if stored is None:
-        return None
-    row = int(stored.rows[0])
-    outputs = np.asarray(stored.values[OUTPUTS][0], np.float64)
-    one = _repeated(plan, row, run)
-    if not _is_same(one, outputs):
-        job = next(plan.jobs([row]))
-        message = (
-            f"{where} holds outputs of another training: repeated for {_place(job)}, it gives outputs that differ by "
-            f"{_distance(one, outputs):.2g} of their spread"
-            f"{f' ({len(changed)} captured values have changed: {_short(changed)})' if changed else ''}. Undo the "
-            "change, or retrain under another path or train_id."
-        )
-        if changed or _is_same(_repeated(plan, row, run), one):
-            return message
-        warnings.warn(
-            f"The training is not deterministic: two runs with the same rows and seed give different outputs (for "
-            f"{_place(job)} they differ by {_distance(one, outputs):.2g} of their spread). So it cannot be checked "
-            f"that the outputs in {where} belong to this training. Seed all random numbers of the training.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-    _confirmed[place] = _unchanged(values, plan.values())
-    return None
+        return True, ""
+    made_here = workspace.store().attributes(path).get(_CONDITIONS) == _conditions(1)
+    places, farthest = [], 0.0
+    for row, outputs in zip(stored.rows[: len(plan.seeds)].tolist(), stored.values[OUTPUTS], strict=False):
+        # Other processes, perhaps on other machines, may have trained the rows after the first.
+        found = compare(outputs, functools.partial(repeat, row), _distance, exact=made_here and row == 0)
+        place = _place(next(plan.jobs([row])))
+        if found.is_random:
+            _warn_of_randomness(found.noise, where, place)
+        if not found.is_same:
+            return False, (
+                f"{where} holds outputs of another training: repeated for {place}, it gives outputs that differ by "
+                f"{found.apart:.2g} of their spread."
+            )
+        places.append(place)
+        farthest = max(farthest, found.apart)
+    compared = (
+        f"Stored outputs were used. Trained again, to compare: {'; '.join(places)}; outputs differ by {farthest:.2g} "
+        "of their spread."
+    )
+    logger.info(compared)
+    return True, compared
 
 
-def _repeated(plan: _Plan, row: int, run: _Run) -> NDArray[np.float64]:
-    """Train the model of one row again and return its outputs."""
-    ((_, outputs),) = run(plan.jobs([row]))
-    return outputs
+def _warn_of_randomness(noise: float, where: str, place: str) -> None:
+    warnings.warn(
+        f"The training is not deterministic: two runs with the same rows and seed give different outputs (for {place} "
+        f"they differ by {noise:.2g} of their spread). So a change of the training that is not much larger than this "
+        f"is not noticed in the outputs in {where}. Seed all random numbers of the training.",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
-def _is_same(one: NDArray[np.float64], other: NDArray[np.float64]) -> bool:
-    return one.shape == other.shape and _distance(one, other) <= _SAME_TRAINING
+def _one_per_seed(table: AbstractRowTable, seeds: int) -> NDArray[np.int64] | None:
+    """Return a committed row for every seed, of another subset for each if possible; ``None`` without any."""
+    ranges = [np.arange(*table.chunk_range(chunk)) for chunk in table.committed_chunks()]
+    committed = np.concatenate([np.empty(0, np.int64), *ranges])
+    by_seed = [committed[committed % seeds == place] for place in range(seeds)]
+    chosen = [rows[place % len(rows)] for place, rows in enumerate(by_seed) if len(rows)]
+    return np.array(chosen, np.int64) if chosen else None
 
 
-def _distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+def _conditions(models_at_once: int) -> dict[str, Any]:
+    return {**conditions(), "models at once": models_at_once}
+
+
+def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Return the distance of two outputs relative to their spread over targets, or to their norm if constant."""
     if one.shape != other.shape:
         return float("inf")
-    size = float(np.linalg.norm(other - other.mean())) or float(np.linalg.norm(other)) or 1.0
-    return float(np.linalg.norm(one - other)) / size
-
-
-def _unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that a training does not change; the others are, for example, its counters."""
-    return {name: value for name, value in before.items() if after.get(name) == value}
-
-
-def _differing(stored: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    return [name for name, value in stored.items() if given.get(name) != value]
-
-
-def _short(names: Sequence[str]) -> str:
-    shown = [name.partition(".")[2] or name for name in names[:3]]
-    return ", ".join(shown) + (", ..." if len(names) > 3 else "")
+    first, second = one.astype(np.float64), other.astype(np.float64)
+    size = float(np.linalg.norm(second - second.mean())) or float(np.linalg.norm(second)) or 1.0
+    return float(np.linalg.norm(first - second)) / size
 
 
 def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LazyTable:
     """Train the first models, whose outputs give the number of targets, and return the table with them."""
-    before = plan.values()
     first = range(min(at_once, plan.num_rows))
     lazy: LazyTable | None = None
     for job, outputs in run(plan.jobs(first)):
         if lazy is None:
-            stable = _unchanged(before, plan.values())
-            lazy = workspace.lazy_table(path, plan.spec(len(outputs)), {_VALUES: stable})
+            lazy = workspace.lazy_table(path, plan.spec(len(outputs)), {_CONDITIONS: _conditions(at_once)})
         _require_width(lazy, job, outputs)
         try:
             lazy.put(np.array([job.row]), {OUTPUTS: outputs[None]})
         except (BusyError, StateError) as error:
             logger.info("Discarded the outputs of a training, because another process has them: %s", error)
-        else:
-            _confirmed[(str(workspace.place), path)] = stable
     assert lazy is not None  # a plan has at least one model
     return lazy
 
@@ -453,7 +491,14 @@ def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
 
 
 def _fill(
-    workspace: Workspace, path: str, plan: _Plan, run: _Run, progress: bool | None, *, at_once: int = 1
+    workspace: Workspace,
+    path: str,
+    plan: _Plan,
+    run: _Run,
+    progress: bool | None,
+    compared: str,
+    *,
+    at_once: int = 1,
 ) -> Retrained:
     """Train the pending models of the table, together with other processes; outputs are put after each training."""
     table = workspace.table(path)
@@ -471,7 +516,7 @@ def _fill(
     table = workspace.table(path)
     assert table is not None  # a plan has at least one model
     shape = (len(plan.masks), len(plan.seeds), -1)
-    return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds)
+    return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds, compared)
 
 
 def _one_by_one(

@@ -39,7 +39,8 @@ from trak_lite.retraining.calibrated import (
     unit_rows,
 )
 from trak_lite.retraining.one_run import verify_run
-from trak_lite.retraining.subsets import Retrained, TrainFunction, outputs_of_model, retrain_into
+from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
+from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (
     predictions_path,
@@ -112,9 +113,9 @@ def verify(
     The verdict reports the linear datamodeling score (LDS): the rank correlation of summed scores with the retrained
     models' outputs of a target. It also reports the LDS of cheap baselines. The verdict is stored and printed with the
     scores. Every retraining is stored. The same call therefore resumes after a kill, and verifying other scores of the
-    same targets (another method, ``calibrate=True``) trains nothing. A new process first repeats one stored
-    retraining, to check that the training is unchanged. Several processes share the retrainings. In a distributed run
-    rank 0 trains.
+    same targets (another method, ``calibrate=True``) repeats one stored retraining per seed only, to check that the
+    training is unchanged; with a ``train_id`` it trains nothing. If the outputs differ, all models are trained again.
+    The verdict says what was compared. Several processes share the retrainings. In a distributed run rank 0 trains.
 
     The default protocol trains with other seeds, and asks what leaving rows out changes on average. ``"one-run"`` asks
     what it changes in one run: the run of a :class:`~trak_lite.unrolled.Recipe` is repeated with the same seed and
@@ -138,7 +139,8 @@ def verify(
             for :func:`calibrated_scores` only if they are significantly better on the remaining subsets.
         texts: Train texts and target texts (or their tokens) for the BM25 baseline.
         confidence: Nominal coverage of the intervals.
-        train_id: A name that identifies the training, instead of the source code and captured values of ``train_fn``.
+        train_id: A name for this version of the training, instead of the source code of ``train_fn``. Stored
+            retrainings of this name are used without repeating one: change it with all that the training depends on.
         task: Defines f for ``protocol="one-run"``; ``None`` is the task that the scores were made with.
 
     Returns:
@@ -148,7 +150,8 @@ def verify(
         InvalidInputError: If the budget is too small, texts or strata have the wrong length, or ``calibrate=True`` and
             the scores have no kernel.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
-        ManifestMismatchError: If ``targets`` are not those that were scored, or ``train_id`` names another training.
+        ManifestMismatchError: If ``targets`` are not those that were scored; for ``"one-run"`` also if the training has
+            changed since.
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
@@ -317,6 +320,7 @@ def evaluate(
         confidence=confidence,
         ceiling=retrained.noise_ceiling().ceiling if several else None,
         calibration=fitted_to_subsets(rows, sums, predicted, outputs, confidence) if calibrate else None,
+        compared=retrained.compared,
     )
 
 

@@ -95,6 +95,9 @@ class TrainingSettings:
     """Parameters to train: names, patterns or module classes; ``None`` trains those that require grad."""
     seed: int = 0
     """Seed of initial weights, order and dropout."""
+    train_id: str | None = None
+    """A name for this version of the training. Stored states and scores of this name are returned without repeating
+    steps: change it with everything that the training depends on."""
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -133,6 +136,7 @@ class TrainingSettings:
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
             "grad_wrt": None if trained is None else sorted(map(str, trained)),
+            **({} if self.train_id is None else {"train_id": self.train_id}),
         }
 
     @property

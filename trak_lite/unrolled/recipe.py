@@ -55,7 +55,7 @@ class Recipe(TrainingSettings):
         """Train, and store the states that a replay starts from.
 
         The same call again continues after a kill at the last stored state, with the same bits, and returns the run if
-        it is finished.
+        it is finished. It first repeats the first and the last stored segment, to check that the training is unchanged.
 
         Args:
             path: Folder of the run; ``None`` keeps the states in memory.
@@ -72,7 +72,8 @@ class Recipe(TrainingSettings):
             InvalidInputError: If an argument is invalid, or the loss does not return one number per row.
             UnsupportedModelError: If the training cannot be repeated (batch statistics, other random numbers).
             NonFiniteError: If a parameter becomes NaN or infinite; names the step.
-            ManifestMismatchError: If another training is stored at the path; names every difference.
+            ManifestMismatchError: If another training is stored at the path; names every difference of settings, or the
+                steps that lead to other weights when they are repeated.
         """
         return train(
             self, path, checkpoints=checkpoints, interval=interval, weights=weights, progress=progress

@@ -46,6 +46,7 @@ from trak_lite.errors import (
     BusyError,
     HeldHereError,
     InvalidInputError,
+    ManifestMismatchError,
     MissingStoreError,
     NonFiniteError,
     StateError,
@@ -59,6 +60,7 @@ from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.parallel.sharing import LazyTable, Patience
+from trak_lite.run.repeats import compare, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
@@ -81,6 +83,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
+_OUTPUTS: Final = "outputs"
+"""Attribute of tables: f of the targets at the trained weights."""
 _TOLERANCE: Final = 0.05
 """Of the check of second derivatives; wide enough for half precision."""
 
@@ -103,8 +107,9 @@ def unrolled(
     nothing: the metasmoothness of the run is measured first, and printed with the scores.
 
     The scores are stored in the run's folder under ``name``: the same call again returns them, or resumes after a kill
-    at the last segment (between two stored states) of the present block, with the same bits. Processes that make the
-    same call, and the ranks of a distributed run, divide the blocks of a run that is stored.
+    at the last segment (between two stored states) of the present block, with the same bits. It first repeats the first
+    and the last segment of the training, and f of the targets, and compares. Processes that make the same call, and the
+    ranks of a distributed run, divide the blocks of a run that is stored.
 
     Args:
         runs: A finished run, as :meth:`Recipe.train` returns it, or several with other seeds: the scores are their
@@ -122,7 +127,8 @@ def unrolled(
     Raises:
         UnsupportedModelError: If torch cannot differentiate an operation of the model twice; names it.
         NonFiniteError: If a derivative is NaN or infinite; names the targets.
-        ManifestMismatchError: If other targets or another task are stored under the name.
+        ManifestMismatchError: If other targets or another task are stored under the name, or the training has changed
+            since it was stored.
     """
     given = list(runs) if isinstance(runs, Sequence) else [runs]
     if not all(isinstance(run, TrainingRun) for run in given):
@@ -183,9 +189,18 @@ def _scores_of_run(
     spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
     path = score_path(name, method, method)
     folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
+    now = {_OUTPUTS: _outputs(run, resolved, rows).tolist(), "conditions": conditions()}
     with workspace.opened(made):
-        lazy = workspace.lazy_table(path, spec)
-        shared = _SharedBlocks(workspace, f"replays/{folder.name}", fingerprint, folder)
+        lazy = workspace.lazy_table(path, spec, now)
+        if not _has_outputs(workspace, path, now, run.recipe.train_id):
+            raise ManifestMismatchError(
+                f"{workspace.path}:{path} was made with another task: f of the targets at the trained weights has "
+                "changed. Undo the change, or pass another name."
+            )
+        shared = _SharedBlocks(workspace, f"replays/{folder.name}", fingerprint, folder, now)
+        if not _has_outputs(workspace, f"replays/{folder.name}", now, run.recipe.train_id):
+            logger.info("The replay starts again, because f of the targets has changed.")
+            shared.forget()
         if lazy.table is None or not lazy.table.complete:
             with contextlib.suppress(_MadeElsewhere):
                 scores = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
@@ -202,6 +217,23 @@ def _scores_of_run(
         location=f"{workspace.path}:{path}",
         one_run=kept_in(workspace, made, path),
     )
+
+
+def _outputs(run: TrainingRun, task: AbstractModelOutput, rows: Rows) -> Tensor:
+    return outputs_of_model(run.model(), task, rows, run.device)
+
+
+def _has_outputs(workspace: Workspace, path: str, now: Mapping[str, Any], train_id: str | None) -> bool:
+    """Return whether a table, if it exists, was made where f of the targets was as it is now."""
+    made = {} if workspace.table(path) is None else workspace.store().attributes(path)
+    if train_id is not None or _OUTPUTS not in made:
+        return True
+    before, after = np.asarray(made[_OUTPUTS]), np.asarray(now[_OUTPUTS])
+    size = float(np.linalg.norm(before)) or 1.0
+    exact = made["conditions"] == now["conditions"]
+    return compare(
+        before, lambda _: after, lambda one, other: float(np.linalg.norm(one - other)) / size, exact=exact
+    ).is_same
 
 
 def _put_missing(
@@ -242,9 +274,16 @@ class _SharedBlocks:
     cotangents of a block that is not finished are in a file, with which the process that claims it next continues.
     """
 
-    def __init__(self, workspace: Workspace, path: str, fingerprint: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        path: str,
+        fingerprint: Mapping[str, Any],
+        folder: Path,
+        attributes: Mapping[str, Any],
+    ) -> None:
         self._workspace, self._path = workspace, path
-        self._fingerprint, self._folder = fingerprint, folder
+        self._fingerprint, self._folder, self._attributes = fingerprint, folder, attributes
 
     def scores(self, replay: _Replay, block: int | None, made: Callable[[], bool]) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``, when all blocks are finished.
@@ -260,7 +299,8 @@ class _SharedBlocks:
         store = self._workspace.created()
         size = self._agreed(replay.size(block))
         columns = (Column(SCORES, replay.shape[0], "float32"),)
-        table = store.create_table(self._path, TableSpec(replay.shape[1], columns, size, self._fingerprint))
+        spec = TableSpec(replay.shape[1], columns, size, self._fingerprint)
+        table = store.create_table(self._path, spec, self._attributes)
         try:
             with replay.progress(table.num_chunks) as done:
                 self._fill(table, replay, done)

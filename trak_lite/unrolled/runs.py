@@ -6,9 +6,10 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -28,11 +29,14 @@ from trak_lite.data.datasets import checked_indices
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
+    ManifestMismatchError,
     NonFiniteError,
     StateError,
     UnsupportedModelError,
 )
+from trak_lite.modelout_functions._digests import tensor_json
 from trak_lite.models.checkpoints import bare_name, weights_digest
+from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
 from trak_lite.store.disk.files import named_errors
@@ -57,8 +61,8 @@ Spacing = Literal["sqrt", "log", "all"]
 SMOOTH = 0.9
 """Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
 _RECORD = "run.json"
-_SAME_CHANGE, _ROUNDING = 1e-2, 1e-5
-"""Largest difference of repeated weights, relative to their change and to their norm."""
+_SIZE = 1e-3
+"""Weight of the norm of stored weights beside their change, as unit of a difference."""
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
 _SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
 """Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
@@ -101,12 +105,15 @@ class TrainingRun:
         self.weights = ones if weights is None else weights.to(ones)
         self._first, self.frozen = self.program.start(model)
         self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
+        self._made = _made_by(recipe)
         self._smoothness: float | None = None
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Digest of everything that the result of the training depends on."""
-        return hashlib.sha256(canonical_json(self.fingerprint).encode()).hexdigest()[:16]
+        """Digest of the settings and of the trained weights, in which changes show that settings do not tell."""
+        self.require_finished()
+        trained = {name: tensor_json(value) for name, value in self.final.parameters.items()}
+        return hashlib.sha256(canonical_json([self.fingerprint, trained]).encode()).hexdigest()[:16]
 
     @property
     def final(self) -> State:
@@ -142,19 +149,48 @@ class TrainingRun:
         Raises:
             StateError: If the repeated state differs by more than rounding.
         """
-        start, stored = self.states.get(first), self.states.get(last)
-        again = self.step(before, last - 1)
-        differs, moved, size = (
-            math.sqrt(sum(float((a - b).double().square().sum()) for a, b in pairs))
-            for pairs in (_pairs(again, stored), _pairs(stored, start), _pairs(stored, None))
-        )
-        if differs > _SAME_CHANGE * moved + _ROUNDING * size:
-            raise StateError(
-                f"Repeating steps {first} to {last - 1} leads to other weights than the training did: they differ by "
-                f"{differs / (moved or 1.0):.1%} of the change. The samples, the model or the loss are random, or have "
-                "changed. Draw random numbers of the dataset from a generator that is seeded with the row, and train "
-                "again in another folder."
+        apart = self._distance(first, last)(self.step(before, last - 1), self.states.get(last))
+        if not apart <= SAME:
+            raise StateError(_changed(first, last, apart))
+
+    def require_same(self) -> None:
+        """Repeat the first and the last stored segment and compare, unless the recipe has a ``train_id``.
+
+        Raises:
+            ManifestMismatchError: If they lead to other weights, or the schedule has other factors.
+        """
+        numbers = self.states.numbers()
+        if self.recipe.train_id is not None or len(numbers) < 2:
+            return
+        now = _made_by(self.recipe)
+        made = self._made if self.path is None else _record(self.path)
+        if made.get("schedule", now["schedule"]) != now["schedule"]:
+            raise ManifestMismatchError(
+                f"The schedule of {self.path or 'this run'} had other factors than it has now. Undo the change, or "
+                "train in another folder."
             )
+        exact = made.get("conditions") == now["conditions"]
+        for first, last in {numbers[0]: numbers[1], numbers[-2]: numbers[-1]}.items():
+            repeat = partial(self._repeated, first, last)
+            found = compare(self.states.get(last), repeat, self._distance(first, last), exact=exact)
+            if found.is_random or not found.is_same:
+                raise ManifestMismatchError(_changed(first, last, found.apart))
+            logger.info("Steps %d to %d were repeated and lead to the stored weights.", first, last - 1)
+
+    def _repeated(self, first: int, last: int, number: int) -> State:
+        """Return the state ``last``, repeated from a stored one for the first (0) or second time (1)."""
+        del number
+        state = self.states.get(first)
+        with repeatable(self.device):
+            for step in range(first, last):
+                state = self.step(state, step)
+        return state
+
+    def _distance(self, first: int, last: int) -> Callable[[State, State], float]:
+        """Return the distance of states in units of the change from one stored state to another."""
+        start, stored = self.states.get(first), self.states.get(last)
+        unit = _norm(stored, start) + _SIZE * _norm(stored, None)
+        return lambda one, other: _norm(one, other) / (unit or 1.0)
 
     def checkpoints(self, count: int = 8) -> list[dict[str, Tensor]]:
         """Return state dicts of the model along the run, for :meth:`Attributor.featurize`.
@@ -183,19 +219,6 @@ class TrainingRun:
         root = ["a larger eps_root"] if isinstance(self.recipe.optimizer, Adam) else []
         return f"Smoother are: {', '.join([*kinks, 'a smaller learning rate', *batches, *root])}."
 
-    def check_end(self) -> None:
-        """Repeat the steps after the last but one stored state, and compare.
-
-        Raises:
-            StateError: If they lead to other weights.
-        """
-        first = max(number for number in self.states.numbers() if number < self.num_steps)
-        state = self.states.get(first)
-        with repeatable(self.device):
-            for number in range(first, self.num_steps - 1):
-                state = self.step(state, number)
-            self.require_repeatable(first, state, self.num_steps)
-
     def metasmoothness(self, h: float = 0.1, *, seed: int = 0) -> float:
         r"""Return how linearly the trained weights follow the row weights, at most 1 (smooth).
 
@@ -211,12 +234,15 @@ class TrainingRun:
 
         Returns:
             The metasmoothness. With ``h=0.1`` and seed 0 it is stored with the run.
+
+        Raises:
+            ManifestMismatchError: If repeated steps lead to other weights than those of the run.
         """
         usual = h == 0.1 and seed == 0
         stored = self._smoothness if self.path is None else _record(self.path).get("metasmoothness")
+        self.require_same()  # the value of a random or of another training would mislead
         if usual and stored is not None:
             return float(stored)
-        self.check_end()  # the value of a random training would mislead
         direction = torch.randn(
             len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
         )
@@ -307,7 +333,8 @@ def train(
             "anything else outside model_fn."
         )
     if run.path is not None:
-        _claim(run.path, run.fingerprint)
+        _claim(run.path, {"fingerprint": run.fingerprint, **_made_by(recipe)})
+        run.require_same()
     wanted = _wanted(run.num_steps, checkpoints, interval)
     stored = run.states.numbers()
     first = max(stored, default=0)
@@ -549,6 +576,7 @@ def _fingerprint(
         "trained": list(trained),
         "modules": _modules_digest(model),
         "seed": recipe.seed,
+        **({} if recipe.train_id is None else {"train_id": recipe.train_id}),
         "row_weights": None
         if uniform
         else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
@@ -574,12 +602,33 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         return func(*args, **(kwargs or {}))
 
 
-def _pairs(state: State, other: State | None) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters of two states in pairs; ``None`` stands for zeros."""
-    return [
-        (value, torch.zeros_like(value) if other is None else other.parameters[name])
-        for name, value in state.parameters.items()
-    ]
+def _norm(state: State, other: State | None) -> float:
+    """Return the norm of the difference of the parameters of two states; ``None`` stands for zeros."""
+    return math.sqrt(
+        sum(
+            float((value if other is None else value - other.parameters[name]).double().square().sum())
+            for name, value in state.parameters.items()
+        )
+    )
+
+
+def _changed(first: int, last: int, apart: float) -> str:
+    return (
+        f"Repeating steps {first} to {last - 1} leads to other weights than the training did: they differ by "
+        f"{apart:.1%} of the change. The samples, the model, the loss or the optimizer are random, or have changed. "
+        "Draw random numbers of the dataset from a generator that is seeded with the row, undo changes, or train again "
+        "in another folder."
+    )
+
+
+def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
+    """Return JSON values that are stored with a run beside its fingerprint: what tells later changes."""
+    schedule = recipe.schedule
+    factors = [] if schedule is None else [float(schedule(number)) for number in range(recipe.num_steps)]
+    return {
+        "schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(),
+        "conditions": conditions(),
+    }
 
 
 def _modules_digest(model: nn.Module) -> str:
@@ -599,17 +648,17 @@ def _modules_digest(model: nn.Module) -> str:
     return hashlib.sha256(canonical_json(described).encode()).hexdigest()
 
 
-def _claim(path: Path, fingerprint: dict[str, Any]) -> None:
-    """Write the record of a new run, or compare that of a stored one."""
+def _claim(path: Path, record: dict[str, Any]) -> None:
+    """Write the record of a new run, or compare the fingerprint in that of a stored one."""
     if (path / _RECORD).exists():
         compare_fingerprints(
             _record(path).get("fingerprint", {}),
-            fingerprint,
+            record["fingerprint"],
             where=str(path),
             remedy="Train this recipe in another folder.",
         )
     else:
-        _write_record(path, {"fingerprint": fingerprint})
+        _write_record(path, record)
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Decides whether a stored result still is that of a function, by repeating a part of the work and comparing.
+
+What a function of the user depends on cannot be followed in general: helpers, base classes, files, the environment.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trak_lite.data.batches import move_batch, rows_in_batches
+from trak_lite.data.datasets import Rows
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+
+__all__ = ["SAME", "Comparison", "compare", "conditions", "outputs_of_model"]
+
+_T = TypeVar("_T")
+
+SAME: Final = 1e-2
+"""Largest distance on another machine: rounding errors grow with every step of a training."""
+_ROUNDING: Final = 1e-5
+"""Largest distance under the same conditions, if two repetitions have the same bits."""
+_NOISE: Final = 10.0
+"""Largest distance in units of that of two repetitions."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A stored result beside repetitions of it. Distances are relative to the size of the stored result."""
+
+    apart: float
+    """Distance between the stored result and the nearest repetition."""
+    noise: float
+    """Distance between two repetitions; 0 if the first one equals the stored result."""
+    exact: bool
+    """Whether the stored result was made under the present conditions, which give the same bits."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the stored result is that of the present function, as far as its noise allows to say."""
+        return self.apart <= max(_ROUNDING if self.exact else SAME, _NOISE * self.noise)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether repetitions differ by more than rounding."""
+        return self.noise > SAME
+
+
+def compare(
+    stored: _T, repeat: Callable[[int], _T], distance: Callable[[_T, _T], float], *, exact: bool
+) -> Comparison:
+    """Compare a stored result with a repetition of it, and with a second one if they differ.
+
+    Args:
+        stored: The stored result.
+        repeat: Returns repetition 0 or 1.
+        distance: Of two results, relative to the size of the stored one.
+        exact: As in :class:`Comparison`.
+
+    Example:
+        >>> compare(1.0, lambda number: 1.001, lambda one, other: abs(one - other), exact=True).is_same
+        False
+    """
+    first = repeat(0)
+    apart = distance(first, stored)
+    if not apart:
+        return Comparison(0.0, 0.0, exact)
+    second = repeat(1)
+    return Comparison(min(apart, distance(second, stored)), distance(second, first), exact)
+
+
+def conditions() -> dict[str, Any]:
+    """Return JSON values for what the bits of a computation depend on, besides its function."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
+    return {
+        "torch": torch.__version__,
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if in_use else None,
+    }
+
+
+def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
+    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
+    task.prepare(model)
+    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
+    with torch.no_grad():
+        found = [
+            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
+            for _, batch in rows.batches(plan)
+        ]
+    return torch.cat(found)
