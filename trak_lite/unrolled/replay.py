@@ -67,7 +67,7 @@ from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import kept_in
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
-from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.files import list_folder, named_errors, remove_file
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
@@ -630,8 +630,8 @@ class _Replay:
 def _forget(folder: Path) -> None:
     """Remove the files of a finished replay."""
     with named_errors("Removing", str(folder)), contextlib.suppress(FileNotFoundError):
-        for file in folder.iterdir():
-            file.unlink(missing_ok=True)
+        for name in list_folder(str(folder)):
+            remove_file(f"{folder}/{name}")
     with contextlib.suppress(OSError):  # another process makes the same replay
         folder.rmdir()
 

@@ -330,13 +330,13 @@ def train(
 
 
 def _folder(path: str | PathLike[str] | None) -> Path | None:
-    """Return the absolute path of a run's folder."""
+    """Return the path of a run's folder with its links resolved: below it no link is followed."""
     place = None if path is None else resolve_place(path)
     if isinstance(place, RemotePlace):
         raise InvalidInputError(f"A run is stored in a local folder, got {place}. Pass the path of a folder.")
     if place is not None and (Path(place) / "zarr.json").exists():
         raise InvalidInputError(f"{place} is a store of features. Pass another folder for the run.")
-    return None if place is None else Path(place).absolute()
+    return None if place is None else Path(place).resolve()
 
 
 def _side_by_side(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trak_lite._validate import parse_json
+from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import Column, StoredArray
@@ -147,7 +147,7 @@ def refuse_undescribed(folder: str, spec: TableSpec) -> None:
     arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
     if arrays:
         raise CorruptStoreError(
-            f"{folder}/zarr.json does not name the arrays {arrays} that are in the folder. {_RESTORE}"
+            f"{folder}/zarr.json does not name the arrays [{some_of(map(repr, arrays))}] that are in the folder. {_RESTORE}"
         )
 
 
@@ -219,9 +219,10 @@ def check_array_document(
     own = expected.pop("attributes").get("trak_lite")
     differing = _differing(expected, found)
     attributes = found.get("attributes")
-    seen = attributes.get("trak_lite") if isinstance(attributes, dict) else attributes
-    if not _same(own, seen):
-        differing.append(f"attributes.trak_lite is {seen!r}, expected {own!r}")
+    if not isinstance(attributes, dict):
+        differing.append(f"attributes is {attributes!r:.100}, expected a mapping")
+    elif not _same(own, attributes.get("trak_lite")):
+        differing.append(f"attributes.trak_lite is {attributes.get('trak_lite')!r:.100}, expected {own!r}")
     if differing:
         raise CorruptStoreError(f"{path} contradicts its table: {'; '.join(differing)}. {_RESTORE}")
 
@@ -240,10 +241,17 @@ def check_hidden(folder: str) -> None:
 
 
 def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    if _same(expected, {key: found.get(key) for key in expected}):
+    # zarr refuses a document with other keys, unless their values say that they need not be understood.
+    strange = [
+        f"{key!r:.100} is not a key of such a file"
+        for key, value in found.items()
+        if key not in {*expected, "attributes"}
+        and not (isinstance(value, dict) and value.get("must_understand") is False)
+    ]
+    if not strange and _same(expected, {key: found.get(key) for key in expected}):
         return []
-    return [
-        f"{key} is {found.get(key)!r}, expected {value!r}"
+    return strange[:10] + [
+        f"{key} is {found.get(key)!r:.100}, expected {value!r}"
         for key, value in expected.items()
         if not _same(value, found.get(key))
     ]
