@@ -35,7 +35,7 @@ from trak_lite.errors import (
 from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
-from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
@@ -616,7 +616,8 @@ def _record(path: Path) -> dict[str, Any]:
     file = path / _RECORD
     try:
         with named_errors("Reading", str(file)):
-            found = parse_json(file.read_bytes()) if file.exists() else {}
+            again = "Delete the folder and train again."
+            found = parse_json(read_file(str(file), most=64 << 20, remedy=again)) if file.exists() else {}
     except ValueError as error:
         raise CorruptStoreError(
             f"{file} cannot be read ({error}). Delete the folder and train again."

@@ -17,7 +17,7 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
-from trak_lite.store.disk.files import named_errors, open_folder, rename
+from trak_lite.store.disk.files import named_errors, open_file, open_folder, rename
 from trak_lite.store.disk.folders import make_folders
 from trak_lite.unrolled.optimizers import Named, State
 
@@ -90,7 +90,8 @@ def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str
         StoreError: If it cannot be opened.
     """
     with named_errors("Reading", str(path)):
-        path.open("rb").close()  # safetensors says that a file without permission does not exist
+        # safetensors says that a file without permission does not exist, and waits for the writer of a pipe.
+        os.close(open_file(str(path), os.O_RDONLY))
     try:
         with safe_open(path, framework="pt", device="cpu") as file:  # the format does not know every device
             metadata = file.metadata()

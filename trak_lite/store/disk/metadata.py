@@ -20,7 +20,7 @@ from trak_lite.store.disk.documents import (
 )
 from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.disk.folders import names_in
-from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
+from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
 
 __all__ = [
     "attributes_from_json",
@@ -99,7 +99,8 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
             f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
             f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
         )
-    return Manifest(fingerprint, made_with)
+    where = f"{root}/zarr.json"
+    return Manifest(StoredValues(fingerprint, where=where), StoredValues(made_with, where=where))
 
 
 def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -147,7 +148,8 @@ def refuse_undescribed(folder: str, spec: TableSpec) -> None:
     arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
     if arrays:
         raise CorruptStoreError(
-            f"{folder}/zarr.json does not name the arrays [{some_of(map(repr, arrays))}] that are in the folder. {_RESTORE}"
+            f"{folder}/zarr.json does not name the arrays [{some_of(map(repr, arrays))}] that are in the folder. "
+            f"{_RESTORE}"
         )
 
 
