@@ -14,7 +14,7 @@ Counted are writes outside of the store, code that a store made run, results tha
 that are not trak_lite's, and commands that do not end. Each must be 0; the exit status is 1 otherwise. Where checksums
 are made anew, a result may differ, because the store is then another one.
 
-Run:  python -m benchmarks.hostile_store [--kinds links values flips entries] [--part 1/8] [--out FILE]
+Run:  python -m benchmarks.hostile_store [--kinds links values flips entries] [--every N] [--minutes M] [--out FILE]
 """
 
 from __future__ import annotations
@@ -353,7 +353,9 @@ class Campaign:
         self.counts: Counter[str] = Counter({name: 0 for name in MUST_BE_ZERO})
         self.broken: list[str] = []
         self._fresh()
-        self.expected = outcomes(self.path)  # in this process, which then has imported all that the others need
+        self.expected = outcomes(
+            self.path
+        )  # in this process, which then has imported all that the others need
 
     def _fresh(self) -> None:
         for folder in (os.path.dirname(self.path), self.outside):
@@ -402,32 +404,28 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--part", default="1/1", help="K/N runs every N-th case, from the K-th")
+    parser.add_argument("--every", type=int, default=1, help="run every N-th case of a kind")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of each kind, at most")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    first, step = map(int, options.part.split("/"))
-    started = time.monotonic()
+    known = json.loads(options.out.read_text()) if options.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(os.path.realpath(folder))
         for kind in options.kinds:
-            for number, case in enumerate(KINDS[kind](campaign.root, campaign.other)):
-                if number % step == first - 1:
+            started, cases = time.monotonic(), list(KINDS[kind](campaign.root, campaign.other))
+            for case in cases[:: options.every]:
+                if time.monotonic() - started < 60 * options.minutes:
                     campaign.run(kind, case)
-    known = json.loads(options.out.read_text()) if options.out.exists() else {}
-    minutes = round((time.monotonic() - started) / 60, 1)
-    for kind in options.kinds:
-        mine = {
-            name: count for name, count in sorted(campaign.counts.items()) if name.startswith(f"{kind}: ")
-        }
-        known[kind] = {
-            "part": options.part,
-            **{name.partition(": ")[2]: count for name, count in mine.items()},
-        }
-        broken = [line for line in campaign.broken if f": {kind}: " in line]
-        known[kind] |= {name: sum(line.startswith(name) for line in broken) for name in MUST_BE_ZERO}
-        known[kind]["broken"] = broken[:20]
-    options.out.write_text(json.dumps(known, indent=1) + "\n")
-    print(json.dumps(known, indent=1), f"\n{minutes} minutes")
+            counted = {
+                name.partition(": ")[2]: count
+                for name, count in sorted(campaign.counts.items())
+                if kind in name
+            }
+            broken = [line for line in campaign.broken if f": {kind}: " in line]
+            zero = {name: sum(line.startswith(name) for line in broken) for name in MUST_BE_ZERO}
+            known[kind] = {"of": len(cases), **counted, **zero, "broken": broken[:20]}
+            options.out.write_text(json.dumps(known, indent=1) + "\n")
+    print(json.dumps(known, indent=1))
     return 1 if campaign.broken else 0
 
 
