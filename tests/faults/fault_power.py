@@ -142,10 +142,11 @@ class Recorder:
         return call
 
     def _on_open(self, real, path, flags, *mode, **keywords):
+        path = self._full(path, keywords.pop("dir_fd", None))
         new = flags & os.O_CREAT and not os.path.lexists(path)
         fd = real(path, flags, *mode, **keywords)
         place = self._place(path) if new else None
-        self._fds[fd] = self._make(*place) if place else self._node(path, keywords.get("dir_fd"))
+        self._fds[fd] = self._make(*place) if place else self._node(path)
         return fd
 
     def _on_pwrite(self, real, fd, data, offset):
@@ -173,12 +174,14 @@ class Recorder:
                 self._find_below(node)
             self.steps.append(Synced(node))
 
-    def _on_mkdir(self, real, path, *mode, **keywords):
+    def _on_mkdir(self, real, path, *mode, dir_fd=None, **keywords):
+        path = self._full(path, dir_fd)
         real(path, *mode, **keywords)
         if place := self._place(path):
             self._names[self._make(*place)] = {}
 
-    def _on_rename(self, real, source, target):
+    def _on_rename(self, real, source, target, *, src_dir_fd=None, dst_dir_fd=None):
+        source, target = self._full(source, src_dir_fd), self._full(target, dst_dir_fd)
         node = self._node(source)
         if node in self._names:
             self._find_below(node)

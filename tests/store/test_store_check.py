@@ -436,7 +436,7 @@ def test_a_store_opened_for_reading_is_not_repaired(mixed, monkeypatch):
 def test_a_repair_that_cannot_rename_says_so(mixed, monkeypatch):
     flip(folder(mixed, "q/c.1"))
 
-    def fail(source, target):
+    def fail(*arguments, **keywords):
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, "rename", fail)

@@ -42,7 +42,6 @@ from trak_lite.errors import (
 )
 from trak_lite.store import ZarrFeatureStore, check_store
 from trak_lite.store._failpoints import FAILPOINTS, GROWTH_FAILPOINTS
-from trak_lite.store.disk import listing as _listing
 from trak_lite.store.disk import zarr_table as _zarr_table
 from trak_lite.store.disk.documents import sealed
 
@@ -182,7 +181,12 @@ def test_the_rows_of_the_old_commit_are_noted_and_synced_before_its_files_move(f
     grow(full, 13)
     steps, rename, fsync = [], os.rename, os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
-    monkeypatch.setattr(os, "rename", lambda a, b: steps.append(a) or rename(a, b))
+
+    def renamed(source, target, *, src_dir_fd, dst_dir_fd):
+        steps.append(os.path.join(os.readlink(f"/proc/self/fd/{src_dir_fd}"), source))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "rename", renamed)
     store = ZarrFeatureStore.open(full, "r+")
     store.open_table(NAME).put(11, values([11]))
     store.close()
@@ -459,11 +463,11 @@ def test_two_may_drop_the_same_table(full, monkeypatch):
     """The folder is removed by the other one while this one removes it."""
     real = shutil.rmtree
 
-    def twice(path):
-        real(path)
-        real(path)
+    def twice(name, **keywords):
+        real(name, **keywords)
+        real(name, **keywords)
 
-    monkeypatch.setattr(_listing.shutil, "rmtree", twice)
+    monkeypatch.setattr(shutil, "rmtree", twice)
     with ZarrFeatureStore.open(full, "r+") as store:
         store.drop_table(NAME)
     assert os.listdir(f"{full}/targets/test") == ["zarr.json"]
@@ -472,12 +476,12 @@ def test_two_may_drop_the_same_table(full, monkeypatch):
 def test_two_may_drop_the_same_table_at_the_same_moment(full, monkeypatch):
     real = os.rename
 
-    def renamed_before(source, target):
-        real(source, target)
-        real(source, f"{target}-twice")
+    def renamed_before(source, target, **folders):
+        real(source, target, **folders)
+        real(source, f"{target}-twice", **folders)
 
     with ZarrFeatureStore.open(full, "r+") as store:
-        monkeypatch.setattr(_listing.os, "rename", renamed_before)
+        monkeypatch.setattr(os, "rename", renamed_before)
         store.drop_table(NAME)
         monkeypatch.undo()
         assert store.table_names() == []

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+import zarr
 from store_cases import (
     MANIFEST,
     NAME,
@@ -720,6 +721,7 @@ def test_a_column_that_leads_out_of_the_store_is_refused_on_reading(mixed, name)
 
 
 LINKED = [
+    ".tables",
     "targets",
     NAME,
     f"{NAME}/q",
@@ -782,6 +784,78 @@ def test_a_link_in_a_table_is_refused_and_reported(mixed, linked):
     with pytest.raises(CorruptStoreError, match=r"symbolic link|not a plain file"):
         read_rows_and_marks(mixed)
     assert any(re.search("link|plain file", finding.finding) for finding in check_store(mixed).findings)
+
+
+@pytest.mark.parametrize("linked", [".tables", NAME, f"{NAME}/features", f"{NAME}/q"])
+def test_no_link_is_followed_that_appears_after_the_look(mixed, linked, monkeypatch):
+    """A repair looks for damage, then asks for the right to write; the link appears between the two."""
+    for name in ("c.0.0", "c.1.0"):
+        overwrite(folder(mixed, f"features/{name}"), b"damaged")
+    overwrite(folder(mixed, "q/c.1"), b"damaged")
+    overwrite(f"{mixed}/.tables/lost", b"damaged")
+    outside, before = f"{mixed}-outside", []
+
+    def allowed(path, mode):
+        shutil.move(f"{mixed}/{linked}", outside)
+        os.symlink(outside, f"{mixed}/{linked}")
+        before.append(snapshot(outside))
+        return True
+
+    monkeypatch.setattr(os, "access", allowed)
+    with pytest.raises(CorruptStoreError, match="is a symbolic link"):
+        check_store(mixed, repair=True)
+    assert [snapshot(outside)] == before
+
+
+@pytest.mark.parametrize("name", ["2.log", "2-q"])
+def test_a_file_with_another_name_elsewhere_is_not_written_to(mixed, name):
+    """A hard link: its bytes are those of a file outside of the store."""
+    path, outside = folder(mixed, f"features/.stage/{name}"), f"{mixed}-outside"
+    os.link(path, outside)
+    before = content(outside)
+    with pytest.raises(CorruptStoreError, match="hard links"):
+        finish(mixed)
+    assert not check_store(mixed).ok
+    assert check_store(mixed, repair=True).ok
+    finish(mixed)
+    check_all(mixed)
+    assert content(outside) == before
+
+
+def test_many_unknown_files_are_listed_once_and_named_in_part(mixed, monkeypatch):
+    calls, real = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda *where: calls.append(where) or real(*where))
+    check_store(mixed)
+    few = len(calls)
+    for number in range(1000):
+        overwrite(f"{mixed}/.tables/x{number}", b"")
+        overwrite(f"{mixed}/y{number}", b"")
+    calls.clear()
+    report = check_store(mixed)
+
+    assert len(calls) <= few + 2
+    assert len(report.findings) >= 2000
+    assert len(str(report)) < 100_000
+    assert "1900 more findings" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ok"),
+    [
+        ('"attributes"', '"bttributes"', False),
+        ('"attributes"', '"other": 1, "attributes"', False),
+        ('"attributes"', '"other": {"must_understand": false}, "attributes"', True),
+    ],
+)
+def test_a_document_is_sound_if_zarr_opens_it(mixed, old, new, ok):
+    path = folder(mixed, "w/zarr.json")
+    overwrite(path, content(path).replace(old.encode(), new.encode()))
+    try:
+        zarr.open_array(folder(mixed, "w"), mode="r")
+        opens = True
+    except (TypeError, ValueError, zarr.errors.BaseZarrError):
+        opens = False
+    assert check_store(mixed).ok == opens == ok
 
 
 @pytest.mark.parametrize("name", [".set-aside", ".cache"])

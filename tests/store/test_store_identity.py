@@ -338,7 +338,7 @@ def test_a_table_that_is_created_and_dropped_between_two_looks_is_not_lost(path,
         return found
 
     monkeypatch.setattr(TableList, "_is_there", look)
-    assert not tables.is_lost("ckpt-0")
+    assert not tables.lost(["ckpt-0"])
 
 
 def test_a_path_that_no_file_could_be_named_after_is_refused(path):

@@ -103,6 +103,7 @@ class Job:
                 f"There is no checkpoint at {folder}, the path in the run stored in {self.config.path}. To train and "
                 "write checkpoints, pass --checkpoints PATH: a path that a store names is never written to."
             )
+        folder = os.path.realpath(folder)  # scratch_folder follows no link
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with scratch_folder(folder) as scratch:  # also removes the folders of killed trainings
             number = 0

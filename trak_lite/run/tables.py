@@ -374,7 +374,7 @@ def drop_targets(store: AbstractFeatureStore, name: str) -> int:
 
 def num_train_rows(manifest: Manifest) -> int:
     """Return the number of rows of the train data; 0 if the manifest does not contain it."""
-    return int(manifest.fingerprint.get("dataset", {}).get("num_rows", 0))
+    return int(manifest.fingerprint.get("dataset", {}).get("num_rows") or 0)
 
 
 def model_id_of(path: str) -> int:

@@ -10,10 +10,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite._validate import some_of
 from trak_lite.errors import printable
 
 __all__ = ["Finding", "Report", "SetAside", "Tally", "row_ranges"]
 
+_MOST_SHOWN = 100
+_LONGEST = 600  # characters of a cell
 _TITLES = ("level", "table", "chunk", "rows", "column", "finding", "next step")
 
 
@@ -88,9 +91,19 @@ class Report:
         return not any(finding.level == "damage" for finding in self.findings)
 
     def __str__(self) -> str:
-        """Return the findings as an aligned table, the files set aside, and a summary line."""
-        lines = _aligned([_TITLES, *map(_cells, self.findings)]) if self.findings else []
-        lines += [f"set aside: {_place(moved)} is in {moved.folder}" for moved in self.set_aside]
+        """Return the findings as an aligned table, the files set aside, and a summary line; of each 100 at most."""
+        shown = list(self.findings)
+        if len(shown) > _MOST_SHOWN:
+            shown.sort(key=lambda finding: finding.level)  # damage before notes
+        lines = _aligned([_TITLES, *map(_cells, shown[:_MOST_SHOWN])]) if shown else []
+        if len(shown) > _MOST_SHOWN:
+            lines.append(
+                f"and {len(shown) - _MOST_SHOWN} more findings, which check_store(path).findings lists"
+            )
+        moved = self.set_aside[:_MOST_SHOWN]
+        lines += [f"set aside: {_place(each)} is in {each.folder}" for each in moved]
+        if len(self.set_aside) > _MOST_SHOWN:
+            lines.append(f"set aside: {len(self.set_aside) - _MOST_SHOWN} more")
         return printable("\n".join([*lines, f"{self.path}: {self._verdict()}; {self._extent()}."]))
 
     def _verdict(self) -> str:
@@ -123,7 +136,11 @@ def _cells(finding: Finding) -> tuple[str, ...]:
     chunk = "-" if finding.chunk is None else str(finding.chunk)
     table, column = finding.table or "-", finding.column or "-"
     texts = (table, chunk, _rows(finding.rows), column, finding.finding, finding.next_step)
-    return finding.level, *(printable(text).replace("\n", "\\n") for text in texts)
+    return finding.level, *(_cut(printable(text).replace("\n", "\\n")) for text in texts)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _rows(rows: range | None) -> str:
@@ -134,7 +151,7 @@ def _rows(rows: range | None) -> str:
 
 def _place(moved: SetAside) -> str:
     chunk = "a file of no chunk" if moved.chunk is None else f"chunk {moved.chunk}"
-    rows = f" (rows {', '.join(map(_rows, moved.rows))} are pending)" if moved.rows else ""
+    rows = f" (rows {some_of(map(_rows, moved.rows))} are pending)" if moved.rows else ""
     return f"{chunk}{rows} of {moved.table}"
 
 

@@ -12,7 +12,7 @@ from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
 from trak_lite.store._names import check_name
-from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.store.manifest import StoredValues, canonical_json, compare_fingerprints
 
 __all__ = [
     "Run",
@@ -140,7 +140,8 @@ def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
     try:
         fingerprint = dict(record["fingerprint"].items())
         columns = tuple(map(_column_from_json, record["columns"]))
-        return check_spec(TableSpec(record["num_rows"], columns, record["chunk_rows"], fingerprint))
+        spec = check_spec(TableSpec(record["num_rows"], columns, record["chunk_rows"], fingerprint))
+        return replace(spec, fingerprint=StoredValues(spec.fingerprint, where=where))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"{where} does not describe a table ({type(error).__name__}: {error}). Expected num_rows, chunk_rows, "

@@ -16,6 +16,7 @@ from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 __all__ = [
     "FORMAT",
     "Manifest",
+    "StoredValues",
     "canonical_json",
     "compare_fingerprints",
     "differing_keys",
@@ -27,6 +28,19 @@ FORMAT = 3
 """Version of the layout on disk; stores of other versions are rejected."""
 _SHOWN = 100
 """Characters of a value in a message."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "dataset": (dict,),
+    "dataset.num_rows": (int,),
+    "gradients": (dict,),
+    "task": (dict,),
+    "parameters": (dict,),
+    "settings": (dict,),
+    "checkpoints": (list,),
+    "targets": (dict, list),
+    "weights": (str,),
+    "model_id": (int,),
+}
+"""Types of settings that are read from manifests and records of tables, where they are."""
 _MOST_NAMED = 50
 """Maximum number of differing keys in a message, because another model differs in every parameter."""
 
@@ -60,6 +74,37 @@ def canonical_json(value: Any) -> str:
         '{"a":[1.5,null],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+class StoredValues(dict[str, Any]):
+    """Settings read from a store, which may be from elsewhere: a wrong or missing value is an error of the store."""
+
+    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+        super().__init__(values)
+        self._where = where
+        wrong = [
+            f"{path} is {found!r:.100}"
+            for path, types in _TYPES.items()
+            if type(found := self._found(path)) not in (*types, type(None))
+        ]
+        if wrong:
+            raise CorruptStoreError(
+                f"{where} has values of other types than trak_lite writes: {'; '.join(wrong)}. Restore the file from a "
+                "backup, or use another path."
+            )
+
+    def __missing__(self, key: str) -> Any:
+        """Raise for a key that is not there."""
+        raise CorruptStoreError(
+            f"{self._where} has no {key!r} among its settings: another program wrote or changed it. Restore the file "
+            "from a backup, or use another path."
+        )
+
+    def _found(self, path: str) -> Any:
+        value: Any = self
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
 
 @dataclass(frozen=True, slots=True)

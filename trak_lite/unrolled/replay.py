@@ -69,7 +69,8 @@ from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import kept_in
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
-from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.files import named_errors, remove_file
+from trak_lite.store.disk.folders import names_in
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
@@ -669,9 +670,10 @@ class _Replay:
 
 def _forget(folder: Path) -> None:
     """Remove the files of a finished replay."""
-    with named_errors("Removing", str(folder)), contextlib.suppress(FileNotFoundError):
-        for file in folder.iterdir():
-            file.unlink(missing_ok=True)
+    with named_errors("Removing", str(folder)):
+        for name in names_in(str(folder)):
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                remove_file(f"{folder}/{name}")
     with contextlib.suppress(OSError):  # another process makes the same replay
         folder.rmdir()
 

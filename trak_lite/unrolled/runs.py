@@ -39,7 +39,7 @@ from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
-from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
@@ -357,13 +357,13 @@ def train(
 
 
 def _folder(path: str | PathLike[str] | None) -> Path | None:
-    """Return the absolute path of a run's folder."""
+    """Return the path of a run's folder with its links resolved: below it no link is followed."""
     place = None if path is None else resolve_place(path)
     if isinstance(place, RemotePlace):
         raise InvalidInputError(f"A run is stored in a local folder, got {place}. Pass the path of a folder.")
     if place is not None and (Path(place) / "zarr.json").exists():
         raise InvalidInputError(f"{place} is a store of features. Pass another folder for the run.")
-    return None if place is None else Path(place).absolute()
+    return None if place is None else Path(place).resolve()
 
 
 def _side_by_side(
@@ -665,7 +665,8 @@ def _record(path: Path) -> dict[str, Any]:
     file = path / _RECORD
     try:
         with named_errors("Reading", str(file)):
-            found = parse_json(file.read_bytes()) if file.exists() else {}
+            again = "Delete the folder and train again."
+            found = parse_json(read_file(str(file), most=64 << 20, remedy=again)) if file.exists() else {}
     except ValueError as error:
         raise CorruptStoreError(
             f"{file} cannot be read ({error}). Delete the folder and train again."

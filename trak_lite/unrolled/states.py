@@ -17,7 +17,8 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
-from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.files import named_errors, open_file, open_folder, rename
+from trak_lite.store.disk.folders import make_folders
 from trak_lite.unrolled.optimizers import Named, State
 
 __all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat", "whole_file"]
@@ -52,7 +53,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         StoreError: If writing fails for another reason.
     """
     with named_errors("Writing", str(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(str(path.parent))
+        os.close(open_folder(str(path.parent)))  # raises if it is a link
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             partial.open("wb").close()  # safetensors raises no OSError
@@ -61,7 +63,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             partial.chmod(mode)  # safetensors lets the owner alone read
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
-            partial.replace(path)
+            rename(str(partial), str(path))
         finally:
             partial.unlink(missing_ok=True)
 
@@ -88,7 +90,8 @@ def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str
         StoreError: If it cannot be opened.
     """
     with named_errors("Reading", str(path)):
-        path.open("rb").close()  # safetensors says that a file without permission does not exist
+        # safetensors says that a file without permission does not exist, and waits for the writer of a pipe.
+        os.close(open_file(str(path), os.O_RDONLY))
     try:
         with safe_open(path, framework="pt", device="cpu") as file:  # the format does not know every device
             metadata = file.metadata()

@@ -22,7 +22,7 @@ from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store.disk.derived import CACHE, ENTRIES, damaged_arrays
 from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in, refuse_links
+from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
     attributes_from_json,
@@ -88,9 +88,10 @@ class StoreLook:
         look._root()
         if os.path.isdir(root):
             # Read the list before the folders, so that the folder of each listed table is visited.
-            listed = set(TableList(root).paths()) if os.path.isdir(f"{root}/{TABLES}") else set()
+            names = names_in(f"{root}/{TABLES}") if _is_folder(f"{root}/{TABLES}") else []
             look._group(root, ())
-            look._list(listed)
+            if not os.path.islink(f"{root}/{TABLES}"):  # reported as a link
+                look._list(names)
         if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
             raise missing_store(root)
         for table in look.tables.values():
@@ -156,21 +157,25 @@ class StoreLook:
         else:
             self._stray(path)
 
-    def _list(self, listed: set[str]) -> None:
-        """Compare the list of tables with the tables found."""
+    def _list(self, names: Sequence[str]) -> None:
+        """Compare the names in the folder of the list of tables with the tables found."""
         tables = TableList(self.root)
         try:
             check_hidden(tables.folder)
         except StoreError as error:
             self.list_damaged = True
             self._damage(None, f"{error} The list of tables is there", _LIST_AGAIN)
-        for name in sorted(names_in(tables.folder)) if os.path.isdir(tables.folder) else ():
+        for name in sorted(names):
             if _LEFT.fullmatch(name):
                 self._scratch(f"{tables.folder}/{name}")
             elif name != _METADATA and listed_path(name) is None and name != SET_ASIDE:
                 self._stray(f"{tables.folder}/{name}")
-        for path in sorted(listed | self._identities.keys()):
+        paths = sorted({*filter(None, map(listed_path, names)), *self._identities})
+        lost = tables.lost(paths)
+        for path in paths:
             try:
+                if path in lost:
+                    raise lost_table(path, where=self.root)
                 self._listed(tables, path)
             except StoreError as error:
                 if os.path.lexists(tables.entry(path)) and not self._is_damaged(path):
@@ -178,8 +183,6 @@ class StoreLook:
                 self._damage(path, str(error), _LIST_AGAIN)
 
     def _listed(self, tables: TableList, path: str) -> None:
-        if tables.is_lost(path):
-            raise lost_table(path, where=self.root)
         identity, found = tables.identity(path), self._identities.get(path)
         if identity is None and os.path.lexists(f"{self.root}/{path}/{_METADATA}"):
             if tables.identity(path) is None and _age(f"{self.root}/{path}/{_METADATA}") > ABANDONED_AFTER:
@@ -284,14 +287,9 @@ class StoreLook:
         under_way: Sequence[int],
     ) -> None:
         try:
-            refuse_links(path, (array.name,))
             check_array(path, column, array, spec, under_way=under_way)
         except StoreError as error:
             self._damage(table, str(error), _RESTORE, column=array.name)
-        for name in (STAGE, COMMITS) if array.name == spec.columns[0].name else ():
-            if os.path.islink(f"{path}/{array.name}/{name}"):
-                text = f"{array.name}/{name} is a symbolic link, which is not followed"
-                self._damage(table, text, _PUT_BACK)
 
     def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
         self.findings.append(Finding("damage", table, text, next_step, column=column))
@@ -328,7 +326,7 @@ class TableLook:
             found += self._stage(chunks)
             found += self._commit_logs()
         except StoreError as error:
-            return [*found, self._finding("damage", str(error), "make the folder readable")]
+            return [*found, self._finding("damage", str(error), "put the folder back, readable")]
         chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
         for chunk in sorted(chunks):
             found += self._chunk(chunk)
@@ -392,6 +390,10 @@ class TableLook:
         chunk: int | None = None,
     ) -> Finding:
         return Finding(level, self.path, text, next_step, chunk, column=column)
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _age(path: str) -> float:

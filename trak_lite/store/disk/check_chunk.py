@@ -107,7 +107,7 @@ class ChunkLook:
         try:
             with named_errors("Reading", self._files.describe(chunk)):
                 for path in self._files.staged_paths(chunk):
-                    file_size(path)  # raises if it is not a plain file
+                    file_size(path, alone=True)  # raises if it is not a plain file of its own
                 if len(visible) == len(self._files.columns):
                     return self._visible_state(chunk, record)
                 return self._staged_state(chunk, record, visible)

@@ -25,7 +25,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray
 from trak_lite.store._values import short_list
 from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.files import file_size, named_errors, sync_folder, zeros
+from trak_lite.store.disk.files import file_size, list_folder, make_folder, named_errors, sync_folder, zeros
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.metadata import (
     attributes_from_json,
@@ -77,8 +77,8 @@ class ColumnFiles:
 
     def list_visible(self) -> set[int]:
         """Return the chunks whose file has its final name."""
-        with named_errors("Listing", self.folder), os.scandir(self.folder) as entries:
-            numbers = (self.chunk_of(entry.name) for entry in entries)
+        with named_errors("Listing", self.folder):
+            numbers = map(self.chunk_of, list_folder(self.folder))
             return {chunk for chunk in numbers if chunk is not None}
 
     def chunk_of(self, name: str) -> int | None:
@@ -189,7 +189,7 @@ class TableFiles:
         """
         for folder in (self.stage, self.commits):
             with named_errors("Making", folder), contextlib.suppress(FileExistsError):
-                os.mkdir(folder)
+                make_folder(folder)
                 sync_folder(os.path.dirname(folder))
 
 

@@ -22,7 +22,16 @@ from trak_lite.store._content import (
     encode_array,
     encoded_size,
 )
-from trak_lite.store.disk.files import file_size, named_errors, open_file, read_file, sync_folder, write_all
+from trak_lite.store.disk.files import (
+    file_size,
+    named_errors,
+    new_file,
+    open_file,
+    read_file,
+    remove_file,
+    rename,
+    sync_folder,
+)
 from trak_lite.store.disk.folders import names_in
 
 __all__ = ["CACHE", "ENTRIES", "ArrayFolder", "damaged_arrays"]
@@ -61,22 +70,15 @@ class ArrayFolder:
         path = self._path(name)
         scratch = f"{path}.new-{uuid.uuid4().hex}"
         with named_errors("Keeping", path):
-            fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                write_all(fd, encode_array(name, key, array), 0)
-                os.fsync(fd)
-                os.rename(scratch, path)
-            finally:
-                os.close(fd)
-                with contextlib.suppress(FileNotFoundError):  # already renamed
-                    os.unlink(scratch)
+            with new_file(scratch, encode_array(name, key, array)):
+                rename(scratch, path)
             sync_folder(self._folder)
 
     def remove(self, name: str) -> None:
         """Delete an array if it exists."""
         path = self._path(name)
         with named_errors("Removing", path), contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            remove_file(path)
             sync_folder(self._folder)
 
     def _path(self, name: str) -> str:

@@ -36,8 +36,7 @@ def stage_locked(folder: str) -> Iterator[None]:
 def _row_logs(folder: str) -> Iterator[str]:
     for column in names_in(folder):
         stage = f"{folder}/{column}/{STAGE}"
-        linked = os.path.islink(f"{folder}/{column}") or os.path.islink(stage)
-        if os.path.isdir(stage) and not linked:
+        if os.path.isdir(stage) and not os.path.islink(f"{folder}/{column}"):
             yield from (f"{stage}/{name}" for name in names_in(stage) if name.endswith(".log"))
 
 

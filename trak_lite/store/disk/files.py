@@ -1,4 +1,9 @@
-"""File operations: syncing, locking, mapping and conversion of errors. Symbolic links are not followed."""
+"""File operations: syncing, locking, mapping and conversion of errors.
+
+No symbolic link is followed, so that a store from elsewhere cannot make a command read or change a file outside of it.
+The path of a store has its own links resolved. Every folder below is opened relative to the one above it: a link is
+refused even if it appears between a check and the operation.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import functools
 import logging
 import mmap
 import os
+import shutil
 import stat
 import threading
 import weakref
@@ -31,16 +37,25 @@ __all__ = [
     "Descriptors",
     "file_size",
     "is_named",
+    "list_folder",
     "locked_file",
+    "make_folder",
     "map_file",
     "named_errors",
+    "new_file",
     "open_file",
+    "open_folder",
     "read_file",
+    "refuse_other_names",
+    "remove_file",
+    "remove_tree",
+    "rename",
     "reserve",
     "sync_files",
     "sync_folder",
     "sync_folders",
     "write_all",
+    "write_file",
     "zeros",
 ]
 
@@ -51,6 +66,8 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _ZEROS = bytes(1 << 20)
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ON_THE_WAY = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no right to list the folder
 
 
 @contextlib.contextmanager
@@ -98,17 +115,138 @@ def _may_not_be_read(path: str | None) -> bool:
     )
 
 
+@contextlib.contextmanager
+def _parent(path: str) -> Iterator[tuple[int, str]]:
+    """Yield a descriptor of the folder of a path, reached without following a link, and the name in this folder.
+
+    Raises:
+        CorruptStoreError: If a folder on the way is a symbolic link.
+    """
+    *folders, name = filter(None, path.split("/"))
+    reached = "/" if path.startswith("/") else "."
+    fd = os.open(reached, _ON_THE_WAY)
+    try:
+        for folder in folders:
+            reached = os.path.join(reached, folder)
+            inner = _inner_folder(fd, folder, _ON_THE_WAY, reached)
+            os.close(fd)
+            fd = inner
+        reached = path
+        yield fd, name
+    except StoreError:
+        raise
+    except OSError as error:
+        error.filename = reached  # it would be the name alone
+        raise
+    finally:
+        os.close(fd)
+
+
+def _inner_folder(fd: int, name: str, flags: int, path: str) -> int:
+    try:
+        return os.open(name, flags, dir_fd=fd)
+    except OSError as error:
+        # Linux reports a link as ENOTDIR, other systems as ELOOP.
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and stat.S_ISLNK(
+            os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+        ):
+            raise CorruptStoreError(
+                f"{path} is a symbolic link, which a store does not follow. Replace it by the folder itself."
+            ) from error
+        raise
+
+
+def open_folder(path: str) -> int:
+    """Open a folder to list, sync or lock it.
+
+    Raises:
+        CorruptStoreError: If it, or a folder on the way, is a symbolic link.
+    """
+    with _parent(path) as (folder, name):
+        return _inner_folder(folder, name, _FOLDER | os.O_RDONLY, path)
+
+
 def open_file(path: str, flags: int) -> int:
     """Open a regular file; does not follow links, block on pipes, or let child programs inherit the descriptor.
 
     Raises:
-        CorruptStoreError: If the path is a pipe, a device or a folder.
+        CorruptStoreError: If the path is a pipe, a device or a folder, or a folder on the way is a symbolic link.
     """
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    with _parent(path) as (folder, name):
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):  # opening some devices has effects
+                raise _no_plain_file(path)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise _no_plain_file(path)
     return fd
+
+
+@contextlib.contextmanager
+def new_file(path: str, data: bytes) -> Iterator[None]:
+    """Write and sync a new file, which is deleted on exit unless the block has renamed it."""
+    try:
+        write_file(path, data, sync=True)
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            remove_file(path)
+
+
+def write_file(path: str, data: bytes, *, sync: bool = False) -> None:
+    """Write a new file."""
+    fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, data, 0)
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename(source: str, target: str) -> None:
+    """Rename a file or folder; replaces a file at ``target``."""
+    with _parent(source) as (old, name), _parent(target) as (new, new_name):
+        os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
+
+
+def remove_file(path: str) -> None:
+    """Delete a file, or a link itself."""
+    with _parent(path) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
+def remove_tree(path: str, *, ignore_errors: bool = False) -> None:
+    """Delete a folder and its content."""
+    with contextlib.suppress(*[OSError] * ignore_errors), _parent(path) as (folder, name):
+        shutil.rmtree(name, dir_fd=folder)
+
+
+def make_folder(path: str) -> None:
+    """Create a folder; its parent must exist."""
+    with _parent(path) as (folder, name):
+        os.mkdir(name, dir_fd=folder)
+
+
+def list_folder(path: str) -> list[str]:
+    """Return the names in a folder."""
+    fd = open_folder(path)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def refuse_other_names(fd: int, path: str) -> None:
+    """Raise if an open file has other names: writing to it would change a file elsewhere.
+
+    Raises:
+        CorruptStoreError: If so.
+    """
+    if os.fstat(fd).st_nlink > 1:
+        raise _shared_file(path)
 
 
 def read_file(path: str, *, most: int, remedy: str) -> bytes:
@@ -192,6 +330,8 @@ def is_named(path: str, fd: int) -> bool:
 @contextlib.contextmanager
 def locked_file(path: str) -> Iterator[None]:
     """Hold the lock of a file until the context exits; waits for other holders, which may replace the file."""
+    # Only the file itself must be no link: its folder is a store's root, or one that the user named.
+    path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     while True:
         held = Descriptors()
         fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
@@ -344,11 +484,15 @@ def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
     return content
 
 
-def file_size(path: str) -> int | None:
+def file_size(path: str, *, alone: bool = False) -> int | None:
     """Return the size of a file in bytes, or ``None`` if it does not exist.
 
+    Args:
+        path: Path of the file.
+        alone: Whether the file must have no other name, because it is written to.
+
     Raises:
-        CorruptStoreError: If the path is not a regular file.
+        CorruptStoreError: If the path is not a regular file, or has another name although it must not.
     """
     try:
         found = os.lstat(path)
@@ -356,8 +500,16 @@ def file_size(path: str) -> int | None:
         return None
     if not stat.S_ISREG(found.st_mode):
         raise _no_plain_file(path)
+    if alone and found.st_nlink > 1:
+        raise _shared_file(path)
     return found.st_size
 
 
 def _no_plain_file(path: str) -> CorruptStoreError:
     return CorruptStoreError(f"{path} is not a plain file. Put the store's own file there, or remove it.")
+
+
+def _shared_file(path: str) -> CorruptStoreError:
+    return CorruptStoreError(
+        f"{path} has other names (hard links), and writing to it would change those files too. Replace it by a copy."
+    )

@@ -6,15 +6,25 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
-from trak_lite.errors import CorruptStoreError
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store.disk.files import named_errors, open_file, sync_folder
+from trak_lite.store.disk.documents import encode_document
+from trak_lite.store.disk.files import (
+    list_folder,
+    make_folder,
+    named_errors,
+    open_file,
+    open_folder,
+    remove_tree,
+    rename,
+    sync_folder,
+    write_file,
+)
 
 __all__ = [
     "ABANDONED_AFTER",
@@ -23,8 +33,8 @@ __all__ = [
     "make_folders",
     "names_in",
     "publish_folder",
-    "refuse_links",
     "scratch_folder",
+    "write_document",
 ]
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
@@ -35,7 +45,7 @@ def names_in(folder: str) -> list[str]:
     """Return the names in a folder; empty if there is no folder, because some tools do not copy empty folders."""
     with named_errors("Listing", folder):
         try:
-            return os.listdir(folder)
+            return list_folder(folder)
         except FileNotFoundError:
             return []
 
@@ -47,19 +57,8 @@ def make_folders(path: str) -> None:
     parent = os.path.dirname(path)
     make_folders(parent)
     with contextlib.suppress(FileExistsError):  # another process was first
-        os.mkdir(path)
+        make_folder(path)
     sync_folder(parent)
-
-
-def refuse_links(root: str, parts: tuple[str, ...]) -> None:
-    """Raise if a folder on the way from ``root`` through ``parts`` is a symbolic link."""
-    folder = root
-    for part in parts:
-        folder = os.path.join(folder, part)
-        if os.path.islink(folder):
-            raise CorruptStoreError(
-                f"{folder} is a symbolic link, which a store does not follow. Replace it by the folder itself."
-            )
 
 
 @contextlib.contextmanager
@@ -82,16 +81,21 @@ def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]
         lock: Held until the folder is locked, so that a sweep does not delete it; see :func:`is_free`.
     """
     with lock:
-        os.mkdir(scratch)
-        fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        make_folder(scratch)
+        fd = open_folder(scratch)
         _lock_if_possible(fd)
     try:
         yield
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)  # errors ignored, because the cause is re-raised
+        remove_tree(scratch, ignore_errors=True)  # because the cause is re-raised
         raise
     finally:
         os.close(fd)
+
+
+def write_document(folder: str, document: Mapping[str, Any]) -> None:
+    """Write the ``zarr.json`` of a scratch folder, which :func:`publish_folder` syncs."""
+    write_file(f"{folder}/zarr.json", encode_document(document))
 
 
 def is_free(path: str) -> bool:
@@ -118,11 +122,11 @@ def publish_folder(scratch: str, final: str) -> bool:
         sync_folder(folder)
     failpoint("folder_built")
     try:
-        os.rename(scratch, final)
+        rename(scratch, final)
     except OSError as error:
         if error.errno not in _TAKEN:
             raise
-        shutil.rmtree(scratch)
+        remove_tree(scratch)
         return False
     failpoint("folder_published")
     sync_folder(os.path.dirname(final))
@@ -135,13 +139,13 @@ def _remove_abandoned(parent: str, prefix: str) -> None:
         found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
     for scratch in found:
         try:
-            fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_folder(scratch)
         except FileNotFoundError:
             continue  # published or removed meanwhile
         try:
             old = time.time() - os.fstat(fd).st_mtime > ABANDONED_AFTER
             if old and _lock_if_possible(fd):
-                shutil.rmtree(scratch, ignore_errors=True)  # another process may be removing it too
+                remove_tree(scratch, ignore_errors=True)  # another process may be removing it too
         finally:
             os.close(fd)
 

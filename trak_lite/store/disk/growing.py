@@ -18,7 +18,7 @@ from trak_lite.errors import BusyError, CorruptStoreError
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import CHECKSUM, GROWS_TO, encode_document, sealed
-from trak_lite.store.disk.files import locked_file, open_file, sync_folder, write_all
+from trak_lite.store.disk.files import locked_file, new_file, rename, sync_folder
 from trak_lite.store.disk.metadata import read_attributes, read_zarr_json, sizes_under_way
 from trak_lite.store.disk.staging import StagedChunk
 
@@ -99,13 +99,6 @@ def _replace(folder: str, scratch_folder: str, document: dict[str, Any]) -> None
     if CHECKSUM in own:
         document["attributes"]["trak_lite"] = sealed(own)
     path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
-    fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        write_all(fd, encode_document(document), 0)
-        os.fsync(fd)
-        os.rename(scratch, path)
-    finally:
-        os.close(fd)
-        with contextlib.suppress(FileNotFoundError):  # already renamed
-            os.unlink(scratch)
+    with new_file(scratch, encode_document(document)):
+        rename(scratch, path)
     sync_folder(folder)

@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import final
 
 from trak_lite._validate import parse_json
@@ -27,13 +26,16 @@ from trak_lite.store.disk.documents import encode_document, hidden_document
 from trak_lite.store.disk.files import (
     file_size,
     locked_file,
+    make_folder,
     named_errors,
-    open_file,
+    new_file,
     read_file,
+    remove_file,
+    remove_tree,
+    rename,
     sync_folder,
-    write_all,
 )
-from trak_lite.store.disk.folders import building, is_free, names_in, publish_folder
+from trak_lite.store.disk.folders import building, is_free, names_in, publish_folder, write_document
 
 __all__ = [
     "TABLES",
@@ -156,14 +158,18 @@ class TableList:
         """Return the path of the file of a table's entry."""
         return f"{self.folder}/{entry_name(path)}"
 
-    def is_lost(self, path: str) -> bool:
-        """Whether a table is listed but missing; takes no lock, and is correct during drops and creations."""
-        entry = self._stamp(path)
-        if entry is None or self._is_there(path) or self.dropped(path):
-            return False
+    def lost(self, paths: Iterable[str]) -> set[str]:
+        """Return the tables that are listed but missing; takes no lock, and is correct during drops and creations."""
+        stamps = {path: stamp for path in paths if (stamp := self._stamp(path)) and not self._is_there(path)}
+        names = names_in(self.folder) if stamps else ()
+        dropped = {name[len(_DROPPED) : -33] for name in names if name.startswith(_DROPPED)}
         # An entry is created after its folder, and removed after the folder is renamed but before it is removed. While
         # the same entry exists, the folder must be in one of the two places, or the table is lost.
-        return self._stamp(path) == entry
+        return {
+            path
+            for path, stamp in stamps.items()
+            if entry_name(path) not in dropped and self._stamp(path) == stamp
+        }
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -177,16 +183,9 @@ class TableList:
             if not self._is_there(path):
                 return False
             entry, scratch = self.entry(path), f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
-            fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                write_all(fd, encode_entry(path, identity), 0)
-                os.fsync(fd)
+            with new_file(scratch, encode_entry(path, identity)):
                 failpoint("entry_written")
-                os.rename(scratch, entry)
-            finally:
-                os.close(fd)
-                with contextlib.suppress(FileNotFoundError):  # already renamed
-                    os.unlink(scratch)
+                rename(scratch, entry)
             sync_folder(self.folder)
         failpoint("table_listed")
         return True
@@ -196,7 +195,7 @@ class TableList:
         folder = f"{self._root}/{path}"
         with self.locked():
             with contextlib.suppress(FileNotFoundError):  # dropped by another process, or lost
-                os.rename(folder, f"{self.folder}/{_DROPPED}{entry_name(path)}-{uuid.uuid4().hex}")
+                rename(folder, f"{self.folder}/{_DROPPED}{entry_name(path)}-{uuid.uuid4().hex}")
                 failpoint("table_renamed")
                 sync_folder(os.path.dirname(folder))
                 sync_folder(self.folder)
@@ -238,24 +237,21 @@ class TableList:
         for path in left:
             _remove(path)
 
-    def set_aside(self, path: str, folder: str) -> None:
-        """Move the entry of a table to a folder."""
-        with self.locked(), contextlib.suppress(FileNotFoundError):  # another process was first
-            os.rename(self.entry(path), f"{folder}/{entry_name(path)}")
+    def set_aside(self, paths: Iterable[str], folder: str) -> None:
+        """Move the entries of tables to a folder."""
+        with self.locked():
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):  # another process was first
+                    rename(self.entry(path), f"{folder}/{entry_name(path)}")
             sync_folder(self.folder)
 
     def make(self) -> None:
         """Create the folder of the list, if missing, and the ``zarr.json`` that hides it from zarr tools."""
         with contextlib.suppress(FileExistsError):
-            os.mkdir(self.folder)
+            make_folder(self.folder)
         scratch = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
-        fd = open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(fd, encode_document(hidden_document("tables")), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(scratch, f"{self.folder}/{_METADATA}")
+        with new_file(scratch, encode_document(hidden_document("tables"))):
+            rename(scratch, f"{self.folder}/{_METADATA}")
         sync_folder(self.folder)
         sync_folder(self._root)
 
@@ -272,7 +268,7 @@ class TableList:
 
     def _unlist(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.entry(path))
+            remove_file(self.entry(path))
             sync_folder(self.folder)
 
 
@@ -283,8 +279,7 @@ def publish_hidden(folder: str, scratch: str) -> None:
         folder: Final path of the folder.
         scratch: Scratch folder; see :meth:`TableList.scratch`.
     """
-    with open(f"{scratch}/{_METADATA}", "wb") as file:
-        file.write(encode_document(hidden_document(os.path.basename(folder).removeprefix("."))))
+    write_document(scratch, hidden_document(os.path.basename(folder).removeprefix(".")))
     publish_folder(scratch, folder)
 
 
@@ -292,6 +287,6 @@ def _remove(path: str) -> None:
     while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):  # another process is removing it too
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                remove_tree(path)
             else:
-                os.unlink(path)
+                remove_file(path)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trak_lite._validate import parse_json
+from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import Column, StoredArray
@@ -20,7 +20,7 @@ from trak_lite.store.disk.documents import (
 )
 from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.disk.folders import names_in
-from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
+from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
 
 __all__ = [
     "attributes_from_json",
@@ -99,7 +99,8 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
             f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
             f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
         )
-    return Manifest(fingerprint, made_with)
+    where = f"{root}/zarr.json"
+    return Manifest(StoredValues(fingerprint, where=where), StoredValues(made_with, where=where))
 
 
 def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -147,7 +148,8 @@ def refuse_undescribed(folder: str, spec: TableSpec) -> None:
     arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
     if arrays:
         raise CorruptStoreError(
-            f"{folder}/zarr.json does not name the arrays {arrays} that are in the folder. {_RESTORE}"
+            f"{folder}/zarr.json does not name the arrays [{some_of(map(repr, arrays))}] that are in the folder. "
+            f"{_RESTORE}"
         )
 
 
@@ -219,9 +221,10 @@ def check_array_document(
     own = expected.pop("attributes").get("trak_lite")
     differing = _differing(expected, found)
     attributes = found.get("attributes")
-    seen = attributes.get("trak_lite") if isinstance(attributes, dict) else attributes
-    if not _same(own, seen):
-        differing.append(f"attributes.trak_lite is {seen!r}, expected {own!r}")
+    if not isinstance(attributes, dict):
+        differing.append(f"attributes is {attributes!r:.100}, expected a mapping")
+    elif not _same(own, attributes.get("trak_lite")):
+        differing.append(f"attributes.trak_lite is {attributes.get('trak_lite')!r:.100}, expected {own!r}")
     if differing:
         raise CorruptStoreError(f"{path} contradicts its table: {'; '.join(differing)}. {_RESTORE}")
 
@@ -240,10 +243,17 @@ def check_hidden(folder: str) -> None:
 
 
 def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    if _same(expected, {key: found.get(key) for key in expected}):
+    # zarr refuses a document with other keys, unless their values say that they need not be understood.
+    strange = [
+        f"{key!r:.100} is not a key of such a file"
+        for key, value in found.items()
+        if key not in {*expected, "attributes"}
+        and not (isinstance(value, dict) and value.get("must_understand") is False)
+    ]
+    if not strange and _same(expected, {key: found.get(key) for key in expected}):
         return []
-    return [
-        f"{key} is {found.get(key)!r}, expected {value!r}"
+    return strange[:10] + [
+        f"{key} is {found.get(key)!r:.100}, expected {value!r}"
         for key, value in expected.items()
         if not _same(value, found.get(key))
     ]

@@ -8,7 +8,6 @@ lists these rows. If the repair is killed at any step, a writer can still resume
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import StoreLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
-from trak_lite.store.disk.files import file_size, named_errors, open_file, sync_folder, write_all
-from trak_lite.store.disk.folders import make_folders, refuse_links
+from trak_lite.store.disk.files import file_size, named_errors, new_file, rename, sync_folder, write_file
+from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import TableList
 from trak_lite.store.disk.records import CommitLogs
 from trak_lite.store.disk.staging import StagedChunk, read_row_log, sound_log
@@ -43,8 +42,7 @@ def repair_list(root: str, look: StoreLook) -> list[SetAside]:
             return []
         folder = f"{tables.folder}/{SET_ASIDE}/{_stamp('tables')}"
         make_folders(folder)
-        for path in look.entries:
-            tables.set_aside(path, folder)
+        tables.set_aside(look.entries, folder)
     return [SetAside(path, None, (), folder) for path in look.entries]
 
 
@@ -73,7 +71,6 @@ class TableRepair:
             StoreError: If files cannot be renamed.
         """
         with named_errors("Setting aside files of", self._files.folder):
-            refuse_links(os.path.dirname(self._files.set_aside), (SET_ASIDE,))
             if self._look.strangers:
                 self._move(self._look.strangers, None, ())
                 self._look = TableLook(self._path, self._files)
@@ -83,8 +80,10 @@ class TableRepair:
 
     def _repair(self, chunk: int) -> None:
         log, *staged = self._files.staged_paths(chunk)
-        paths = [*(column.visible(chunk) for column in self._files.columns), *staged, log]
-        self._move([path for path in paths if _is_no_file(path)], chunk, (self._files.rows_of(chunk),))
+        visible = [column.visible(chunk) for column in self._files.columns]
+        paths = [*visible, *staged, log]
+        strange = [path for path in paths if _is_no_file(path, alone=path not in visible)]
+        self._move(strange, chunk, (self._files.rows_of(chunk),))
         try:
             stage = StagedChunk.lock(self._files, chunk)
         except BusyError as error:
@@ -121,17 +120,13 @@ class TableRepair:
         log = self._files.row_log(chunk)
         pending = row_ranges(~state.done, first=self._files.rows_of(chunk).start)
         folder = self._new_folder(chunk)
-        shutil.copyfile(log, f"{folder}/{os.path.basename(log)}", follow_symlinks=False)
+        old = read_row_log(self._files, chunk)
+        write_file(f"{folder}/{os.path.basename(log)}", old)
         fresh = f"{folder}/sound-{os.path.basename(log)}"
-        fd = open_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(fd, sound_log(self._files, chunk, read_row_log(self._files, chunk)), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        failpoint("log_copied")
-        # A new inode under the same name makes other processes discard what they remember of the old log.
-        os.rename(fresh, log)
+        with new_file(fresh, sound_log(self._files, chunk, old)):
+            failpoint("log_copied")
+            # A new inode under the same name makes other processes discard what they remember of the old log.
+            rename(fresh, log)
         failpoint("log_replaced")
         self.set_aside.append(SetAside(self._path, chunk, tuple(pending), folder))
 
@@ -142,7 +137,7 @@ class TableRepair:
             return
         folder = self._new_folder(chunk)
         for path in found:
-            os.rename(path, f"{folder}/{os.path.basename(os.path.dirname(path))}-{os.path.basename(path)}")
+            rename(path, f"{folder}/{os.path.basename(os.path.dirname(path))}-{os.path.basename(path)}")
             failpoint("file_set_aside")
         for changed in {folder, *map(os.path.dirname, found)}:
             sync_folder(changed)
@@ -158,9 +153,9 @@ def _stamp(what: str) -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{what}-{uuid.uuid4().hex[:8]}"
 
 
-def _is_no_file(path: str) -> bool:
+def _is_no_file(path: str, *, alone: bool) -> bool:
     try:
-        file_size(path)
+        file_size(path, alone=alone)
     except CorruptStoreError:
         return True
     return False

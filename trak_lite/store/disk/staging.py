@@ -32,6 +32,9 @@ from trak_lite.store.disk.files import (
     is_named,
     map_file,
     read_file,
+    refuse_other_names,
+    remove_file,
+    rename,
     reserve,
     sync_files,
     sync_folder,
@@ -227,6 +230,7 @@ class StagedChunk:
         while True:
             log = Descriptors()
             fd = log.open(path, os.O_RDWR | os.O_CREAT)
+            refuse_other_names(fd, path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -257,9 +261,9 @@ class StagedChunk:
         """Move files of an uncommitted chunk from their final names back to the stage."""
         for column in visible:
             if file_size(column.staged(self.chunk)) is None:
-                os.rename(column.visible(self.chunk), column.staged(self.chunk))
+                rename(column.visible(self.chunk), column.staged(self.chunk))
             else:
-                os.unlink(column.visible(self.chunk))  # a leftover; the staged file is current
+                remove_file(column.visible(self.chunk))  # a leftover; the staged file is current
             failpoint("column_taken_back")
 
     def note_committed(self, record: CommitRecord, visible: Sequence[ColumnFiles]) -> None:
@@ -306,6 +310,7 @@ class StagedChunk:
             write_all(self._log_fd, holder_line(), 0)
             for column in self._files.columns:
                 fd = self._open.open(column.staged(self.chunk), os.O_RDWR | os.O_CREAT)
+                refuse_other_names(fd, column.staged(self.chunk))
                 reserve(fd, column.chunk_bytes)
                 self._column_fds.append(fd)
         except OSError:
@@ -359,7 +364,7 @@ class StagedChunk:
         log.append(record)
         failpoint("commit_synced")
         for column in columns:
-            os.rename(column.staged(self.chunk), column.visible(self.chunk))
+            rename(column.staged(self.chunk), column.visible(self.chunk))
             failpoint("column_published")
         sync_folders([*(column.folder for column in columns), self._files.stage])
         failpoint("chunk_published")
@@ -369,7 +374,7 @@ class StagedChunk:
 
     def discard_log(self) -> None:
         """Delete the row log and release the lock."""
-        os.unlink(self._files.row_log(self.chunk))
+        remove_file(self._files.row_log(self.chunk))
         self.close()
 
     def close(self) -> None:
@@ -400,7 +405,7 @@ class StagedChunk:
     def _remove(self) -> None:
         for column in self._files.columns:
             if file_size(column.staged(self.chunk)) is not None:
-                os.unlink(column.staged(self.chunk))
+                remove_file(column.staged(self.chunk))
         self.discard_log()
 
 

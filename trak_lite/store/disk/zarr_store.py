@@ -39,7 +39,6 @@ from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
 from trak_lite.store.disk.derived import CACHE, ENTRIES, ArrayFolder
 from trak_lite.store.disk.documents import (
-    encode_document,
     group_document,
     hidden_document,
     store_record,
@@ -47,8 +46,14 @@ from trak_lite.store.disk.documents import (
     table_identity,
 )
 from trak_lite.store.disk.dropping import stage_locked
-from trak_lite.store.disk.files import named_errors
-from trak_lite.store.disk.folders import make_folders, publish_folder, refuse_links, scratch_folder
+from trak_lite.store.disk.files import make_folder, named_errors
+from trak_lite.store.disk.folders import (
+    make_folders,
+    names_in,
+    publish_folder,
+    scratch_folder,
+    write_document,
+)
 from trak_lite.store.disk.growing import changed_metadata, grow
 from trak_lite.store.disk.listing import TABLES, TableList, lost_table, publish_hidden
 from trak_lite.store.disk.metadata import (
@@ -315,7 +320,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the cached array with this name and key, or ``None``."""
-        refuse_links(self._root, (CACHE,))
         return self._derived.get(name, key)
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
@@ -328,7 +332,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
-        refuse_links(self._root, (ENTRIES,))
         found = self._entries.get(name, key)
         if found is None and self._entries.is_damaged(name):
             raise CorruptStoreError(
@@ -346,19 +349,16 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def entry_names(self, prefix: str = "") -> list[str]:
         """Return the names of all entries below ``prefix``, sorted."""
-        refuse_links(self._root, (ENTRIES,))
         start = f"{prefix}/" if prefix else ""
         return [name for name in self._entries.names() if name.startswith(start)]
 
     def drop_entry(self, name: str) -> None:
         """Delete an entry if it exists."""
         self._require_writable()
-        refuse_links(self._root, (ENTRIES,))
         self._entries.remove(name)
 
     def _make_hidden(self, folder: str) -> None:
         """Create a folder that zarr tools do not list, if it does not exist."""
-        refuse_links(self._root, (folder,))
         with named_errors("Storing an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
                 with self._list.scratch() as scratch:
@@ -420,10 +420,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         refuse_undescribed(folder, spec)
         for column in spec.columns:
             for array in column.arrays:
-                refuse_links(folder, (array.name,))
                 check_array(folder, column, array, spec, under_way=sizes_under_way(record))
-        refuse_links(f"{folder}/{spec.columns[0].name}", (STAGE,))
-        refuse_links(f"{folder}/{spec.columns[0].name}", (COMMITS,))
         return ZarrRowTable(
             self._files(path, spec),
             writable=self.writable,
@@ -473,7 +470,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
             InvalidInputError: If a part of the path is a table, or the path is a group of tables.
             CorruptStoreError: If the table is listed but its metadata is missing or does not describe a table.
         """
-        refuse_links(self._root, parts)
         for depth in range(1, len(parts)):
             folder = os.path.join(self._root, *parts[:depth])
             record = read_attributes(folder)
@@ -482,7 +478,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 raise inside_a_table("/".join(parts), above="/".join(parts[:depth]))
         path = "/".join(parts)
         record = read_attributes(f"{self._root}/{path}")
-        if record is None and self._list.is_lost(path):
+        if record is None and self._list.lost([path]):
             raise lost_table(path, where=self._root)
         if record is not None and "columns" not in record:
             if os.path.lexists(self._list.entry(path)):
@@ -511,22 +507,21 @@ class ZarrFeatureStore(AbstractFeatureStore):
         """
         with self._list.scratch() as scratch:
             for name, document in documents.items():
-                os.makedirs(f"{scratch}/{name}", exist_ok=True)
-                _write(f"{scratch}/{name}", document)
+                if name:
+                    make_folder(f"{scratch}/{name}")
+                write_document(f"{scratch}/{name}", document)
             for name in (STAGE, COMMITS) if first is not None else ():
-                os.mkdir(f"{scratch}/{first}/{name}")
+                make_folder(f"{scratch}/{first}/{name}")
             publish_folder(scratch, f"{self._root}/{path}")
 
     def _tables_below(self, parts: tuple[str, ...]) -> list[str]:
-        refuse_links(self._root, parts)
         folder = os.path.join(self._root, *parts)
         if not os.path.isdir(folder):
             return []
         found: list[str] = []
-        with named_errors("Listing", folder), os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-        for name in names:
-            refuse_links(folder, (name,))
+        for name in names_in(folder):
+            if name.startswith(".") or not os.path.isdir(f"{folder}/{name}"):
+                continue
             if not is_name(name):
                 refuse_misnamed(os.path.join(folder, name))
                 continue
@@ -551,12 +546,7 @@ def _refuse_occupied(root: str) -> None:
 
 def _publish_store(root: str, record: Mapping[str, Any]) -> None:
     with scratch_folder(root) as scratch:
-        os.mkdir(f"{scratch}/{TABLES}")
-        _write(f"{scratch}/{TABLES}", hidden_document("tables"))
-        _write(scratch, group_document(record))
+        make_folder(f"{scratch}/{TABLES}")
+        write_document(f"{scratch}/{TABLES}", hidden_document("tables"))
+        write_document(scratch, group_document(record))
         publish_folder(scratch, root)
-
-
-def _write(folder: str, document: Mapping[str, Any]) -> None:
-    with open(f"{folder}/zarr.json", "wb") as file:
-        file.write(encode_document(document))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.files import file_size, map_file, named_errors
+from trak_lite.store.disk.files import file_size, map_file, named_errors, remove_file
 from trak_lite.store.disk.staging import StagedChunk
 
 __all__ = ["complete_chunks", "is_complete", "remove_chunk", "staged_contents"]
@@ -67,7 +66,7 @@ def remove_chunk(files: TableFiles, chunk: int) -> None:
             for column in files.columns:
                 for path in (column.visible(chunk), column.staged(chunk)):
                     if file_size(path) is not None:
-                        os.unlink(path)
+                        remove_file(path)
                         failpoint("staged_file_removed")
             stage.discard_log()
         finally:
