@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError
+from trak_lite.models.checkpoints import entries_digest, more_entries
 from trak_lite.models.sharded import (
     copied,
     is_sharded,
@@ -67,15 +68,15 @@ def _of_this_rank(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Any]]:
     """Put a model in eval mode on ``device``; on exit, restore its state.
 
-    Restored are device, parameters, buffers, ``requires_grad`` flags and plain attributes (modes, numbers, strings) of
+    Restored are device, parameters, buffers, other entries of the state dict, ``requires_grad`` flags and plain attributes (modes, numbers, strings) of
     all modules, and the hooks by which Transformers lets embedded tokens require grad for gradient checkpointing.
     The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
 
     Yields:
-        The original parameters and buffers by name.
+        The original parameters, buffers and other entries of the state dict by name.
 
     Raises:
         UnsupportedModelError: If the model is sharded by anything other than FSDP2.
@@ -86,6 +87,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
     refuse_other_device(model, device, home)
     reshard(model)
     saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
+    others = more_entries(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
     attributes = [(module, _plain_attributes(module)) for module in model.modules()]
     hooks = _take_input_hooks(model)
@@ -93,7 +95,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
         if not is_sharded(model):
             model.to(device)
         model.eval()
-        yield saved
+        yield {**saved, **others}
     except BaseException:
         reset_passes(model)
         raise
@@ -107,6 +109,8 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
             for name, tensor in _tensors(model).items():
                 if name in saved:  # buffers created by the forward pass have no saved value
                     tensor.copy_(saved[name])
+        if entries_digest(more_entries(model)) != entries_digest(others):
+            model.load_state_dict(others, strict=False)
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
         for p, flag in flags:
             p.requires_grad_(flag)

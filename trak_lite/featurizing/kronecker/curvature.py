@@ -66,11 +66,20 @@ class UnitCurvature:
         sides = sum(side is not None for side in (self.basis.outputs, self.basis.inputs))
         return ("diagonal", "one side", "kronecker")[sides]
 
+    @property
+    def mean(self) -> Tensor:
+        """Mean of Lambda, a scalar; 0 if it is beneath the smallest normal number, because 1 / Lambda overflows."""
+        mean = self.values.mean(dtype=wide_dtype(self.values.device)).to(self.values)
+        return torch.where(mean >= self._smallest, mean, 0.0)
+
+    @property
+    def _smallest(self) -> float:
+        # Of float64, the square of a smallest gradient: solutions are cast to float32.
+        return max(torch.finfo(self.values.dtype).tiny, torch.finfo(torch.float32).tiny ** 2)
+
     def damping_of(self, damping: float, *, absolute: bool = False) -> Tensor:
-        """Return lambda as a scalar: ``damping * mean(Lambda)``, or ``damping`` itself if ``absolute``."""
-        if absolute:
-            return self.values.new_tensor(damping)
-        return damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(self.values)
+        """Return lambda as a scalar: ``damping * mean``, or ``damping`` itself if ``absolute``."""
+        return self.values.new_tensor(damping) if absolute else damping * self.mean
 
     def inverse(self, damping: float, *, absolute: bool = False) -> Tensor:
         """Return ``1 / (Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
@@ -78,7 +87,8 @@ class UnitCurvature:
         The result is 0 where no train row has curvature, because no train row has a gradient there.
         """
         damped = self.values + self.damping_of(damping, absolute=absolute)
-        return torch.where(damped > 0, damped.reciprocal(), 0.0)
+        counts = (damped >= self._smallest) & (self.mean > 0 if not absolute else True)
+        return torch.where(counts, damped.reciprocal(), 0.0)
 
 
 @final
