@@ -180,7 +180,8 @@ class GaussNewtonProducts:
             step = max(1, min(_TANGENTS // batch_size(batch), _BYTES // item))
             for start in range(0, len(vectors), step):
                 part = slice(start, start + step)
-                found = self._products(outputs, by_name(vectors[part], self._parameters))
+                named = by_name(vectors[part], self._parameters)
+                found = self._products(outputs, outputs.in_own_dtypes(named))
                 total[part] += torch.cat([found[name].flatten(1) for name in self._parameters], 1)
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
@@ -235,6 +236,10 @@ class _ModelOutputs:
         self._found, self._to_parameters = _vjp(self._outputs, self._values)
         self.num_values = sum(part.numel() for part in self._found)
         """Entries of the outputs of the batch."""
+
+    def in_own_dtypes(self, vectors: Named) -> Named:
+        """Return vectors in the dtypes of the parameters, which forward mode expects."""
+        return {name: part.to(self._values[name].dtype) for name, part in vectors.items()}
 
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""

@@ -497,9 +497,10 @@ def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: NDArr
     wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
     if wrong.size:
         first = wrong[0]
+        loss = f"loses {lost[first]:.1%} of it" if np.isfinite(lost[first]) else "entries beyond its range"
         raise PrecisionError(
             f"{dtype} cannot hold the features of rows {rows[wrong][:5].tolist()}: row {rows[first]} has "
-            f"norm {norm[first]:.3g} and loses {lost[first]:.1%} of it. Store float32 "
+            f"norm {norm[first]:.3g} and {loss}. Store float32 "
             "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._validate import some_of
+from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
@@ -101,9 +100,12 @@ class Run:
         """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again
         by later sessions; ``None`` makes a computer for every session and checkpoint."""
 
-    def rows(self, data: Any, what: str) -> Rows:
-        """Return the rows of a user's data; ``what`` is their name in messages."""
-        return rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+    def rows(self, data: Any, what: str, batch_size: int | None = None) -> Rows:
+        """Return the rows of a user's data; ``what`` is their name in messages, ``batch_size`` replaces their own."""
+        found = rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+        if batch_size is not None:
+            found.batch_size = positive_int(batch_size=batch_size)
+        return found
 
     def asking(self, task: Task | None) -> Run:
         """Return this run with another task for targets; ``None`` returns this run.
@@ -118,9 +120,9 @@ class Run:
         asked.computers = None if self.computers is None else {}  # those of this run evaluate its own task
         return asked
 
-    def targets(self, data: Any) -> Rows:
-        """Return the targets in a user's data, as the task of the settings evaluates them."""
-        rows, task = self.rows(data, "the targets"), self.settings.task
+    def targets(self, data: Any, batch_size: int | None = None) -> Rows:
+        """Return the targets in a user's data, as the task of the settings evaluates them; see :meth:`rows`."""
+        rows, task = self.rows(data, "the targets", batch_size), self.settings.task
         if not self.question or not isinstance(task, QuestionsModelOutput):
             return rows
         asked = task.ask(self.question, rows)
@@ -259,27 +261,30 @@ class FeaturizingSession:
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self._ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
-        self._warn_of_namesakes(checkpoint, digest)
+        self._refuse_replaced(checkpoint, digest)
         return self._featurize_train(checkpoint, digest, rows, wait=wait)
 
-    def _warn_of_namesakes(self, checkpoint: Checkpoint, digest: str) -> None:
-        """Warn if the store has other weights of the same name, because scores would use both.
+    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str) -> None:
+        """Raise if the weights that the store has of this file, or of the model itself, were replaced by others.
 
-        State dicts in a list are exempt: they are named by their position only.
+        Scores would mix both. State dicts are exempt: they are checkpoints that were passed as such.
         """
         if not self._workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
             return
         known = checkpoint_tables(self.store)
+        same = {"name": checkpoint.name, "source": checkpoint.source}
         others = [
-            path for path in known.values() if self.store.attributes(path).get("name") == checkpoint.name
+            path
+            for path in known.values()
+            if same.items() <= {"source": None, **self.store.attributes(path)}.items()
         ]
         if digest not in known and others:
-            warnings.warn(
-                f"The store has other weights under the name {checkpoint.name!r} already ({', '.join(others)}), and "
-                "scores are made with all checkpoints in it. Leave them out with score(..., checkpoints=...), or "
-                f"remove them: drop_checkpoint({others[0]!r}).",
-                UserWarning,
-                stacklevel=4,
+            raise ManifestMismatchError(
+                f"The store has other weights of {checkpoint.source or 'the model itself'} already "
+                f"({', '.join(others)}, featurized as {checkpoint.name!r}): it was trained again or further since, and "
+                "scores would mix both. For a retrained model use another path, or remove the old weights: "
+                f"drop_checkpoint({others[0]!r}). To keep both as checkpoints of one run, pass the weights: "
+                "featurize(data, model.state_dict())."
             )
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:

@@ -130,7 +130,7 @@ class SegmentKernel:
     lambda_reg: float
     """The lambda used, in units of a squared feature."""
     multiplier: float = 1.0
-    """Factor of all solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 for a segment whose gram matrix vanishes."""
+    """Factor of all solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 if the gram matrix vanishes."""
     is_pseudo_inverse: bool = False
     """Whether the damped matrix is singular and ``factor`` belongs to its pseudo-inverse."""
 

@@ -498,5 +498,5 @@ class _Pickler(pickle.Pickler):
             _add_tensor(digest, "", value)
             return digest.hexdigest()
         if isinstance(value, torch.ScriptObject):
-            return str(value._type()), _content(value.__getstate__())  # type: ignore[attr-defined]
+            return str(value._type()), _content(value.__getstate__())
         return sorted(map(repr, value)) if isinstance(value, set | frozenset) else None
