@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, methods
-from trak_lite.linalg import KernelSettings, factorise_segments, gram, precondition
+from trak_lite.linalg.kernel import KernelSettings, factorise_segments, gram, precondition
 from trak_lite.types import FeatureLayout, Segment
 
 pytestmark = pytest.mark.quick
