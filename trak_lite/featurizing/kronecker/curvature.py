@@ -92,12 +92,12 @@ class UnitCurvature:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class KroneckerCurvature:
     """The curvatures of all kept parameters."""
 
-    def __init__(self, units: Sequence[UnitCurvature]) -> None:
-        """Store the curvatures of the units."""
-        self.units = tuple(units)
+    units: Sequence[UnitCurvature]
+    """The curvatures of the units."""
 
     def treatments(self) -> list[Treatment]:
         """Return, for every parameter, how its curvature is approximated."""
@@ -109,20 +109,16 @@ class KroneckerCurvature:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class UnitArrays:
     """The arrays of one unit in a keeper, under separate names."""
 
-    def __init__(self, keeper: ArrayKeeper, number: int, unit: Unit) -> None:
-        """Store the arguments.
-
-        Args:
-            keeper: Stores the arrays.
-            number: Position of the unit.
-            unit: A unit from :func:`find_units`; its bias may become a separate unit in the first pass.
-        """
-        self.unit = unit
-        self._keeper = keeper
-        self._prefix = f"unit-{number}"
+    keeper: ArrayKeeper
+    """Stores the arrays."""
+    number: int
+    """Position of the unit."""
+    unit: Unit
+    """A unit from :func:`find_units`; its bias may become a separate unit in the first pass."""
 
     def has_basis(self) -> bool:
         """Whether the first pass is done for this unit."""
@@ -162,7 +158,7 @@ class UnitArrays:
         return found
 
     def _get(self, name: str) -> NDArray[Any] | None:
-        return self._keeper.get(f"{self._prefix}-{name}")
+        return self.keeper.get(f"unit-{self.number}-{name}")
 
     def _needed(self, name: str) -> NDArray[Any]:
         array = self._get(name)
@@ -177,7 +173,7 @@ class UnitArrays:
         return torch.from_numpy(np.array(self._needed(name))).to(device)
 
     def _put(self, name: str, tensor: Tensor) -> None:
-        self._keeper[f"{self._prefix}-{name}"] = tensor.cpu().numpy()
+        self.keeper[f"unit-{self.number}-{name}"] = tensor.cpu().numpy()
 
 
 def loaded(units: Sequence[Unit], keeper: ArrayKeeper, device: torch.device) -> KroneckerCurvature:
