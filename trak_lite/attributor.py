@@ -275,8 +275,8 @@ class Attributor:
                 were searched.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
             ManifestMismatchError: If the store has other settings or other data; names every difference. If recomputed
-                rows differ from the stored ones; names the first row, and each quantity that differs. Or if the store
-                has other weights of the same file, or of the model itself if ``checkpoints`` is ``None``.
+                rows differ from the stored ones; names the first row, and each quantity that differs. Or if another
+                attributor has featurized other weights of the same file, or of the model itself.
             StoreError: If the store cannot be read or written.
             RankError: If another rank of a distributed run failed, or makes another call.
         """

@@ -124,7 +124,7 @@ def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path: Path, sour
     featurized(0)
     featurized(0)  # the same weights
     with pytest.raises(
-        ManifestMismatchError, match=r"trained again .*drop_checkpoint\('ckpt-0'\).*state_dict"
+        ManifestMismatchError, match=r"a retrained model .*drop_checkpoint\('ckpt-0'\).*state_dict"
     ):
         featurized(1)
     made = featurized(1, net(1).state_dict())  # a checkpoint beside the first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Run:
         self._distributed = distributed
         self.sources: list[KnownSource] = []
         """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
+        self.featurized: set[str] = set()
+        """Digests of the weights that ``featurize`` has loaded."""
         self.train: Rows | None = None
         """The train data of the last ``featurize``, for methods that are fitted to them."""
         self.question = ""
@@ -265,27 +268,34 @@ class FeaturizingSession:
         return self._featurize_train(checkpoint, digest, rows, wait=wait)
 
     def _refuse_replaced(self, checkpoint: Checkpoint, digest: str) -> None:
-        """Raise if the weights that the store has of this file, or of the model itself, were replaced by others.
+        """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
-        Scores would mix both. State dicts are exempt: they are checkpoints that were passed as such.
+        If this attributor featurized them, the model is being trained: it only warns. State dicts are exempt, because
+        they are named by their position only.
         """
+        own = self._run.featurized
+        own.add(digest)
         if not self._workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
             return
         known = checkpoint_tables(self.store)
         same = {"name": checkpoint.name, "source": checkpoint.source}
-        others = [
-            path
-            for path in known.values()
-            if same.items() <= {"source": None, **self.store.attributes(path)}.items()
-        ]
-        if digest not in known and others:
-            raise ManifestMismatchError(
-                f"The store has other weights of {checkpoint.source or 'the model itself'} already "
-                f"({', '.join(others)}, featurized as {checkpoint.name!r}): it was trained again or further since, and "
-                "scores would mix both. For a retrained model use another path, or remove the old weights: "
-                f"drop_checkpoint({others[0]!r}). To keep both as checkpoints of one run, pass the weights: "
-                "featurize(data, model.state_dict())."
-            )
+        others = {
+            known[other]: other in own
+            for other in known
+            if same.items() <= {"source": None, **self.store.attributes(known[other])}.items()
+        }
+        if digest in known or not others:
+            return
+        first = next(iter(others))
+        message = (
+            f"The store has other weights of {checkpoint.source or 'the model itself'} already ({', '.join(others)}, "
+            f"featurized as {checkpoint.name!r}), and scores are made with all checkpoints in it. For a retrained "
+            f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as checkpoints of "
+            "one run, pass the weights: featurize(data, model.state_dict())."
+        )
+        if not all(others.values()):
+            raise ManifestMismatchError(message)
+        warnings.warn(message, UserWarning, stacklevel=4)
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
