@@ -290,8 +290,8 @@ class FeaturizingSession:
         message = (
             f"The store has other weights of {checkpoint.source or 'the model itself'} already ({', '.join(others)}, "
             f"featurized as {checkpoint.name!r}), and scores are made with all checkpoints in it. For a retrained "
-            f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as checkpoints of "
-            "one run, pass the weights: featurize(data, model.state_dict())."
+            f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as "
+            "checkpoints of one run, pass the weights: featurize(data, model.state_dict())."
         )
         if not all(others.values()):
             raise ManifestMismatchError(message)
