@@ -237,6 +237,7 @@ class Attributor:
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
         append: bool = False,
         columns: Any = None,
+        batch_size: int | None = None,
     ) -> FeaturizeSummary:
         """Compute and store the features of every train row for every checkpoint.
 
@@ -263,6 +264,7 @@ class Attributor:
                 values, a pandas frame or a ``datasets.Dataset``, in the order of the rows. They are stored beside the
                 rows, for filters, weights and group sums of scores (:meth:`Scores.top`, :meth:`Scores.group`). Columns
                 of other names stay. After ``append=True``, all columns have to be given again.
+            batch_size: Samples per pass of this call; ``None`` is that of the data or of the attributor.
 
         Returns:
             The numbers of rows that this call wrote, and that it found or other processes wrote.
@@ -272,12 +274,13 @@ class Attributor:
             CheckpointError: If ``normalize`` needs the state of Adam, and a checkpoint has none; names the places that
                 were searched.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.
-            ManifestMismatchError: If the store has other settings or other data; names every difference. Or if
-                recomputed rows differ from the stored ones; names the first row, and each quantity that differs.
+            ManifestMismatchError: If the store has other settings or other data; names every difference. If recomputed
+                rows differ from the stored ones; names the first row, and each quantity that differs. Or if another
+                attributor has featurized other weights of the same file, or of the model itself.
             StoreError: If the store cannot be read or written.
             RankError: If another rank of a distributed run failed, or makes another call.
         """
-        rows = self._run.rows(data, "the train data")
+        rows = self._run.rows(data, "the train data", batch_size)
         labelled = {} if columns is None else columns_of(columns, len(rows), "columns")
         names: list[str] = []
         written = 0
@@ -323,6 +326,7 @@ class Attributor:
         task: Task | None = None,
         checkpoints: CheckpointSource = None,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+        batch_size: int | None = None,
     ) -> Scores:
         """Score every train row for every target.
 
@@ -354,6 +358,7 @@ class Attributor:
                 different names.
             checkpoints: The checkpoints to use. All must be featurized. ``None`` uses all checkpoints of the store.
             checkpoint_loader: As in :meth:`featurize`.
+            batch_size: As in :meth:`featurize`.
 
         Returns:
             Scores ``(N, M)``.
@@ -379,7 +384,9 @@ class Attributor:
                 raise InvalidInputError(
                     f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
                 )
-            return self._score_matrix(run, data, name, chosen, task, checkpoints, checkpoint_loader)
+            return self._score_matrix(
+                run, data, name, chosen, task, checkpoints, checkpoint_loader, batch_size
+            )
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -390,7 +397,7 @@ class Attributor:
             raise InvalidInputError(
                 f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
             )
-        targets = run.targets(data)
+        targets = run.targets(data, batch_size)
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
@@ -428,11 +435,12 @@ class Attributor:
         task: Task | None,
         checkpoints: CheckpointSource,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
+        batch_size: int | None,
     ) -> Scores:
         """Return the scores of a method that does not multiply stored rows; compute and store them if needed."""
         if isinstance(checkpoints, Iterator):
             checkpoints = list(checkpoints)
-        place = (run, run.targets(data), name, method, checkpoints, checkpoint_loader)
+        place = (run, run.targets(data, batch_size), name, method, checkpoints, checkpoint_loader)
 
         smoothness: list[float] = []
 
@@ -440,7 +448,7 @@ class Attributor:
             runs = cast("tuple[TrainingRun, ...]", one.runs)
             self._refuse_other_rows(runs)
             smoothness.extend(round(one.metasmoothness(), 4) for one in runs)
-            targets = run.rows(data, "the targets")
+            targets = run.rows(data, "the targets", batch_size)
             return unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
 
         def matrix_of(one: AbstractMethod) -> NDArray[np.float32]:
@@ -449,7 +457,7 @@ class Attributor:
             if isinstance(one, Unrolled):
                 return replayed(one).numpy()
             given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
-            return self.score(data, name, method=one, task=task, **given).numpy()
+            return self.score(data, name, method=one, task=task, batch_size=batch_size, **given).numpy()
 
         def made() -> tuple[NDArray[np.float32], NDArray[np.float32] | None, Mapping[str, Any]]:
             if isinstance(method, Unrolled) and len(method.runs) > 1:

@@ -146,12 +146,12 @@ class TRAKer:
             UnsupportedModelError: If the model is sharded.
         """
         _refuse_replacements(saver=saver, score_computer=score_computer)
+        self.device = resolve_device(device, model)
         refuse_sharded(model, "TRAKer", "Use Attributor(gradient_computer='hook')")
         logger.setLevel(logging_level)
         self.model = model
         self.task = resolve_task(task)
         self.train_set_size = _count(train_set_size=train_set_size)
-        self.device = resolve_device(device, model)
         self.dtype = torch.float16 if use_half_precision else torch.float32
         self.lambda_reg = real_at_least(0.0, lambda_reg=lambda_reg)
         self.load_from_save_dir = load_from_save_dir

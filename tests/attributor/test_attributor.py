@@ -697,7 +697,7 @@ def test_unfinished_scores_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(scores.numpy(), finished(tmp_path / "b.zarr")[1].numpy())
 
 
-def test_other_weights_under_a_name_that_the_store_knows_are_pointed_out(tmp_path: Path) -> None:
+def test_other_weights_of_the_model_than_the_store_has_are_pointed_out(tmp_path: Path) -> None:
     for path in ("a.zarr", None):
         net = model()
         made = attributor(None if path is None else tmp_path / path, model=net)
@@ -706,7 +706,7 @@ def test_other_weights_under_a_name_that_the_store_knows_are_pointed_out(tmp_pat
         with torch.no_grad():
             next(net.parameters()).add_(1.0)
 
-        with pytest.warns(UserWarning, match=r"other weights under the name 'current' already \(ckpt-0\)"):
+        with pytest.warns(UserWarning, match=r"other weights of the model itself already \(ckpt-0,"):
             made.featurize(TRAIN)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from trak_lite.errors import CheckpointError
+from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, iterate_checkpoints, load_into, weights_digest
 
 pytestmark = pytest.mark.quick
@@ -347,3 +349,91 @@ def test_an_adapter_that_does_not_fit_is_refused(
 
     with pytest.raises(CheckpointError, match=match):
         load_into(wrapped(Adapted(active)), checkpoint)
+
+
+# ---------------------------------------------------------------- entries that are no tensors
+
+
+class Scaled(nn.Module):
+    """Keeps a number beside its weights, in the form that ``pack`` gives it."""
+
+    def __init__(self, scale: float, pack: Callable[[float], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+        self.scale, self.pack = scale, pack
+
+    def get_extra_state(self) -> Any:
+        return self.pack(self.scale)
+
+    def set_extra_state(self, state: Any) -> None:
+        while isinstance(state, dict | list):
+            state = state["scale"] if isinstance(state, dict) else state[0]
+        self.scale = float(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x)
+
+
+PACKS: list[Callable[[float], Any]] = [
+    float,
+    str,
+    lambda scale: {"scale": scale, "names": {"b", "a"}},
+    lambda scale: [torch.tensor(scale), None],
+    lambda scale: torch.full((int(scale), 1), scale)[0],
+]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("form", ["memory", "file", "wrapped"])
+def test_other_entries_of_state_dicts_are_loaded_and_compared(
+    tmp_path: Path, pack: Callable[[float], Any], form: str
+) -> None:
+    model, other = Scaled(1.0, pack), Scaled(2.0, pack)
+    state: Any = other.state_dict()
+    if form != "memory":
+        torch.save({"model": state, "epoch": 3} if form == "wrapped" else state, tmp_path / "a.pt")
+        state = tmp_path / "a.pt"
+    (checkpoint,) = iterate_checkpoints(state)
+    before = weights_digest(model)
+
+    with borrow_model(model, torch.device("cpu")) as own:
+        load_into(model, checkpoint, own)
+        assert model.scale == 2.0
+        assert weights_digest(model) == weights_digest(other) != before
+        load_into(model, Checkpoint("current", None, None), own)
+        assert model.scale == 1.0
+        load_into(model, checkpoint, own)
+
+    assert model.scale == 1.0
+    assert weights_digest(model) == before
+
+
+def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path: Path) -> None:
+    model = Scaled(3.0, float)
+    save_file(Scaled(2.0, float).linear.state_dict(prefix="linear."), tmp_path / "a.safetensors")
+    (checkpoint,) = iterate_checkpoints(tmp_path / "a.safetensors")
+
+    with pytest.warns(UserWarning, match=r"has no _extra_state.*own values are used.*torch.save"):
+        load_into(model, checkpoint)
+    assert model.scale == 3.0
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_other_entries_have_to_fit(change: str) -> None:
+    plain = nn.ModuleDict({"a": nn.Linear(3, 2)})
+    model = plain if change == "unexpected" else nn.ModuleDict({"a": Scaled(1.0, float)})
+    given = nn.ModuleDict({"a": Scaled(1.0, float)}).state_dict()
+    if change == "missing":
+        del given["a._extra_state"]
+    (checkpoint,) = iterate_checkpoints(given)
+
+    with pytest.raises(CheckpointError, match=rf"{change}: \['a\._extra_state'"):
+        load_into(model, checkpoint)
+
+
+def test_entries_that_cannot_be_compared_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    weights_digest(Scaled(1.0, lambda scale: lambda: scale))
+
+    assert "_extra_state" in caplog.text
+    assert "cannot be compared" in caplog.text

@@ -42,6 +42,8 @@ _NUM_PROBES = 64
 
 _NUM_HELD = 8
 """Samples of the first loaded batch that are kept."""
+_MOST_COLUMNS = 4
+"""A list of more arrays is a dataset of samples, also if all have one length."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 """Types hashed by class and repr."""
 
@@ -357,18 +359,30 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
         raise InvalidInputError(
             f"{what} is an IterableDataset, whose rows have no index. Pass a map-style dataset."
         )
-    if isinstance(dataset, Tensor | Mapping) or (
-        isinstance(dataset, tuple) and any(isinstance(part, Tensor) for part in dataset)
-    ):
+    is_frame = type(dataset).__module__.partition(".")[0] in ("pandas", "polars")
+    if is_frame or isinstance(dataset, Tensor | Mapping) or _are_columns(dataset):
+        wrapped = "torch.as_tensor(inputs), torch.as_tensor(labels)"
+        if is_frame:
+            wrapped = "torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[label].to_numpy())"
         raise InvalidInputError(
-            f"{what} is a {type(dataset).__name__} of tensors, not a dataset of samples. "
-            "Wrap it: torch.utils.data.TensorDataset(inputs, labels)."
+            f"{what} is a {type(dataset).__name__}{'' if is_frame else ' of arrays'}, not a dataset of samples. "
+            f"Wrap it: torch.utils.data.TensorDataset({wrapped}), inputs in the dtype of the model."
         )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise InvalidInputError(
             f"{what} is a {type(dataset).__name__} without __getitem__ and __len__. Pass a map-style dataset or a "
             "DataLoader over one."
         )
+
+
+def _are_columns(dataset: Any) -> bool:
+    """Return whether this is ``(X, y)``: a tuple with tensors, or some arrays of one length and different shapes."""
+    if not isinstance(dataset, tuple | list):
+        return False
+    if isinstance(dataset, tuple) and any(isinstance(part, Tensor) for part in dataset):
+        return True
+    shapes = {tuple(part.shape) for part in dataset if isinstance(part, Tensor | np.ndarray) and part.ndim}
+    return 1 < len(shapes) == len(dataset) <= _MOST_COLUMNS and len({shape[0] for shape in shapes}) == 1
 
 
 def checked_indices(indices: Sequence[int] | _RowNumbers, size: int, what: str) -> _RowNumbers:
@@ -407,6 +421,10 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         value = value.tolist()
     elif isinstance(value, np.ndarray):
         value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor) and value.is_meta:
+        raise InvalidInputError(
+            "The data hold tensors on the meta device, which have no values. Load the values."
+        )
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous()
         _add(digest, "tensor", f"{tuple(flat.shape)}{flat.dtype}".encode())

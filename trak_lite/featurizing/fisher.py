@@ -18,6 +18,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -60,18 +61,14 @@ _PRODUCT_ROWS = 1024
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class FisherFits:
     """Gram matrices of the checkpoints of a store, fitted with the settings of a method."""
 
-    def __init__(self, store: AbstractFeatureStore, method: Fisher) -> None:
-        """Store the arguments.
-
-        Args:
-            store: The open store.
-            method: Its fields set the accuracy of the estimate of the Fisher information.
-        """
-        self._store = store
-        self._method = method
+    store: AbstractFeatureStore
+    """The open store."""
+    method: Fisher
+    """Its fields set the accuracy of the estimate of the Fisher information."""
 
     def has(self, path: str, layout: FeatureLayout) -> bool:
         """Whether the checkpoint with this table of train rows is fitted."""
@@ -83,8 +80,8 @@ class FisherFits:
             return False
         drawn, gram = fisher_paths(path, self._fingerprint(path, layout))
         try:
-            known = self._store.table_names(fisher_folder(path))
-            found = {name: self._store.open_table(name) for name in (drawn, gram) if name in known}
+            known = self.store.table_names(fisher_folder(path))
+            found = {name: self.store.open_table(name) for name in (drawn, gram) if name in known}
             table = found.get(gram, found.get(drawn))
             return table is None or table.complete or has_free_rows(table)
         except (StoreError, StateError):
@@ -107,7 +104,7 @@ class FisherFits:
         table = self._fitted(path, layout)
         if table is None:
             raise StateError(
-                f"The Fisher information of {path} is not fitted with the settings {self._method.fit_json()} on the "
+                f"The Fisher information of {path} is not fitted with the settings {self.method.fit_json()} on the "
                 "present train rows. Call score(targets, method=...) with this method, which fits it."
             )
         dtype = wide_dtype(device)
@@ -169,8 +166,8 @@ class FisherFits:
 
         fingerprint = self._fingerprint(path, layout)
         drawn_path, gram_path = fisher_paths(path, fingerprint)
-        number = self._method.num_samples(layout, projector.proj_dim)
-        samples = _DrawnRows(rows, task, computer, self._method, number)
+        number = self.method.num_samples(layout, projector.proj_dim)
+        samples = _DrawnRows(rows, task, computer, self.method, number)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         try:
             with ranks.checking(stop_when_fitted):
@@ -188,7 +185,7 @@ class FisherFits:
                     ranks=ranks,
                     wait=wait,
                 )
-            drawn = self._store.open_table(drawn_path)
+            drawn = self.store.open_table(drawn_path)
             if drawn.complete:
                 self._sum_up(gram_path, drawn, layout, len(rows), device=device, ranks=ranks, wait=wait)
         except (_FittedByOthersError, StoreError, StateError):
@@ -199,18 +196,18 @@ class FisherFits:
 
     def sweep(self, path: str, layout: FeatureLayout) -> None:
         """Drop tables that a kill may have left: inputs of a finished fit, and fits to fewer train rows."""
-        if not self._store.writable or not self.has(path, layout):
+        if not self.store.writable or not self.has(path, layout):
             return
         _, current = fisher_paths(path, self._fingerprint(path, layout))
-        for table in self._store.table_names(fisher_folder(path)):
+        for table in self.store.table_names(fisher_folder(path)):
             with contextlib.suppress(
                 BusyError, MissingStoreError
             ):  # another process writes or has dropped it
                 if (
                     table != current
-                    and self._store.open_table(table).spec.fingerprint["fisher"] == self._record
+                    and self.store.open_table(table).spec.fingerprint["fisher"] == self._record
                 ):
-                    self._store.drop_table(table)
+                    self.store.drop_table(table)
 
     def _sum_up(
         self,
@@ -232,7 +229,7 @@ class FisherFits:
             drawn.spec.fingerprint,
         )
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
-        table = self._store.create_table(path, spec)
+        table = self.store.create_table(path, spec)
         with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=ranks) as work:
             for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
                 found = scale * _gram_rows(drawn, wanted, layout, device)
@@ -243,12 +240,12 @@ class FisherFits:
 
         def find() -> AbstractRowTable | None:
             return (
-                self._store.open_table(path)
-                if path in self._store.table_names(path.rpartition("/")[0])
+                self.store.open_table(path)
+                if path in self.store.table_names(path.rpartition("/")[0])
                 else None
             )
 
-        return LazyTable(spec, find(), lambda: self._store.create_table(path, spec, attributes), find)
+        return LazyTable(spec, find(), lambda: self.store.create_table(path, spec, attributes), find)
 
     def require_writable(self) -> None:
         """Raise if a fit cannot be stored.
@@ -256,29 +253,29 @@ class FisherFits:
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        if not self._store.writable:
+        if not self.store.writable:
             raise ReadOnlyStoreError(
-                f"The store at {self._store.path} is open for reading only, and a fit must be stored. Make it writable."
+                f"The store at {self.store.path} is open for reading only, and a fit must be stored. Make it writable."
             )
 
     @property
     def _record(self) -> dict[str, Any]:
-        return {"version": _VERSION, **self._method.fit_json()}
+        return {"version": _VERSION, **self.method.fit_json()}
 
     def _fitted(self, path: str, layout: FeatureLayout) -> AbstractRowTable | None:
         """Return the table of the checkpoint's gram matrices if it is complete."""
         _, name = fisher_paths(path, self._fingerprint(path, layout))
-        if name not in self._store.table_names(fisher_folder(path)):
+        if name not in self.store.table_names(fisher_folder(path)):
             return None
-        table = self._store.open_table(name)
+        table = self.store.open_table(name)
         return table if table.complete else None
 
     def _fingerprint(self, path: str, layout: FeatureLayout) -> dict[str, Any]:
         return {
             "fisher": self._record,
-            "dataset": self._store.manifest.fingerprint.get("dataset", {}),
+            "dataset": self.store.manifest.fingerprint.get("dataset", {}),
             "layout": layout.to_json(),
-            "weights": self._store.open_table(path).spec.fingerprint["weights"],
+            "weights": self.store.open_table(path).spec.fingerprint["weights"],
         }
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -60,6 +62,7 @@ class CurvatureProducts(Protocol):
 
 
 @final
+@dataclass(eq=False)
 class FisherProducts:
     r"""Products with an estimate of the Gauss-Newton matrix: :math:`\frac1D \sum_{i,d} g_{i,d} g_{i,d}^\top`.
 
@@ -67,36 +70,25 @@ class FisherProducts:
     for all vectors. They are the same in every call, so the matrix is fixed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        rows: Rows,
-        parameters: ParameterShapes,
-        *,
-        draws: int,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        """Store the arguments.
+    model: nn.Module
+    """In the mode that its gradients are taken in."""
+    task: AbstractModelOutput
+    """Draws the labels, and defines the loss."""
+    rows: Rows
+    """The train rows."""
+    parameters: ParameterShapes
+    """Shapes of the kept parameters, in model order."""
+    _: KW_ONLY
+    draws: int
+    """D, labels per row."""
+    seed: int
+    """Seed of the draws."""
+    device: torch.device
+    """Device of the model."""
 
-        Args:
-            model: The model, in the mode that its gradients are taken in.
-            task: Draws the labels, and defines the loss.
-            rows: The train rows.
-            parameters: Shapes of the kept parameters, in model order.
-            draws: D, labels per row.
-            seed: Seed of the draws.
-            device: Device of the model.
-        """
-        self._model = model
-        self._task = task
-        self._rows = rows
-        self._parameters = parameters
-        self._draws = draws
-        self._seed = seed
-        self._device = device
-        self._computer = HookGradientComputer(model, LossModelOutput(task), grad_wrt=list(parameters))
+    @cached_property
+    def _computer(self) -> HookGradientComputer:
+        return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
 
     @torch.no_grad()
     def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
@@ -106,20 +98,20 @@ class FisherProducts:
             UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
         """
         total = torch.zeros_like(vectors)
-        plan = rows_in_batches(wanted, self._rows.batch_size)
-        with full_float32(self._device):
-            for rows, batch in self._rows.batches(plan):
-                moved = move_batch(batch, self._device)
-                for draw in range(self._draws):
+        plan = rows_in_batches(wanted, self.rows.batch_size)
+        with full_float32(self.device):
+            for rows, batch in self.rows.batches(plan):
+                moved = move_batch(batch, self.device)
+                for draw in range(self.draws):
                     gradients = self._gradients(rows, moved, draw).to(vectors)
                     total.addmm_(vectors @ gradients.T, gradients)
-        return total.mul_(scale / self._draws)
+        return total.mul_(scale / self.draws)
 
     def _gradients(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Tensor:
-        noise = row_noise(rows, seed=self._seed, draw=draw)
-        labelled = self._task.sample_labels(ModelCall(self._model), batch, noise)
-        accumulator = NoOpProjector(device=self._device).accumulator(
-            len(rows), model_id=0, parameters=self._parameters
+        noise = row_noise(rows, seed=self.seed, draw=draw)
+        labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
+        accumulator = NoOpProjector(device=self.device).accumulator(
+            len(rows), model_id=0, parameters=self.parameters
         )
         with torch.enable_grad():
             self._computer.stream_gradients(labelled, accumulator.add)
@@ -127,34 +119,23 @@ class FisherProducts:
 
 
 @final
+@dataclass(eq=False)
 class GaussNewtonProducts:
     """Products with the Gauss-Newton matrix of the loss of some train rows, at the weights that the model has."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        rows: Rows,
-        parameters: ParameterShapes,
-        *,
-        device: torch.device,
-    ) -> None:
-        """Store the arguments.
-
-        Args:
-            model: The model, in the mode that its gradients are taken in.
-            task: Defines the loss. If q times the gradient of its f is not the loss gradient, its log-likelihood does.
-            rows: The train rows.
-            parameters: Shapes of the kept parameters, in model order.
-            device: Device of the model.
-        """
-        self._model = model
-        self._task = task.log_likelihood() or task
-        self._rows = rows
-        self._parameters = parameters
-        self._device = device
-        self._forward_mode: bool | None = None
-        """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
+    model: nn.Module
+    """In the mode that its gradients are taken in."""
+    task: AbstractModelOutput
+    """Defines the loss. If q times the gradient of its f is not the loss gradient, its log-likelihood does."""
+    rows: Rows
+    """The train rows."""
+    parameters: ParameterShapes
+    """Shapes of the kept parameters, in model order."""
+    _: KW_ONLY
+    device: torch.device
+    """Device of the model."""
+    _forward_mode: bool | None = None
+    """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 
     def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
@@ -163,31 +144,34 @@ class GaussNewtonProducts:
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
         total = torch.zeros_like(vectors)
-        plan = rows_in_batches(wanted, self._rows.batch_size)
+        plan = rows_in_batches(wanted, self.rows.batch_size)
         with (
-            full_float32(self._device),
+            full_float32(self.device),
             sdpa_kernel(SDPBackend.MATH),
         ):  # the other kernels have no second derivative
-            for _, batch in self._rows.batches(plan):
-                self._add(total, vectors, move_batch(batch, self._device))
+            for _, batch in self.rows.batches(plan):
+                self._add(total, vectors, move_batch(batch, self.device))
         return total.mul_(scale)
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
         """Add the products with the matrix of a batch to ``total``, some vectors at a time."""
         try:
-            outputs = _ModelOutputs(self._model, self._task, batch, list(self._parameters))
+            outputs = _ModelOutputs(
+                self.model, self.task.log_likelihood() or self.task, batch, list(self.parameters)
+            )
             item = 4 * (outputs.num_values + vectors.shape[1])
             step = max(1, min(_TANGENTS // batch_size(batch), _BYTES // item))
             for start in range(0, len(vectors), step):
                 part = slice(start, start + step)
-                found = self._products(outputs, by_name(vectors[part], self._parameters))
-                total[part] += torch.cat([found[name].flatten(1) for name in self._parameters], 1)
+                named = by_name(vectors[part], self.parameters)
+                found = self._products(outputs, outputs.in_own_dtypes(named))
+                total[part] += torch.cat([found[name].flatten(1) for name in self.parameters], 1)
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
             refuse_machine_failure(error)
             raise UnsupportedModelError(
-                f"torch.func cannot compute Gauss-Newton products of {type(self._model).__name__}: {error!s:.300}. Use "
+                f"torch.func cannot compute Gauss-Newton products of {type(self.model).__name__}: {error!s:.300}. Use "
                 "EKFAC, which needs gradients of samples only."
             ) from error
 
@@ -209,7 +193,7 @@ class GaussNewtonProducts:
             logger.info(
                 "%s has an operation without forward-mode differentiation (%.200s): Jacobian products are computed by "
                 "two backward passes.",
-                type(self._model).__name__,
+                type(self.model).__name__,
                 error,
             )
             return False
@@ -235,6 +219,10 @@ class _ModelOutputs:
         self._found, self._to_parameters = _vjp(self._outputs, self._values)
         self.num_values = sum(part.numel() for part in self._found)
         """Entries of the outputs of the batch."""
+
+    def in_own_dtypes(self, vectors: Named) -> Named:
+        """Return vectors in the dtypes of the parameters, which forward mode expects."""
+        return {name: part.to(self._values[name].dtype) for name, part in vectors.items()}
 
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""

@@ -7,6 +7,7 @@ fit is stored per checkpoint. An interrupted fit continues at the interrupted pa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -139,16 +140,16 @@ class KroneckerFits:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _StoredArrays:
     """An :class:`ArrayKeeper` whose arrays are entries of a store under one key."""
 
-    def __init__(self, store: AbstractFeatureStore, folder: str, key: str) -> None:
-        self._store = store
-        self._folder = folder
-        self._key = key
+    store: AbstractFeatureStore
+    folder: str
+    key: str
 
     def get(self, name: str, /) -> NDArray[Any] | None:
-        return self._store.entry(f"{self._folder}/{name}", self._key)
+        return self.store.entry(f"{self.folder}/{name}", self.key)
 
     def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
-        self._store.put_entry(f"{self._folder}/{name}", self._key, array)
+        self.store.put_entry(f"{self.folder}/{name}", self.key, array)

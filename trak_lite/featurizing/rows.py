@@ -193,20 +193,9 @@ def check_rows(
 ) -> None:
     """Recompute a few done rows of a table, and compare them with the stored ones within rounding.
 
-    The cost is one pass over at most eight samples. :func:`featurize_rows` calls this itself.
-
-    Args:
-        table: As for :func:`featurize_rows`; it exists.
-        rows: As for :func:`featurize_rows`.
-        wanted: Committed rows to compare; ``None`` chooses some done rows.
-        computer_for: As for :func:`featurize_rows`.
-        projector: As for :func:`featurize_rows`.
-        model_id: As for :func:`featurize_rows`.
-        device: As for :func:`featurize_rows`.
-        label: Name of the table in the message.
-        normalization: As for :func:`featurize_rows`.
-        adam: As for :func:`featurize_rows`.
-        ranks: As for :func:`featurize_rows`.
+    The cost is one pass over at most eight samples. :func:`featurize_rows` calls this itself. The other arguments are
+    those of that function; the table exists. ``wanted`` are committed rows to compare, and ``None`` chooses some done
+    rows.
 
     Raises:
         ManifestMismatchError: If a row differs; names the row and every quantity that differs.
@@ -497,9 +486,10 @@ def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: NDArr
     wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
     if wrong.size:
         first = wrong[0]
+        loss = f"loses {lost[first]:.1%} of it" if np.isfinite(lost[first]) else "entries beyond its range"
         raise PrecisionError(
             f"{dtype} cannot hold the features of rows {rows[wrong][:5].tolist()}: row {rows[first]} has "
-            f"norm {norm[first]:.3g} and loses {lost[first]:.1%} of it. Store float32 "
+            f"norm {norm[first]:.3g} and {loss}. Store float32 "
             "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._validate import some_of
+from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
@@ -93,6 +93,8 @@ class Run:
         self._distributed = distributed
         self.sources: list[KnownSource] = []
         """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
+        self.featurized: set[str] = set()
+        """Digests of the weights that ``featurize`` has loaded."""
         self.train: Rows | None = None
         """The train data of the last ``featurize``, for methods that are fitted to them."""
         self.question = ""
@@ -101,9 +103,12 @@ class Run:
         """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again
         by later sessions; ``None`` makes a computer for every session and checkpoint."""
 
-    def rows(self, data: Any, what: str) -> Rows:
-        """Return the rows of a user's data; ``what`` is their name in messages."""
-        return rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+    def rows(self, data: Any, what: str, batch_size: int | None = None) -> Rows:
+        """Return the rows of a user's data; ``what`` is their name in messages, ``batch_size`` replaces their own."""
+        found = rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+        if batch_size is not None:
+            found.batch_size = positive_int(batch_size=batch_size)
+        return found
 
     def asking(self, task: Task | None) -> Run:
         """Return this run with another task for targets; ``None`` returns this run.
@@ -118,9 +123,9 @@ class Run:
         asked.computers = None if self.computers is None else {}  # those of this run evaluate its own task
         return asked
 
-    def targets(self, data: Any) -> Rows:
-        """Return the targets in a user's data, as the task of the settings evaluates them."""
-        rows, task = self.rows(data, "the targets"), self.settings.task
+    def targets(self, data: Any, batch_size: int | None = None) -> Rows:
+        """Return the targets in a user's data, as the task of the settings evaluates them; see :meth:`rows`."""
+        rows, task = self.rows(data, "the targets", batch_size), self.settings.task
         if not self.question or not isinstance(task, QuestionsModelOutput):
             return rows
         asked = task.ask(self.question, rows)
@@ -259,28 +264,38 @@ class FeaturizingSession:
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self._ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
-        self._warn_of_namesakes(checkpoint, digest)
+        self._refuse_replaced(checkpoint, digest)
         return self._featurize_train(checkpoint, digest, rows, wait=wait)
 
-    def _warn_of_namesakes(self, checkpoint: Checkpoint, digest: str) -> None:
-        """Warn if the store has other weights of the same name, because scores would use both.
+    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str) -> None:
+        """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
-        State dicts in a list are exempt: they are named by their position only.
+        If this attributor featurized them, the model is being trained: it only warns. State dicts are exempt, because
+        they are named by their position only.
         """
+        own = self._run.featurized
+        own.add(digest)
         if not self._workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
             return
         known = checkpoint_tables(self.store)
-        others = [
-            path for path in known.values() if self.store.attributes(path).get("name") == checkpoint.name
-        ]
-        if digest not in known and others:
-            warnings.warn(
-                f"The store has other weights under the name {checkpoint.name!r} already ({', '.join(others)}), and "
-                "scores are made with all checkpoints in it. Leave them out with score(..., checkpoints=...), or "
-                f"remove them: drop_checkpoint({others[0]!r}).",
-                UserWarning,
-                stacklevel=4,
-            )
+        same = {"name": checkpoint.name, "source": checkpoint.source}
+        others = {
+            known[other]: other in own
+            for other in known
+            if same.items() <= {"source": None, **self.store.attributes(known[other])}.items()
+        }
+        if digest in known or not others:
+            return
+        first = next(iter(others))
+        message = (
+            f"The store has other weights of {checkpoint.source or 'the model itself'} already ({', '.join(others)}, "
+            f"featurized as {checkpoint.name!r}), and scores are made with all checkpoints in it. For a retrained "
+            f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as "
+            "checkpoints of one run, pass the weights: featurize(data, model.state_dict())."
+        )
+        if not all(others.values()):
+            raise ManifestMismatchError(message)
+        warnings.warn(message, UserWarning, stacklevel=4)
 
     def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
         """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""

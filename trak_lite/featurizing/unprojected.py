@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -135,32 +135,21 @@ class RowProducts(NamedTuple):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class GradientPass:
     """Gradients of the rows of a dataset at the loaded checkpoint, with the checks of :func:`featurize_rows`."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
-        parameters: ParameterShapes,
-        *,
-        device: torch.device,
-        normalization: Normalization,
-    ) -> None:
-        """Store the arguments.
-
-        Args:
-            rows: The data.
-            computer_for: Returns the gradient computer for a batch and its rows.
-            parameters: Shapes of the kept parameters.
-            device: Device of the model.
-            normalization: Normalisation of the gradients.
-        """
-        self._rows = rows
-        self._computer_for = computer_for
-        self._parameters = parameters
-        self._device = device
-        self._normalization = normalization
+    rows: Rows
+    """The data."""
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
+    """Returns the gradient computer for a batch and its rows."""
+    parameters: ParameterShapes
+    """Shapes of the kept parameters."""
+    _: KW_ONLY
+    device: torch.device
+    """Device of the model."""
+    normalization: Normalization
+    """Normalisation of the gradients."""
 
     def gradients(self, wanted: NDArray[np.int64], *, label: str, progress: bool | None) -> Tensor:
         """Return the gradients of some rows, ``(len(wanted), P)`` in float32 or better, parameters in model order.
@@ -174,12 +163,12 @@ class GradientPass:
             NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
         """
         found: Tensor | None = None
-        projector = NoOpProjector(device=self._device)
+        projector = NoOpProjector(device=self.device)
         start = 0
         for numbers, features, _ in self._stream(wanted, projector, label, progress):
             features = precise(features)
             if found is None:
-                found = features.new_empty(len(wanted), num_entries(self._parameters))
+                found = features.new_empty(len(wanted), num_entries(self.parameters))
             found[start : start + len(numbers)] = features
             start += len(numbers)
         assert found is not None  # a dataset has at least one row
@@ -199,16 +188,16 @@ class GradientPass:
         Raises:
             NonFiniteError: If f, q, w or a product is NaN or infinite; names the rows.
         """
-        projector = ProductProjector(by_name(targets, self._parameters))
+        projector = ProductProjector(by_name(targets, self.parameters))
         for numbers, features, terms in self._stream(wanted, projector, label, progress):
             yield RowProducts(numbers, features, terms.out_to_loss_grad)
 
     def _stream(
         self, wanted: NDArray[np.int64], projector: AbstractProjector, label: str, progress: bool | None
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
-        plan = rows_in_batches(wanted, self._rows.batch_size)
+        plan = rows_in_batches(wanted, self.rows.batch_size)
         with progress_bar(len(wanted), label=label, progress=progress) as bar:
-            for rows, batch in self._rows.batches(plan):
+            for rows, batch in self.rows.batches(plan):
                 yield rows, *self._computed(rows, batch, projector)
                 bar.update(len(rows))
 
@@ -217,15 +206,15 @@ class GradientPass:
     ) -> tuple[Tensor, OutputTerms]:
         if batch_size(batch) != len(rows):
             raise InvalidInputError(
-                f"Collating {len(rows)} samples of {self._rows.what} gave a batch of {batch_size(batch)}. The collate "
+                f"Collating {len(rows)} samples of {self.rows.what} gave a batch of {batch_size(batch)}. The collate "
                 "function must keep one entry per sample, in order."
             )
-        batch = move_batch(batch, self._device)
-        computer = self._computer_for(batch, rows)
-        settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self._rows.what}
-        if self._normalization.kind != "none":
-            settings["normalizer"] = RowNormalizer(self._normalization, len(rows))
+        batch = move_batch(batch, self.device)
+        computer = self.computer_for(batch, rows)
+        settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self.rows.what}
+        if self.normalization.kind != "none":
+            settings["normalizer"] = RowNormalizer(self.normalization, len(rows))
         features, terms = compute_features(computer, projector, batch, **settings)
         finite = finite_numbers(features, terms).cpu().numpy()
-        refuse_non_finite(finite, rows, self._rows.what, computer, batch)
+        refuse_non_finite(finite, rows, self.rows.what, computer, batch)
         return features, terms

@@ -55,6 +55,9 @@ _COARSE_GRAM_ROWS: Final = 1024
 _PIVOT_MARGIN: Final = 16.0
 """A pivot below this factor times ``k * eps`` times its diagonal entry counts as rounding noise."""
 
+_SMALLEST: Final = torch.finfo(torch.float32).tiny
+"""Smallest normal number of the dtype in which rows are stored, and products of solutions with them are computed."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,7 @@ class SegmentKernel:
     lambda_reg: float
     """The lambda used, in units of a squared feature."""
     multiplier: float = 1.0
-    """Factor of all solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 for a segment whose gram matrix is zero."""
+    """Factor of all solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 if the gram matrix vanishes."""
     is_pseudo_inverse: bool = False
     """Whether the damped matrix is singular and ``factor`` belongs to its pseudo-inverse."""
 
@@ -306,7 +309,7 @@ def factorise(
     """
     mean = _mean_eigenvalue(gram, segment)
     width = gram.shape[0]
-    if mean <= 0.0:
+    if mean < _SMALLEST**2:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
     lambda_reg = settings.lambda_reg
     if lambda_reg is None and settings.damping is not None:
@@ -343,8 +346,9 @@ def factorise_segments(
 ) -> list[SegmentKernel]:
     """Factorise the gram matrices of all segments of a row.
 
-    If some but not all gram matrices are zero (a module that the output does not depend on), the kernels of these
-    segments solve to zero, so the segments add nothing to any score.
+    If some but not all gram matrices vanish (a module that the output does not depend on, or whose gradients are lost
+    on their way through many layers), the kernels of these segments solve to zero, so the segments add nothing to any
+    score. A gram matrix vanishes if its mean eigenvalue is zero or beneath the smallest normal number of float32.
 
     Args:
         grams: One ``(k, k)`` matrix per segment, as :func:`gram` returns them.
@@ -383,7 +387,7 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    if _mean_eigenvalue(gram, segment) <= 0.0:
+    if _mean_eigenvalue(gram, segment) < _SMALLEST**2:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
     eigenvalues, eigenvectors = eigh_of_positive(gram)
     return EigenKernel(eigenvalues, eigenvectors)
@@ -392,8 +396,8 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
 def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> list[EigenKernel]:
     """Return the eigendecompositions of all segments' gram matrices.
 
-    If some but not all gram matrices are zero, their decompositions have no eigenvalues and the segments add nothing
-    to any score, as in :func:`factorise_segments`.
+    If some but not all gram matrices vanish, their decompositions have no eigenvalues and the segments add nothing to
+    any score, as in :func:`factorise_segments`.
 
     Raises:
         SingularKernelError: If all gram matrices are zero.
@@ -647,16 +651,19 @@ def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
 
 
 def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
-    """Return the mean eigenvalue of every segment's gram matrix; raise if none is above zero."""
+    """Return the mean eigenvalue of every segment's gram matrix, 0 if it vanishes; raise if all of them do."""
     _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
     for matrix, segment in zip(grams, layout.segments, strict=True):
         _check_gram(matrix, segment.name)
     means: list[float] = torch.stack([matrix.diagonal().mean() for matrix in grams]).tolist()  # waits once
     for mean, segment in zip(means, layout.segments, strict=True):
         _check_mean(mean, segment.name)
-    if max(means) <= 0.0:
+    # 1 / H of a smaller matrix is beyond float32. If all are smaller (an output in other units), they count as long as
+    # the entries of the rows, the roots of those of H, are normal numbers.
+    floor = _SMALLEST if max(means) >= _SMALLEST else _SMALLEST**2
+    if max(means) < floor:
         raise SingularKernelError(_zero_message("every segment"))
-    return means
+    return [mean if mean >= floor else 0.0 for mean in means]
 
 
 def _sum_of_squares(gram: Tensor) -> float:
@@ -699,7 +706,7 @@ def _noise_floor(values: Tensor) -> float:
 
 def _zero_message(where: str) -> str:
     return (
-        f"The gram matrix of {where} is zero. Either every train row has a weight of zero (a loss that is "
+        f"The gram matrix of {where} is zero or too small. Either every train row has a weight of zero (a loss that is "
         "linear in the output, a model that is certain of every train row): use weighting='none' (Attributor: "
         "method=TRAK(damping=None, layout='stored')). Or all features are zero (the output does not depend on the kept "
         "parameters): keep other parameters."

@@ -116,7 +116,7 @@ def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: Feat
 
 @torch.no_grad()
 def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
-    """Return rows with each segment scaled to norm 1; a zero segment stays zero.
+    """Return rows with each segment scaled to norm 1; a zero segment, or one of subnormal numbers, becomes zero.
 
     Args:
         rows: ``(b, K)`` of any floating dtype.
@@ -156,10 +156,10 @@ def _product_dtype(train: Tensor, targets: Tensor) -> torch.dtype:
 
 
 def _unit_rows(rows: Tensor) -> Tensor:
-    """Return rows of norm 1; zero rows stay zero."""
+    """Return rows of norm 1; zero rows stay zero, and so do subnormal ones, whose direction is rounding."""
     # Divide by the largest entry first, so that no square under- or overflows.
     largest = rows.abs().amax(dim=1, keepdim=True)
-    scaled = rows / largest.masked_fill(largest == 0, 1.0)
+    scaled = rows / largest.masked_fill(largest < torch.finfo(rows.dtype).tiny, torch.inf)
     norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
     unit: Tensor = scaled / norms.masked_fill(norms == 0, 1.0)
     return unit

@@ -156,10 +156,7 @@ class AbstractLearningRateMethod(AbstractMethod):
             rates = _finite_weights("learning_rates", self.learning_rates)
             object.__setattr__(self, "learning_rates", rates)
 
-    @property
-    def kernel(self) -> None:
-        """None."""
-        return None
+    kernel = None
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
         """Return the learning rate of each checkpoint.

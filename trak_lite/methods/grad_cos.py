@@ -34,10 +34,7 @@ class GradCos(AbstractMethod):
         super().__post_init__()
         one_of(("stored", "joint"), layout=self.layout)
 
-    @property
-    def kernel(self) -> None:
-        """None."""
-        return None
+    kernel = None
 
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
         """Return the rows with every segment scaled to norm 1."""

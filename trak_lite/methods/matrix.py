@@ -41,10 +41,7 @@ class AbstractMatrixMethod(AbstractMethod):
 
     linear: ClassVar[bool] = False
 
-    @property
-    def kernel(self) -> None:
-        """None."""
-        return None
+    kernel = None
 
 
 @final

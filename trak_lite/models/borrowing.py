@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trak_lite._eval_caches import drop_eval_caches
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.models.checkpoints import entries_digest, more_entries
 from trak_lite.models.sharded import (
     copied,
     is_sharded,
@@ -41,8 +43,10 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
     with this process's local rank.
 
     Raises:
-        InvalidInputError: If the device is unknown or not available.
+        InvalidInputError: If the device is unknown or not available, or the model is none or has no values.
     """
+    if model is not None:
+        _refuse_without_values(model)
     if device == "auto":
         return torch.device("cpu") if model is None else _of_this_rank(model_device(model))
     try:
@@ -55,7 +59,28 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
         raise InvalidInputError(
             f"device={str(device)!r} was given, but torch finds no CUDA GPU. Use 'cpu' or 'auto'."
         )
+    if resolved.type == "meta":
+        raise InvalidInputError(
+            "device='meta' was given, which computes no values. Use 'auto', 'cpu' or 'cuda'."
+        )
     return resolved
+
+
+def _refuse_without_values(model: Any) -> None:
+    """Raise unless this is a module with values."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        hint = " Pass its .module()." if isinstance(model, torch.export.ExportedProgram) else ""
+        raise InvalidInputError(
+            f"model is {what}, expected a trained torch.nn.Module: scores are made from its gradients.{hint}"
+        )
+    empty = [name for name, tensor in _tensors(model).items() if is_lazy(tensor) or tensor.is_meta]
+    if empty:
+        raise InvalidInputError(
+            f"{len(empty)} parameters and buffers of the model have no values (meta device, or a lazy module before "
+            f"its first pass), the first of them {empty[0]!r}. Load them first: model.to_empty(device='cpu'), then "
+            "model.load_state_dict(...)."
+        )
 
 
 def _of_this_rank(device: torch.device) -> torch.device:
@@ -67,18 +92,19 @@ def _of_this_rank(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Any]]:
     """Put a model in eval mode on ``device``; on exit, restore its state.
 
-    Restored are device, parameters, buffers, ``requires_grad`` flags and plain attributes (modes, numbers, strings) of
-    all modules, and the hooks by which Transformers lets embedded tokens require grad for gradient checkpointing.
+    Restored are device, parameters, buffers, other entries of the state dict, ``requires_grad`` flags and plain
+    attributes (modes, numbers, strings) of all modules, and the hooks by which Transformers lets embedded tokens
+    require grad for gradient checkpointing.
     The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
 
     Yields:
-        The original parameters and buffers by name.
+        The original parameters, buffers and other entries of the state dict by name.
 
     Raises:
-        UnsupportedModelError: If the model is sharded by anything other than FSDP2.
+        UnsupportedModelError: If the model is sharded by anything other than FSDP2, or has no eval mode.
         InvalidInputError: If the model is sharded and on another device.
     """
     refuse_unsupported_sharding(model)
@@ -86,14 +112,21 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
     refuse_other_device(model, device, home)
     reshard(model)
     saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
+    others = more_entries(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
     attributes = [(module, _plain_attributes(module)) for module in model.modules()]
     hooks = _take_input_hooks(model)
     try:
         if not is_sharded(model):
             model.to(device)
-        model.eval()
-        yield saved
+        try:
+            model.eval()
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be switched to eval mode ({error}): it is or has a module of "
+                "torch.export, whose mode is fixed. Pass the module that was exported."
+            ) from error
+        yield {**saved, **others}
     except BaseException:
         reset_passes(model)
         raise
@@ -107,6 +140,8 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, T
             for name, tensor in _tensors(model).items():
                 if name in saved:  # buffers created by the forward pass have no saved value
                     tensor.copy_(saved[name])
+        if entries_digest(more_entries(model)) != entries_digest(others):
+            model.load_state_dict(others, strict=False)
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
         for p, flag in flags:
             p.requires_grad_(flag)

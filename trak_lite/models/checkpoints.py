@@ -5,22 +5,26 @@ A checkpoint is identified by the digest of its weights, never by its file name 
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import io
+import logging
 import os
 import pickle
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from trak_lite._validate import parse_json
+from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CheckpointError
 from trak_lite.models._adapters import completed_adapter
 from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
@@ -30,9 +34,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointSource",
     "bare_name",
+    "entries_digest",
     "iterate_checkpoints",
     "load_into",
     "module_versions",
+    "more_entries",
     "noted_checkpoint",
     "read_content",
     "read_weights",
@@ -40,6 +46,8 @@ __all__ = [
     "weights_inside",
     "with_versions",
 ]
+
+logger = logging.getLogger(__name__)
 
 CheckpointSource: TypeAlias = Any
 """``None`` (the model's current weights), a state dict, a path, a :class:`Checkpoint`, or an iterable of these.
@@ -59,6 +67,7 @@ HUGGING_FACE_FILES = (
 )
 """Names of weights in a folder saved by Hugging Face, the first that exists being used."""
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
+_EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _UNREADABLE = (
     OSError,
@@ -237,11 +246,7 @@ def _shards(index: Path) -> list[Path]:
 def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     content = read_content(path, weights_only=weights_only)
     state = _unwrapped(content)
-    if (
-        state is None
-        and isinstance(content, Mapping)
-        and all(isinstance(v, Tensor) for v in content.values())
-    ):
+    if state is None and isinstance(content, Mapping) and all(_is_entry(*pair) for pair in content.items()):
         state = content or None
     if state is not None:
         return state
@@ -279,9 +284,16 @@ def _unwrapped(content: Any) -> Mapping[str, Tensor] | None:
     for key in _WRAPPERS if isinstance(content, Mapping) else ():
         inner = content.get(key)
         if isinstance(inner, Mapping):
-            tensors = {name: value for name, value in inner.items() if isinstance(value, Tensor)}
-            return with_versions(tensors, module_versions(inner))
+            entries = {name: value for name, value in inner.items() if _is_entry(name, value)}
+            return with_versions(entries, module_versions(inner))
     return None
+
+
+def _is_entry(name: Any, value: Any) -> bool:
+    """Return whether this may be an entry of a state dict: a tensor, or a value of a module (``get_extra_state``)."""
+    return isinstance(value, Tensor) or (
+        isinstance(name, str) and ("." in name or name.endswith(_EXTRA_STATE))
+    )
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,6 +350,8 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         )
     held = model.state_dict(keep_vars=True)
     given = _under_own_names(model, checkpoint, state, held if own is None else own)
+    if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
+        _keep_others(given, held if own is None else own, held, checkpoint)
     missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
     unexpected = [name for name in given if name not in held]
     shapes = [
@@ -345,6 +359,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         f"instead of {tuple(held[name].shape)}"
         for name, value in given.items()
         if isinstance(held.get(name), Tensor)
+        and not name.endswith(_EXTRA_STATE)
         and not (isinstance(value, Tensor) and value.shape == held[name].shape)
     ]
     if missing or unexpected or shapes:
@@ -354,11 +369,31 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
             "Build the model that the checkpoint was saved from."
         )
-    given = {name: shard_like(value, held[name]) for name, value in given.items()}
+    given = {
+        # Modules may keep and change a value that is no tensor.
+        name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in given.items()
+    }
     # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
     # where no version is recorded, use the model's.
     versions = {**module_versions(held), **_versions_under_own_names(state, held)}
     model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors omits tied names
+
+
+def _keep_others(
+    given: dict[str, Any], own: Mapping[str, Any], held: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Add the model's entries that are no tensors, which ``.safetensors`` files cannot hold; warn of them."""
+    kept = [name for name in held if name not in given and name in own and not isinstance(own[name], Tensor)]
+    given.update({name: own[name] for name in kept})
+    if kept:
+        warnings.warn(
+            f"Checkpoint {checkpoint.source} has no {some_of(kept)}: these entries of the state dict are no tensors, "
+            "and .safetensors files hold tensors only. The model's own values are used. If they differ between "
+            "checkpoints, save with torch.save.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _under_own_names(
@@ -395,17 +430,73 @@ def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) 
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers.
+    """Return the SHA-256 over a model's state dict: names, shapes, dtypes and bytes of tensors, and other entries.
 
     Sharded parameters are gathered one at a time: all ranks must call this, and all get the unsharded model's digest.
     """
     reshard(model)
+    return entries_digest(model.state_dict())
+
+
+def more_entries(model: nn.Module) -> OrderedDict[str, Any]:
+    """Return copies of the entries of the state dict that are neither parameters nor buffers, and all versions.
+
+    These are values of ``get_extra_state``, and the weights of quantised layers.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    others = {name: copy.deepcopy(value) for name, value in state.items() if id(value) not in own}
+    return with_versions(others, module_versions(state))
+
+
+def entries_digest(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 over the entries of a state dict; see :func:`weights_digest`."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, Tensor):
+    unknown = []
+    for name, value in sorted(state.items()):
+        if isinstance(value, Tensor):
+            _add_tensor(digest, bare_name(name), value)
             continue
-        value = of_all_ranks(tensor.detach()).cpu().contiguous()
-        digest.update(f"{bare_name(name)}|{tuple(value.shape)}|{value.dtype}|".encode())
-        if value.numel():
-            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        try:
+            content = _content(value)
+        except (TypeError, AttributeError, ValueError, RecursionError, pickle.PicklingError):
+            content = type(value).__qualname__.encode()
+            unknown.append(name)
+        digest.update(f"{bare_name(name)}|{len(content)}|".encode() + content)
+    if unknown:
+        logger.warning(
+            "The entries %s of the state dict cannot be compared, because they cannot be pickled: two checkpoints that "
+            "differ in nothing else count as the same.",
+            some_of(unknown),
+        )
     return digest.hexdigest()
+
+
+def _add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    value = of_all_ranks(tensor.detach()).cpu()
+    digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}|".encode())
+    value = (value.dequantize() if value.is_quantized else value).contiguous()
+    if value.numel():
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _content(value: Any) -> bytes:
+    """Return bytes of an entry that is no tensor, the same for equal values in every process."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, protocol=5)
+    pickler.fast = True  # without references, which differ between equal values
+    pickler.dump(value)
+    return stream.getvalue()
+
+
+@final
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        """Return what replaces a value whose pickled bytes differ between processes, or that has none."""
+        if isinstance(value, Tensor):
+            digest = hashlib.sha256()
+            _add_tensor(digest, "", value)
+            return digest.hexdigest()
+        if isinstance(value, torch.ScriptObject):
+            return str(value._type()), _content(value.__getstate__())
+        return sorted(map(repr, value)) if isinstance(value, set | frozenset) else None

@@ -5,8 +5,10 @@ Shapes: N train rows, S subsets, R seeds, M targets.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -307,6 +309,14 @@ def _plan(
     numbers = tuple(int(seed) for seed in seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
+    try:
+        with contextlib.suppress(ValueError):  # some built-in functions have no signature
+            inspect.signature(train_fn).bind(np.arange(1), 0)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"train_fn cannot be called as train_fn(indices, seed): {error}. Expected a function of the rows to train "
+            "on and a seed, which returns the trained module or its state dict."
+        ) from error
     training = {"id": train_id}
     if train_id is None:
         training = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
@@ -524,9 +534,12 @@ def _one_by_one(
 ) -> Iterator[_Trained]:
     for job in jobs:
         try:
-            outputs = output_fn(train_fn(job.indices, job.seed))
+            trained = train_fn(job.indices, job.seed)
+            outputs = () if trained is None else output_fn(trained)
         except _FAILURES as error:
             raise _failed(_place(job), error) from error
+        if trained is None:
+            raise InvalidInputError("train_fn returned None. Return the trained module or its state dict.")
         yield job, _checked(outputs, job)
 
 

@@ -119,11 +119,11 @@ class AttributorSettings:
             UnsupportedModelError: If the model is sharded by anything but FSDP2, or the gradient computer or
                 ``normalize`` does not support sharded models.
         """
+        self.device = resolve_device(device, model)
         refuse_unsupported_sharding(model)
         self._model = model
         self.task = resolve_task(task)
         self.dtype = one_of(DTYPES, dtype=dtype)
-        self.device = resolve_device(device, model)
         self.parameters: ParameterShapes = {
             name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
         }

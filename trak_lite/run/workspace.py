@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -30,7 +30,7 @@ from trak_lite.store import (
     create_store,
     open_store,
 )
-from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.manifest import compare_fingerprints, differing_keys
 
 __all__ = ["FirstRows", "Workspace", "naming_dropped"]
 
@@ -254,6 +254,8 @@ class Workspace:
         try:
             compare_fingerprints(compared, given, where=str(self.path or "the store in memory"))
         except ManifestMismatchError as error:
+            cause = _cause([key for key, *_ in differing_keys(compared, given)])
+            error = ManifestMismatchError(f"{cause}{error}")
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
                     f"{error} If the samples change from one access to the next (augmentation, noise, a random mask), "
@@ -265,7 +267,17 @@ class Workspace:
                 raise ManifestMismatchError(
                     f"{error} If rows were appended to the same data, pass append=True."
                 ) from None
-            raise
+            raise error from None
+
+
+def _cause(keys: Sequence[str]) -> str:
+    """Return a sentence on what differs, for keys that are digests or follow from others; else ``""``."""
+    data = [key for key in keys if key.startswith("dataset.")]
+    if any(key.startswith("parameters.") for key in keys):
+        return "The rows are of another model (or of other parameters of it, grad_wrt): use another path. "
+    if data == ["dataset.indices"]:
+        return "The rows are of the same dataset in another order, or of others of its samples. "
+    return "The rows are of other samples, or of the same ones in another order. " if data else ""
 
 
 @contextmanager

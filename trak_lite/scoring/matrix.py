@@ -92,9 +92,9 @@ class AbstractScoreMatrix(ABC):
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
 
-    @abstractmethod
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return the k strongest rows of every target if they are cached, else ``None``."""
+        """Return the k strongest rows of every target if they are cached, else ``None``: one pass finds them."""
+        return None
 
     def require_all_rows(self) -> None:
         """Raise if only some rows of a target have scores."""
@@ -121,10 +121,7 @@ class StoredMatrix(AbstractScoreMatrix):
         """``(N, M)``."""
         return self._table.spec.num_rows, self._table.column(SCORES).width or 0
 
-    @property
-    def stored(self) -> bool:
-        """True."""
-        return True
+    stored = True
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the table's chunks, or those with a wanted row."""
@@ -136,10 +133,6 @@ class StoredMatrix(AbstractScoreMatrix):
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._table.read_rows(SCORES, indices)
-
-    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return ``None``, because a pass over the table is cheap."""
-        return None
 
 
 @final
@@ -156,10 +149,7 @@ class StreamedMatrix(AbstractScoreMatrix):
         """``(N, M)``."""
         return self._source.num_rows, self._source.num_targets
 
-    @property
-    def stored(self) -> bool:
-        """False."""
-        return False
+    stored = False
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield tiles, or those with a wanted row, bitwise equal to those of a stored matrix."""
@@ -191,10 +181,7 @@ class HeldMatrix(AbstractScoreMatrix):
         num_rows, num_targets = self._scores.shape
         return num_rows, num_targets
 
-    @property
-    def stored(self) -> bool:
-        """True."""
-        return True
+    stored = True
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield copies of consecutive rows, or those with a wanted row."""
@@ -205,10 +192,6 @@ class HeldMatrix(AbstractScoreMatrix):
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._scores[np.asarray(indices, dtype=np.int64)]
-
-    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return ``None``, because a pass over the memory is cheap."""
-        return None
 
 
 @final
@@ -233,10 +216,7 @@ class PartialMatrix(AbstractScoreMatrix):
         """``(N, M)``."""
         return self._num_rows, len(self._known)
 
-    @property
-    def stored(self) -> bool:
-        """True."""
-        return True
+    stored = True
 
     def require_all_rows(self) -> None:
         """Raise if some rows have no score, because sums and choices among all rows would leave them out."""

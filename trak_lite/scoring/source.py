@@ -5,6 +5,7 @@ Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of che
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import copied_ahead, wide_dtype
+from trak_lite._validate import some_of
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.columns import Column
 from trak_lite.data.datasets import every_nth, spread_rows
@@ -48,6 +50,8 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
 __all__ = ["Reliability", "ScoreSource", "UnstoredRows"]
+
+logger = logging.getLogger(__name__)
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -126,6 +130,8 @@ class ScoreSource:
         self._device = device
         self.ranks = Ranks() if ranks is None else ranks
         self._held: dict[str, list[SegmentKernel]] | None = None
+        self._named: set[str] = set()
+        """Modules without a contribution that were named in the log."""
 
     def hold_kernels(self, held: dict[str, list[SegmentKernel]]) -> None:
         """Use factorised kernels again, as long as those of all checkpoints take at most 2 GiB.
@@ -511,7 +517,7 @@ class ScoreSource:
         return self._held[key]
 
     def _new_kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
-        return kernels_of(
+        kernels = kernels_of(
             self._store,
             table_path(table),
             kernel,
@@ -519,6 +525,17 @@ class ScoreSource:
             device=self._device,
             fisher=fisher_of(self.method),
         )
+        pairs = zip(self._layout.segments, kernels, strict=True)
+        lost = [segment.name for segment, found in pairs if not found.multiplier]
+        if not self._named.issuperset(lost):
+            self._named.update(lost)
+            logger.warning(
+                "The kernel of module %s is zero or beneath the smallest normal number: it contributes nothing to the "
+                "scores %r.",
+                some_of(map(repr, lost)),
+                self._name,
+            )
+        return kernels
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)``."""

@@ -68,7 +68,7 @@ def select(
 
     Args:
         scores: Scores, or an array ``(N, M)`` (also a memory map), of which larger numbers are better.
-        k: Number of rows, at most N.
+        k: Number of rows; all rows are chosen if there are fewer than k, as by :meth:`trak_lite.Scores.top`.
         method: ``"top"``, ``"less"``, ``"greedy"`` or ``"balanced"``.
         sign: ``"harmful"`` negates all scores first, and chooses rows to remove: with the largest reduction a row is
             harmful if it harms one group.
@@ -93,7 +93,7 @@ def select(
 
     Raises:
         InvalidInputError: If k or another argument is invalid, does not belong to the method, a label is missing, or
-            fewer than k rows satisfy ``where``.
+            no row satisfies ``where``.
         UnknownNameError: If a name or a column is unknown.
         NonFiniteError: If a score or a feature is NaN or infinite, as of scores that hold only some rows.
         StateError: If ``"greedy"`` needs stored rows, and the scores were not computed from any.
@@ -117,9 +117,9 @@ def select(
     num_rows, num_targets = shape_of(scores)
     wanted = None if where is None else _wanted(where, scores, data, num_rows)
     most = num_rows if wanted is None else int(wanted.sum())
-    if positive_int(k=k) > most:
-        of = "" if wanted is None else " that satisfy where"
-        raise InvalidInputError(f"k is {k}, and there are {most} train rows{of}. Choose at most as many.")
+    k = min(positive_int(k=k), most)
+    if not k:
+        raise InvalidInputError("No train row satisfies where. Choose from at least one.")
     _refuse_others(
         method,
         balanced={"groups": groups, "data": None if isinstance(where, Mapping) else data, "quotas": quotas},

@@ -66,11 +66,20 @@ class UnitCurvature:
         sides = sum(side is not None for side in (self.basis.outputs, self.basis.inputs))
         return ("diagonal", "one side", "kronecker")[sides]
 
+    @property
+    def mean(self) -> Tensor:
+        """Mean of Lambda, a scalar; 0 if it is beneath the smallest normal number, because 1 / Lambda overflows."""
+        mean = self.values.mean(dtype=wide_dtype(self.values.device)).to(self.values)
+        return torch.where(mean >= self._smallest, mean, 0.0)
+
+    @property
+    def _smallest(self) -> float:
+        # Of float64, the square of a smallest gradient: solutions are cast to float32.
+        return max(torch.finfo(self.values.dtype).tiny, torch.finfo(torch.float32).tiny ** 2)
+
     def damping_of(self, damping: float, *, absolute: bool = False) -> Tensor:
-        """Return lambda as a scalar: ``damping * mean(Lambda)``, or ``damping`` itself if ``absolute``."""
-        if absolute:
-            return self.values.new_tensor(damping)
-        return damping * self.values.mean(dtype=wide_dtype(self.values.device)).to(self.values)
+        """Return lambda as a scalar: ``damping * mean``, or ``damping`` itself if ``absolute``."""
+        return self.values.new_tensor(damping) if absolute else damping * self.mean
 
     def inverse(self, damping: float, *, absolute: bool = False) -> Tensor:
         """Return ``1 / (Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
@@ -78,16 +87,17 @@ class UnitCurvature:
         The result is 0 where no train row has curvature, because no train row has a gradient there.
         """
         damped = self.values + self.damping_of(damping, absolute=absolute)
-        return torch.where(damped > 0, damped.reciprocal(), 0.0)
+        counts = (damped >= self._smallest) & (self.mean > 0 if not absolute else True)
+        return torch.where(counts, damped.reciprocal(), 0.0)
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class KroneckerCurvature:
     """The curvatures of all kept parameters."""
 
-    def __init__(self, units: Sequence[UnitCurvature]) -> None:
-        """Store the curvatures of the units."""
-        self.units = tuple(units)
+    units: Sequence[UnitCurvature]
+    """The curvatures of the units."""
 
     def treatments(self) -> list[Treatment]:
         """Return, for every parameter, how its curvature is approximated."""
@@ -99,20 +109,16 @@ class KroneckerCurvature:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class UnitArrays:
     """The arrays of one unit in a keeper, under separate names."""
 
-    def __init__(self, keeper: ArrayKeeper, number: int, unit: Unit) -> None:
-        """Store the arguments.
-
-        Args:
-            keeper: Stores the arrays.
-            number: Position of the unit.
-            unit: A unit from :func:`find_units`; its bias may become a separate unit in the first pass.
-        """
-        self.unit = unit
-        self._keeper = keeper
-        self._prefix = f"unit-{number}"
+    keeper: ArrayKeeper
+    """Stores the arrays."""
+    number: int
+    """Position of the unit."""
+    unit: Unit
+    """A unit from :func:`find_units`; its bias may become a separate unit in the first pass."""
 
     def has_basis(self) -> bool:
         """Whether the first pass is done for this unit."""
@@ -152,7 +158,7 @@ class UnitArrays:
         return found
 
     def _get(self, name: str) -> NDArray[Any] | None:
-        return self._keeper.get(f"{self._prefix}-{name}")
+        return self.keeper.get(f"unit-{self.number}-{name}")
 
     def _needed(self, name: str) -> NDArray[Any]:
         array = self._get(name)
@@ -167,7 +173,7 @@ class UnitArrays:
         return torch.from_numpy(np.array(self._needed(name))).to(device)
 
     def _put(self, name: str, tensor: Tensor) -> None:
-        self._keeper[f"{self._prefix}-{name}"] = tensor.cpu().numpy()
+        self.keeper[f"unit-{self.number}-{name}"] = tensor.cpu().numpy()
 
 
 def loaded(units: Sequence[Unit], keeper: ArrayKeeper, device: torch.device) -> KroneckerCurvature:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
+from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient, decomposed
 from trak_lite.featurizing.kronecker.covariances import CurvatureSums, UnitSums
@@ -222,7 +223,13 @@ class _SquaredSums:
 
 
 def _report(curvature: KroneckerCurvature) -> None:
-    """Log the parameters that are not approximated by two Kronecker factors."""
+    """Log the parameters that contribute nothing, and those that are not approximated by two Kronecker factors."""
+    lost = [name for found in curvature.units if not found.mean for name in found.unit.names]
+    if lost:
+        logger.warning(
+            "The curvature of %s is zero or beneath the smallest normal number: these parameters contribute nothing.",
+            some_of(lost),
+        )
     others = [line for line in curvature.treatments() if line.how != "kronecker"]
     for how in ("one side", "diagonal"):
         names = [line.name for line in others if line.how == how]

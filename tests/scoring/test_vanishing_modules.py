@@ -1,0 +1,115 @@
+"""Modules whose gradients are zero, or too small for float32, add nothing to scores, which stay finite."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, Refine, methods
+from trak_lite.linalg.kernel import KernelSettings, factorise_segments, gram, precondition
+from trak_lite.types import FeatureLayout, Segment
+
+pytestmark = pytest.mark.quick
+
+GENERATOR = torch.Generator().manual_seed(0)
+TRAIN, TARGETS = (
+    TensorDataset(torch.randn(n, 6, generator=GENERATOR), torch.randint(3, (n,), generator=GENERATOR))
+    for n in (20, 4)
+)
+METHODS = {
+    "GaussNewton": methods.GaussNewton(),
+    "Fisher": methods.Fisher(),
+    "TRAK": methods.TRAK(damping=0.1, layout="stored"),
+    "EKFAC": methods.EKFAC(),
+    "CG": methods.CG(),
+    "LiSSA": methods.LiSSA(),
+    "TracIn": methods.TracIn(),
+    "GradCos": methods.GradCos(),
+}
+
+
+class Faint(nn.Module):
+    """Logits of two linear layers, of which one is scaled; a third one is dead."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.side, self.dead = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.side(x) * self.scale + torch.relu(self.dead(x) - 1e4)
+
+
+def attributor(scale: float, **changes: object) -> Attributor:
+    settings = {"projector": "none", "dtype": "float32", "progress": False, "layout": "module", **changes}
+    made = Attributor(Faint(scale), "image_classification", None, **settings)
+    made.featurize(TRAIN)
+    return made
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-41, 1e-21])
+@pytest.mark.parametrize("name", METHODS)
+def test_scores_are_those_without_the_vanishing_modules(name: str, scale: float) -> None:
+    found = attributor(scale).score(TARGETS, method=METHODS[name]).numpy()
+
+    assert np.isfinite(found).all()
+    if name not in ("Fisher", "LiSSA", "GradCos"):  # labels, vectors or cosines that depend on all modules
+        without = attributor(scale, grad_wrt=["head.*"]).score(TARGETS, method=METHODS[name]).numpy()
+        np.testing.assert_allclose(found, without, rtol=1e-3, atol=1e-5 * np.abs(without).max())
+
+
+@pytest.mark.parametrize("name", ["EKFAC", "CG", "GradCos"])
+def test_streamed_and_refined_scores_are_finite(name: str) -> None:
+    made = attributor(1e-41)
+
+    assert np.isfinite(made.stream_scores(TRAIN, TARGETS, method=METHODS[name]).numpy()).all()
+    refined = made.score(
+        TARGETS, method="GaussNewton", refine=Refine(candidates=5, method=METHODS[name])
+    ).top(3)
+    assert np.isfinite(refined.scores).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"), [("GaussNewton", ["'side'", "'dead'"]), ("EKFAC", ["side.weight"])]
+)
+def test_the_modules_are_named_once(name: str, modules: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    made = attributor(1e-21)
+    with caplog.at_level(logging.WARNING, "trak_lite"):
+        made.score(
+            TARGETS, method=METHODS[name], dense=name != "GaussNewton", k=3 if name == "GaussNewton" else None
+        )
+
+    (record,) = [one for one in caplog.records if "nothing" in one.message]
+    assert all(module in record.message for module in modules)
+    assert "head" not in record.message
+
+
+def test_a_deep_plain_network_has_finite_scores() -> None:
+    torch.manual_seed(0)
+    deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(150)], nn.Linear(4, 3))
+    data = TensorDataset(TRAIN.tensors[0][:, :4], TRAIN.tensors[1])
+    made = Attributor(deep, "image_classification", None, dtype="float32", progress=False)
+    made.featurize(data)
+
+    assert np.isfinite(made.score(data).numpy()).all()
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-35])
+def test_kernels_that_are_all_small_count(scale: float) -> None:
+    """An output in other units: scores do not depend on the unit."""
+    layout = FeatureLayout((Segment("a", 0, 3), Segment("b", 3, 5)))
+    rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def scores(features: Tensor) -> Tensor:
+        kernels = factorise_segments(
+            gram([features], layout=layout), KernelSettings(damping=0.1), num_rows=8, layout=layout
+        )
+        return features @ precondition(features, kernels, layout=layout).T
+
+    torch.testing.assert_close(scores(rows * scale), scores(rows))
