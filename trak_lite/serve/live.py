@@ -17,7 +17,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import MODEL_FAILURES, BusyError, CheckpointError, InvalidInputError, StateError
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import Method
-from trak_lite.modelout_functions import ModelCall
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.checkpoints import (
     Checkpoint,
     CheckpointSource,
@@ -102,7 +102,6 @@ class LiveModel:
         """Names of texts that this process has scored or shown, the last one last."""
         self._compared = False
         """Whether train rows were computed again and compared with stored ones."""
-        self.target_identity = targets.identity()
         self.checkpoint = self._load_last(store)
 
     def _load_last(self, store: AbstractFeatureStore) -> str:
@@ -127,17 +126,20 @@ class LiveModel:
         model.to(self._attributor.device).eval()
         return last.name
 
-    def output(self, sample: Any) -> tuple[float, Content | None]:
+    def output(self, sample: Any, task: AbstractModelOutput) -> tuple[float, Content | None]:
         """Return f of a sample at the last checkpoint, and the output that the recipe returns for it."""
         attributor = self._attributor
         (_, batch), *_ = Rows([sample], collate=self.targets.collate).batches([np.zeros(1, np.int64)])
         with torch.no_grad():
-            attributor.task.prepare(attributor.model)
-            terms = attributor.task.evaluate(
-                ModelCall(attributor.model), move_batch(batch, attributor.device)
-            )
+            task.prepare(attributor.model)
+            terms = task.evaluate(ModelCall(attributor.model), move_batch(batch, attributor.device))
             shown = None if self._predict is None else self._predict(attributor.model, sample)
         return float(terms.output[0]), None if shown is None else rendered(shown, "the output")
+
+    @property
+    def task(self) -> AbstractModelOutput:
+        """The task of the train rows and of texts."""
+        return self._attributor.task
 
     def target(self, target: int) -> Any:
         """Return the sample of a stored target."""

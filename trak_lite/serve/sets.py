@@ -5,6 +5,7 @@ Shapes: N train rows, M targets.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeVar, final
@@ -21,7 +22,7 @@ from trak_lite.methods import AbstractMatrixMethod
 from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
 from trak_lite.scoring.scores import Scores
 
-__all__ = ["Sets", "strongest"]
+__all__ = ["Sets", "scatter_of", "strongest"]
 
 _HELD_BYTES: Final = 1 << 28
 _MOST_HELD: Final = 64
@@ -134,16 +135,6 @@ class Sets:
             mask &= self.columns[name].matches(value)
         return mask
 
-    def row(self, row: int) -> int:
-        """Return the number of a train row.
-
-        Raises:
-            InvalidInputError: If there is no such row.
-        """
-        if not 0 <= row < self.num_rows:
-            raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self.num_rows - 1}.")
-        return row
-
     def columns_of(self, row: int) -> list[tuple[str, str]]:
         """Return the names and values of the columns of a row."""
         return [(name, column.text_of(row)) for name, column in self.columns.items()]
@@ -157,6 +148,15 @@ def strongest(
         return TopRows(np.flatnonzero(mask), scores[:0])
     found = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
     return TopRows(found.indices[0], found.scores[0])
+
+
+def scatter_of(scores: NDArray[np.float32]) -> float:
+    """Return the largest magnitude to expect of N scores that only scatter, as random numbers of their spread do.
+
+    The spread is that of the middle half of the scores, so that a few large ones do not raise it.
+    """
+    low, high = np.quantile(scores, [0.25, 0.75])
+    return float(high - low) / 1.349 * math.sqrt(2 * math.log(max(len(scores), 2)))
 
 
 def _held(held: OrderedDict[Any, _Held], key: Any, make: Callable[[], _Held], *, most: int) -> _Held:
