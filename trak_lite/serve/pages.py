@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from heapq import heappop, heappush
 from http import HTTPStatus
-from threading import Event, Lock
+from itertools import count
+from threading import Condition, Event
 from time import monotonic
 from typing import Any, Final, Literal, final
 from urllib.parse import urlencode
@@ -46,6 +48,8 @@ _END: Final = 2**62
 _QUIET: Final = 0.5
 """Seconds without a request before a step of the preparation."""
 _PAUSE: Final = 0.02
+_OVERTAKING: Final = 16
+"""Calls that may go before one with a long computation that waits longer."""
 _SIGNS: Final[tuple[Literal["helpful", "harmful"], ...]] = ("helpful", "harmful")
 _VALUE_LENGTH: Final = 60
 _COMPARED_VALUES: Final = 10_000
@@ -75,7 +79,11 @@ class Pages:
     """Name of the task of the train rows."""
     token: str = field(init=False, default_factory=lambda: secrets.token_urlsafe(32))
     """Every form carries it, so that no other site can send one."""
-    _lock: Lock = field(init=False, default_factory=Lock)
+    _free: Condition = field(init=False, default_factory=Condition)
+    _waiting: list[int] = field(init=False, default_factory=list)
+    """Places of the calls in the queue, a heap."""
+    _busy: bool = field(init=False, default=False)
+    _count: Iterator[int] = field(init=False, default_factory=count)
     _answered: float = field(init=False, default=-math.inf)
     """Time of the end of the last request."""
 
@@ -91,7 +99,7 @@ class Pages:
         try:
             while not stopped.wait(_PAUSE):
                 if monotonic() - self._answered >= _QUIET:
-                    with self._lock:
+                    with self._turn(long=True, answers=False):
                         next(steps)
         except StopIteration:
             return
@@ -119,7 +127,7 @@ class Pages:
         Raises:
             InvalidInputError: If a parameter is invalid.
         """
-        with self._turn():
+        with self._turn(long=bool(params.get("tokens"))):
             if params.get("text"):
                 return self._text_page(params)
             name = self.sets.chosen(params.get("set", ""))
@@ -134,7 +142,7 @@ class Pages:
             InvalidInputError: If there is no text, or the recipe makes no sample of it.
         """
         text = _text(params)
-        with self._turn():
+        with self._turn(long=True):
             live = self._live()
             self.sets.hold(live.name(text), live.ask(text))
             for name in live.drop_oldest():
@@ -215,12 +223,25 @@ class Pages:
         return self._page("serve_message.html", title, said=said)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Exclude other requests and the preparation from the block."""
-        with self._lock:
-            try:
-                yield
-            finally:
+    def _turn(self, *, long: bool = False, answers: bool = True) -> Iterator[None]:
+        """Exclude other calls from the block.
+
+        Calls with long computations let a limited number of later calls go first: a page beside clients that score
+        texts waits for one text, not for all that were sent before.
+        """
+        with self._free:
+            place = 2 * (next(self._count) + _OVERTAKING * long) + long  # no two calls have the same
+            heappush(self._waiting, place)
+            self._free.wait_for(lambda: not self._busy and self._waiting[0] == place)
+            heappop(self._waiting)
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._free:
+                self._busy = False
+                self._free.notify_all()
+            if answers:
                 self._answered = monotonic()
 
     def _live(self) -> LiveModel:
@@ -326,7 +347,7 @@ class Pages:
             has_recipe=live is not None,
             task=task,
             meaning=_MEANINGS.get(task, ""),
-            scatter=f"{scatter:.3g}",
+            scatter=[f"{end:+.3g}" for end in scatter],
             ends=ends if rows else [],
             permalink=_address("/", state | ({"tokens": "1"} if coloured else {})),
             colour=_address("/", state | {"tokens": "1"})
@@ -335,7 +356,7 @@ class Pages:
         )
 
     def _scored(
-        self, row: int, score: float, tokens: Mapping[int, Any], scatter: float, largest: float
+        self, row: int, score: float, tokens: Mapping[int, Any], scatter: tuple[float, float], largest: float
     ) -> dict[str, Any]:
         """Return what the page of a target shows of a train row."""
         what = f"train row {row}"
@@ -344,7 +365,7 @@ class Pages:
             "score": f"{score:+.3g}",
             "content": rendered(tokens[row], what) if row in tokens else self.renders.of_row(row, 0),
             "columns": self.sets.columns_of(row),
-            "stands_out": abs(score) > scatter,
+            "stands_out": not scatter[0] <= score <= scatter[1],
             "share": f"{100 * abs(score) / largest:.1f}" if largest else "0",
         }
 

@@ -150,13 +150,14 @@ def strongest(
     return TopRows(found.indices[0], found.scores[0])
 
 
-def scatter_of(scores: NDArray[np.float32]) -> float:
-    """Return the largest magnitude to expect of N scores that only scatter, as random numbers of their spread do.
+def scatter_of(scores: NDArray[np.float32]) -> tuple[float, float]:
+    """Return the smallest and the largest value to expect of N scores that only scatter, as normal numbers do.
 
-    The spread is that of the middle half of the scores, so that a few large ones do not raise it.
+    Median and quartiles give mean and spread, so that a few large scores do not widen the range.
     """
-    low, high = np.quantile(scores, [0.25, 0.75])
-    return float(high - low) / 1.349 * math.sqrt(2 * math.log(max(len(scores), 2)))
+    low, middle, high = np.quantile(scores, [0.25, 0.5, 0.75]).tolist()
+    reach = (high - low) / 1.349 * math.sqrt(2 * math.log(max(len(scores), 2)))
+    return middle - reach, middle + reach
 
 
 def _held(held: OrderedDict[Any, _Held], key: Any, make: Callable[[], _Held], *, most: int) -> _Held:
