@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import re
+import select
 import shutil
 import socket
 from collections.abc import Iterator
@@ -338,6 +339,19 @@ def test_slow_clients_are_disconnected_and_hold_nobody_up(ran: Path) -> None:
         assert opened.get("/").status == 200
         for raw in (nothing, half, body, reader, kept):
             raw.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a socket option of Linux")
+@pytest.mark.parametrize("count", [1, 3, 300])
+def test_a_reader_that_stalls_loses_its_connection(ran: Path, count: int) -> None:
+    """What fits into the buffers of the system is no longer the server's, which has closed the connection."""
+    with served(pages_in(ran, recipe=False), patience=1.0) as opened, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        reader.connect(("127.0.0.1", opened.port))
+        reader.sendall(b"GET /review HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n" * count)
+        gone = select.poll()
+        gone.register(reader, select.POLLERR)
+        assert gone.poll(20_000)  # reset by the server; without the option after minutes
 
 
 def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(ran: Path, tmp_path: Path) -> None:

@@ -193,6 +193,10 @@ class Pages:
         """
         row = _number(params, "row", None, 0, self.sets.num_rows - 1)
         chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
+        if chosen == "flip" and "label" not in self.sets.columns:
+            raise InvalidInputError(
+                "These train rows have no column label, so no label is wrong. Mark keep or drop."
+            )
         label = params.get("label", "").strip() if chosen == "flip" else ""
         with self._turn():
             self.marks.put(row, None if chosen == "clear" else Mark(chosen, label))
@@ -374,7 +378,7 @@ class Pages:
         said = ["No train row passes the filters."]
         for name, value in filters.items():
             column = self.sets.columns[name]
-            count, shown = int(column.matches(value).sum()), cut(value, _VALUE_LENGTH)
+            count, shown = int(self.sets.having(name, value).sum()), cut(value, _VALUE_LENGTH)
             if count:
                 said.append(f"{count:,} rows have {name} {shown!r}.")
                 continue

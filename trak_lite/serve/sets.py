@@ -19,6 +19,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMatrixMethod
+from trak_lite.report._template import visible
 from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
 from trak_lite.scoring.scores import Scores
 
@@ -132,8 +133,16 @@ class Sets:
         known_names(filters, list(self.columns), what="columns")
         mask = np.ones(self.num_rows, bool)
         for name, value in filters.items():
-            mask &= self.columns[name].matches(value)
+            mask &= self.having(name, value)
         return mask
+
+    def having(self, name: str, value: str) -> NDArray[np.bool_]:
+        """Return a mask of the train rows with a value in a column, as the column's text or as a page shows it."""
+        column, shown = self.columns[name], visible(value)
+        mask = column.matches(value)
+        return (
+            mask if mask.any() else column.matches(*(text for text in column.texts if visible(text) == shown))
+        )
 
     def columns_of(self, row: int) -> list[tuple[str, str]]:
         """Return the names and values of the columns of a row."""
