@@ -144,7 +144,7 @@ def test_the_colours_of_tokens_are_their_own_products_with_the_target(
     answer = client.get("/", **params, k=6, tokens=1)
 
     assert answer.status == 200, answer.text
-    items = re.findall(r'<li data-row="(\d+)">(.*?)</li>', answer.text, re.S)
+    items = re.findall(r'<li data-row="(\d+)"[^>]*>(.*?)</li>', answer.text, re.S)
     assert len(items) == 12
     for row, inside in items:
         spans = re.findall(r'<span[^>]* title="([^"]*)">([^<]*)</span>', inside)
@@ -385,6 +385,7 @@ def render_target(index):
     model.load_state_dict(weights)
     target = functions.call("target_data", {})[1]
 
+    @torch.no_grad()
     def log_p(ids: torch.Tensor) -> float:
         log_ps = model(ids[None])[0].double().log_softmax(-1)
         return sum(float(log_ps[place - 1, ids[place]]) for place in range(1, len(ids)))
