@@ -129,7 +129,7 @@ def _pages_with_model(
             # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
             method=None if isinstance(chosen, AbstractMatrixMethod) else method,
             salt=Manifest({"recipe": recipe.digest, "arguments": dict(arguments)}).digest(),
-            sample=recipe.bound("sample", arguments),
+            sample_of=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
             tokens=recipe.bound("tokens", arguments),
         )

@@ -301,7 +301,7 @@ class Pages:
             said = "This text was not scored yet. Score it to see its train rows."
             return self._page("serve_targets.html", "A text", **form, said=said, targets=[], pages=[])
         live.use(name)
-        output = live.output(live.sample(text), live.task)
+        output = live.output(live.sample(text), live.attributor.task)
         return self._answer(name, 0, params, rendered(text, "the text"), output, text)
 
     def _answer(

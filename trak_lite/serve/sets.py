@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, final
 
 import numpy as np
@@ -31,33 +32,25 @@ _Held = TypeVar("_Held")
 
 
 @final
+@dataclass(eq=False)
 class Sets:
     """The target sets of a store. Columns of scores that were read are held, the last ones in at most 256 MiB."""
 
-    def __init__(
-        self,
-        names: Callable[[], list[str]],
-        scores: Callable[[str], Scores],
-        columns: Mapping[str, Column],
-        num_rows: int,
-    ) -> None:
-        """Store the arguments.
-
-        Args:
-            names: Returns the names of the stored target sets.
-            scores: Returns the scores of one of them.
-            columns: Columns of the train data by name.
-            num_rows: N.
-        """
-        self.names = names
-        self.columns = columns
-        self.num_rows = num_rows
-        self._open = scores
-        self._kernels: dict[str, list[SegmentKernel]] = {}
-        """Shared by all scores, because factorising a kernel takes longer than all the rest."""
-        self._scores: OrderedDict[str, Scores] = OrderedDict()
-        self._read: OrderedDict[tuple[str, int], NDArray[np.float32]] = OrderedDict()
-        self._orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = OrderedDict()
+    names: Callable[[], list[str]]
+    """Returns the names of the stored target sets."""
+    opened: Callable[[str], Scores]
+    """Returns the scores of one of them."""
+    columns: Mapping[str, Column]
+    """Columns of the train data by name."""
+    num_rows: int
+    """N."""
+    _kernels: dict[str, list[SegmentKernel]] = field(init=False, default_factory=dict)
+    """Shared by all scores, because factorising a kernel takes longer than all the rest."""
+    _scores: OrderedDict[str, Scores] = field(init=False, default_factory=OrderedDict)
+    _read: OrderedDict[tuple[str, int], NDArray[np.float32]] = field(init=False, default_factory=OrderedDict)
+    _orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = field(
+        init=False, default_factory=OrderedDict
+    )
 
     def chosen(self, name: str) -> str:
         """Return the name of a stored set, the first one for an empty name.
@@ -73,7 +66,7 @@ class Sets:
 
     def scores(self, name: str) -> Scores:
         """Return the scores of a stored set."""
-        return _held(self._scores, name, lambda: self._sharing(self._open(name)), most=_MOST_HELD)
+        return _held(self._scores, name, lambda: self._sharing(self.opened(name)), most=_MOST_HELD)
 
     def held(self, name: str) -> Scores | None:
         """Return the scores of a set if they are held."""
