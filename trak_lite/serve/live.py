@@ -15,7 +15,7 @@ import torch
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import MODEL_FAILURES, BusyError, CheckpointError, InvalidInputError, StateError
+from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError, StoreError
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import Method
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -193,7 +193,7 @@ class LiveModel:
         """Remove scored texts from the store until ``most_asked`` of them are left; return the names of those removed.
 
         Those that this process has not shown are removed first, then those that it has shown the longest ago. A text
-        that another process is scoring remains.
+        that another process is scoring, or whose features are damaged, remains.
         """
         # A user may score targets under a name of their own that starts like these.
         names = [name for name in self._stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
@@ -203,8 +203,8 @@ class LiveModel:
         for name in oldest[: max(0, len(names) - self.most_asked)]:
             try:
                 self.attributor.drop_scores(name, features=True)
-            except BusyError as error:
-                logger.info("%s remains: %s", name, error)
+            except StoreError as error:  # another process scores it, or it is damaged
+                logger.warning("%s remains: %s", name, error)
                 continue
             self._used.pop(name, None)
             gone.append(name)

@@ -162,7 +162,7 @@ class Pages:
             values, order = self.sets.by_self_influence(name)
             passing = self.sets.passing(filters)
             order = order[self._shown(show, marks)[order] & passing[order]]
-            first = _first(params, len(order), _REVIEWED)
+            first, labels = _first(params, len(order), _REVIEWED), self.sets.columns.get("label")
             page = [int(row) for row in order[first : first + _REVIEWED]]
             state = {"set": name, "show": show, **_where(filters)}
             said = "" if passing.any() else f"{self._unmatched(filters)} "
@@ -178,10 +178,10 @@ class Pages:
                 choices=_SHOWN,
                 filters=self._filter_fields(filters),
                 rows=[self._reviewed(row, float(values[row]), marks.get(row)) for row in page],
-                has_labels="label" in self.sets.columns,
+                has_labels=labels is not None,
                 state={**state, "from": str(first)},
                 pages=_pages("/review", state, first, _REVIEWED, len(order)),
-                labels=self._labels(),
+                labels=labels.texts[:_LISTED_VALUES] if labels else [],
             )
 
     def mark(self, params: Params) -> str:
@@ -412,10 +412,6 @@ class Pages:
             )
             for name, column in self.sets.columns.items()
         ]
-
-    def _labels(self) -> list[str]:
-        column = self.sets.columns.get("label")
-        return [] if column is None else column.texts[:_LISTED_VALUES]
 
     def _target_content(self, name: str, target: int) -> Content | None:
         return None if self.task_of(name) is None else self.renders.of_target(target)

@@ -74,7 +74,6 @@ class _Impatient(H11Protocol):
         self._patience = patience
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Wait for the headers of the first request."""
         super().connection_made(transport)
         if hasattr(
             socket, "TCP_USER_TIMEOUT"
@@ -85,7 +84,6 @@ class _Impatient(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
         super().connection_lost(exc)
         _stop(self._sending)
         _stop(self._reading)
@@ -96,7 +94,6 @@ class _Impatient(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Wait for the headers of the next request."""
         super().on_response_complete()
         self._watch()
 
@@ -107,7 +104,6 @@ class _Impatient(H11Protocol):
         self._reading = self.loop.call_later(self._patience, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop waiting."""
         super().resume_writing()
         _stop(self._reading)
 
