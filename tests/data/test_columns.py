@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,18 @@ def test_a_column_numbers_its_labels(values: list[str], value: str) -> None:
     assert column.sizes.tolist() == [values.count(label) for label in sorted(set(values))]
     assert column.matches(value).tolist() == [one == value for one in values]
     assert [column.text_of(row) for row in range(len(values))] == values
+
+
+@given(st.lists(st.text(st.sampled_from("a\0b"), max_size=3), min_size=1))
+@pytest.mark.parametrize("kind", [str, str.encode])
+def test_labels_that_differ_in_nuls_stay_apart(kind: Callable[[str], Any], texts: list[str]) -> None:
+    values = [kind(text) for text in texts]
+    for data in (values, column_of({"name": values}, "name"), np.array(values, object)):
+        column = Column.of(data, len(values), "labels")
+        assert column.labels.tolist() == sorted(set(values))
+        assert column.values.tolist() == values
+        for value in values:
+            assert column.matches(value).tolist() == [one == value for one in values]
 
 
 @pytest.mark.parametrize(

@@ -484,6 +484,15 @@ def test_processes_that_store_other_columns_at_once_lose_none(monkeypatch: pytes
     assert sorted(stored_columns(store)) == ["a", "b"]
 
 
+def test_stored_labels_that_differ_in_nuls_stay_apart() -> None:
+    values = ["a\0", "a", "a\0\0"]
+    store = MemoryFeatureStore(Manifest({"dataset": {"num_rows": 3}}))
+    store_columns(store, {"a": Column.of(values, 3, "a")})
+    found = stored_columns(store)["a"]
+    assert found.values.tolist() == values
+    assert [found.matches(value).tolist() for value in values] == np.eye(3, dtype=bool).tolist()
+
+
 def test_dates_of_stored_columns_are_found_by_their_value(tmp_path: Path) -> None:
     days = [date(2024, 1, 1 + row % 3) for row in range(N)]
     columns = {"day": days, "time": np.array(days, "datetime64[ns]"), "object": np.array(days, object)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -240,6 +241,49 @@ def test_rows_are_marked_by_keys_and_the_marks_are_on_disk(page: Page, url: str,
         page.run(f"document.getElementById('keep-{row}').focus()")
         page.press("u")
         page.wait(f"document.getElementById('status').textContent.startsWith('Row {row}: no mark.')")
+    assert marks_in(ran) == {}
+
+
+@pytest.mark.parametrize("show", ["all", "unmarked"])
+def test_keys_go_on_after_a_mark_wherever_the_focus_is_in_the_row(
+    page: Page, url: str, ran: Path, tmp_path: Path, show: str
+) -> None:
+    """The focus is on the row's text, as Tab reaches it; rows with a mark leave the list of unmarked ones."""
+    shutil.copytree(ran, tmp_path / "copy")
+    recipe = tmp_path / "copy/recipe.py"
+    recipe.write_text(recipe.read_text() + "\n\ndef render(index):\n    return f'text {index}'\n")
+    with served(pages_in(tmp_path / "copy")) as opened:
+        page.open(f"http://127.0.0.1:{opened.port}/review?show={show}")
+        page.press("n")  # no row has the focus: the first one
+        rows = page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)")
+        assert page.run("document.activeElement.closest('tr').dataset.row") == rows[0]
+        page.run("document.querySelector('tr[data-row] .text').focus()")
+        for key, mark, row in (("k", "keep", rows[0]), ("d", "drop", rows[1]), ("f", "flip", rows[2])):
+            page.press(key)
+            page.wait(f"document.getElementById('status').textContent.startsWith('Row {row}: {mark}.')")
+            assert page.run("document.activeElement.textContent").startswith("text ")
+            after = row if show == "all" else rows[rows.index(row) + 1]
+            assert page.run("document.activeElement.closest('tr').dataset.row") == after
+            if show == "all":
+                page.press("n")
+                page.run("document.activeElement.closest('tr').querySelector('.text').focus()")
+        assert {row: one["mark"] for row, one in marks_in(tmp_path / "copy").items()} == dict(
+            zip(rows[:3], ("keep", "drop", "flip"), strict=True)
+        )
+
+
+def test_keys_that_are_faster_than_the_server_lose_no_mark(page: Page, url: str, ran: Path) -> None:
+    page.open(f"{url}/review")
+    rows = page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)")
+    for key in "nkndnk":
+        page.press(key)
+    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[2]}: keep.')")
+    assert page.run("document.activeElement.closest('tr').dataset.row") == rows[2]
+    pressed = page.run("[...document.querySelectorAll('[aria-pressed=true]')].map(e => e.id)")
+    assert pressed == [f"keep-{rows[0]}", f"drop-{rows[1]}", f"keep-{rows[2]}"]
+    for key in "upupu":
+        page.press(key)
+    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[0]}: no mark.')")
     assert marks_in(ran) == {}
 
 

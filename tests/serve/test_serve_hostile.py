@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
+import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
@@ -18,6 +22,7 @@ from report_cases import Parsed
 from serve_cases import HOSTILE, Client, finished_run, marks_in, pages_in, served
 
 from trak_lite.serve.guard import MOST_BYTES
+from trak_lite.serve.marks import Mark
 
 FORM = "application/x-www-form-urlencoded"
 
@@ -94,24 +99,94 @@ def test_tricks_with_paths_lead_nowhere(client: Client, path: str) -> None:
     assert "root:" not in answer.text
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "target=-1",
-        "target=1e3",
-        "target=" + "9" * 5000,
-        "target=0&k=0",
-        "target=0&k=51",
-        "target=%D9%A3",
-        "from=-1",
-        "target=6",
-        "text=" + "x" * 9000,
-    ],
-)
-def test_wrong_parameters_get_400_and_a_page(client: Client, query: str) -> None:
-    answer = client.get(f"/?{query}")
-    assert answer.status == 400
-    assert Parsed(answer.text).all("p", id="status")
+HUGE = "9" * 5000
+NO_NUMBERS = [
+    HUGE,
+    f"-{HUGE}",
+    "-1",
+    "-0",
+    "1e3",
+    "\u0663",
+    "\0",
+    "1\0",
+    " 1",
+    "1_0",
+    "0x1",
+    "nan",
+    "\ud7ff",
+    "<b>",
+]
+NO_NAMES = [HUGE, "-1", "\u0663", "\0", "held-out\0", "..", "<b>"]
+WRONG = {
+    "/?": {
+        "target": [*NO_NUMBERS, "6"],
+        "from": NO_NUMBERS,
+        "set": NO_NAMES,
+        "text": ["x" * 9000, " "],
+    },
+    "/?target=0&": {"k": [*NO_NUMBERS, "0", "51"], "where-\0": ["x"], "where-": ["x"], "where-no": ["1"]},
+    "/review?": {
+        "done": [*NO_NUMBERS, "40"],
+        "from": NO_NUMBERS,
+        "set": NO_NAMES,
+        "show": NO_NAMES,
+        "where-no": ["1"],
+    },
+}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in WRONG.items() for name in names])
+def test_wrong_parameters_get_400_or_404_and_a_sentence(client: Client, path: str, name: str) -> None:
+    values = WRONG[path][name]
+    queries = [*(urlencode({name: value}) for value in values), urlencode([(name, "0"), (name, "0")])]
+    for query in queries:
+        answer = client.get(f"{path}{query}")
+        assert answer.status in (400, 404), query[:80]
+        assert re.search('id="status"[^>]*>[^<]{20,}', answer.text), query[:80]
+
+
+@pytest.mark.parametrize("name", ["row", "mark", "label"])
+def test_wrong_fields_of_a_mark_get_400_or_404_and_change_nothing(
+    client: Client, ran: Path, token: str, name: str
+) -> None:
+    right = {"token": token, "row": "1", "mark": "flip", "label": "2"}
+    wrong = {"row": [*NO_NUMBERS, "40", ""], "mark": [*NO_NAMES, ""], "label": ["x" * 201]}[name]
+    bodies = [urlencode({**right, name: value}) for value in wrong]
+    bodies.append(urlencode([*right.items(), (name, "3")]))
+    if name != "label":
+        bodies.append(urlencode({key: value for key, value in right.items() if key != name}))
+    for body in bodies:
+        answer = client.request("POST", "/mark", body.encode(), {"Content-Type": FORM})
+        assert answer.status in (400, 404), body[:99]
+    assert marks_in(ran) == {}
+
+
+def test_values_that_match_nothing_are_no_failure(client: Client) -> None:
+    for value in [*NO_NUMBERS, f"0.{HUGE}", "1e999", "-inf", "\ufffe"]:
+        for path in ("/?target=0&", "/review?"):
+            assert client.get(f"{path}{urlencode({'where-label': value})}").status == 200, value[:20]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "rows"])
+def test_marks_that_cannot_be_read_are_said_and_block_no_page(ran: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(ran / "run.zarr", tmp_path / "run.zarr")
+    path = tmp_path / "run.marks.json"
+    pages = pages_in(tmp_path, recipe=False)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/etc/passwd")
+    else:
+        pages.marks.put(1, Mark("keep"))
+        path.write_text(path.read_text().replace('"1"', '"1000000000"'))
+    with served(pages) as opened:
+        token = re.search('name="token" value="([^"]+)"', opened.get("/?target=0").text or "")
+        assert token is None  # no form
+        fields = {"token": pages.token, "row": "2", "mark": "keep"}
+        for answer in (opened.get("/review"), opened.get("/marks.csv"), opened.post("/mark", fields)):
+            assert answer.status == 500
+            assert "run.marks.json" in answer.text
+        assert opened.get("/?target=0").status == 200
 
 
 @pytest.mark.parametrize(
@@ -264,6 +339,30 @@ def test_slow_clients_are_disconnected_and_hold_nobody_up(ran: Path) -> None:
         assert opened.get("/").status == 200
         for raw in (nothing, half, body, reader, kept):
             raw.close()
+
+
+def connections_of(port: int) -> list[str]:
+    """Return the connections of a port that the system holds for the server, in /proc/net/tcp: without the listener."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [line[3] for line in lines if line[1].endswith(f":{port:04X}") and line[3] != "0A"]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a socket option of Linux")
+def test_a_reader_that_stalls_loses_its_connection(ran: Path) -> None:
+    """What fits into the buffers of the system is no longer the server's, which closes the connection in vain."""
+    with served(pages_in(ran, recipe=False), patience=1.0) as opened:
+        readers = [socket.socket() for _ in range(3)]
+        for reader, count in zip(readers, (1, 3, 300), strict=True):
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            reader.connect(("127.0.0.1", opened.port))
+            reader.sendall(b"GET /review HTTP/1.1\r\nHost: localhost\r\n\r\n" * count)
+        assert len(connections_of(opened.port)) == 3
+        until = time.monotonic() + 60  # without a limit the system tries for minutes
+        while connections_of(opened.port) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert connections_of(opened.port) == []
+        for reader in readers:
+            reader.close()
 
 
 def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(ran: Path, tmp_path: Path) -> None:

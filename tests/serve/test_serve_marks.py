@@ -31,7 +31,7 @@ class Killed(BaseException):
 
 
 def test_marks_are_read_back_in_the_order_of_rows_and_can_be_removed(tmp_path: Path) -> None:
-    file = MarksFile(tmp_path / "run.marks.json", DATASET)
+    file = MarksFile(tmp_path / "run.marks.json", DATASET, 60)
     assert file.read() == {}
     file.put(7, Mark("drop"))
     file.put(2, Mark("flip", "é\n<b>"))
@@ -39,7 +39,7 @@ def test_marks_are_read_back_in_the_order_of_rows_and_can_be_removed(tmp_path: P
     file.put(5, Mark("keep"))
     file.put(5, None)
 
-    again = MarksFile(tmp_path / "run.marks.json", DATASET)
+    again = MarksFile(tmp_path / "run.marks.json", DATASET, 60)
     assert list(again.read().items()) == [(2, Mark("flip", "é\n<b>")), (7, Mark("keep"))]
     assert os.listdir(tmp_path) == ["run.marks.json"]
 
@@ -65,7 +65,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_marks(
     path = tmp_path / "run.marks.json"
     old = {} if first else {1: Mark("keep")}
     if not first:
-        MarksFile(path, DATASET).put(1, Mark("keep"))
+        MarksFile(path, DATASET, 60).put(1, Mark("keep"))
     place = {"os": os, "json": json}.get(step.partition(".")[0], module)
     name = step.rpartition(".")[2]
     real = getattr(place, name)
@@ -78,9 +78,9 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_marks(
     with monkeypatch.context() as patched:
         patched.setattr(place, name, dies)
         with pytest.raises(Killed):
-            MarksFile(path, DATASET).put(2, Mark("drop"))
+            MarksFile(path, DATASET, 60).put(2, Mark("drop"))
 
-    file = MarksFile(path, DATASET)
+    file = MarksFile(path, DATASET, 60)
     assert file.read() in (old, {**old, 2: Mark("drop")})
     file.put(3, Mark("keep"))  # what the kill left behind is in nobody's way
     assert file.read()[3] == Mark("keep")
@@ -90,7 +90,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_marks(
 def test_a_write_that_fails_leaves_the_old_marks_and_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = MarksFile(tmp_path / "run.marks.json", DATASET)
+    file = MarksFile(tmp_path / "run.marks.json", DATASET, 60)
     file.put(1, Mark("keep"))
 
     def full(fd: int, data: bytes, offset: int) -> None:
@@ -104,7 +104,7 @@ def test_a_write_that_fails_leaves_the_old_marks_and_names_the_file(
 
 def test_several_writers_lose_no_mark(tmp_path: Path) -> None:
     def put_all(start: int) -> None:
-        file = MarksFile(tmp_path / "run.marks.json", DATASET)
+        file = MarksFile(tmp_path / "run.marks.json", DATASET, 60)
         for row in range(start, 60, 3):
             file.put(row, Mark("keep"))
 
@@ -113,21 +113,21 @@ def test_several_writers_lose_no_mark(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert list(MarksFile(tmp_path / "run.marks.json", DATASET).read()) == list(range(60))
+    assert list(MarksFile(tmp_path / "run.marks.json", DATASET, 60).read()) == list(range(60))
 
 
 def test_marks_of_other_data_and_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.marks.json"
-    MarksFile(path, {"num_rows": 8}).put(1, Mark("keep"))
+    MarksFile(path, {"num_rows": 8}, 60).put(1, Mark("keep"))
     before = path.read_bytes()
     with pytest.raises(ManifestMismatchError, match="marks of other train data"):
-        MarksFile(path, DATASET).put(1, Mark("drop"))
+        MarksFile(path, DATASET, 60).put(1, Mark("drop"))
     assert path.read_bytes() == before
 
     for content in ("{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}}}', "[" * 10_000):
         path.write_text(content)
         with pytest.raises(CorruptStoreError, match="does not hold marks"):
-            MarksFile(path, DATASET).put(1, Mark("drop"))
+            MarksFile(path, DATASET, 60).put(1, Mark("drop"))
         assert path.read_text() == content
 
 
@@ -151,5 +151,61 @@ def test_the_csv_reads_back_and_holds_no_formula() -> None:
         ["3", "drop", 'a "b", c\nd', ""],
     ]
     assert relabelling({0: Mark("keep")}, None) == "row,mark,label,new_label\r\n0,keep,,\r\n"
-    with pytest.raises(StoreError, match="after the last of 4"):
-        relabelling({4: Mark("keep")}, labels)
+    relabelling({0: Mark("flip", "\ud800")}, None).encode()  # a lone surrogate, which a file may hold
+
+
+@pytest.mark.parametrize(
+    "row", ["-1", "60", "1000000000", "9" * 5000, "01", " 1", "1_0", "\u0663", "", "1.0"]
+)
+def test_marks_of_rows_that_do_not_exist_are_refused(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.marks.json"
+    MarksFile(path, DATASET, 60).put(59, Mark("keep"))
+    path.write_text(path.read_text().replace('"59"', json.dumps(row)))
+    with pytest.raises(CorruptStoreError, match="does not hold marks of train rows"):
+        MarksFile(path, DATASET, 60).read()
+
+
+def test_a_row_that_does_not_exist_gets_no_mark(tmp_path: Path) -> None:
+    for row in (-1, 60):
+        with pytest.raises(InvalidInputError, match="no train row"):
+            MarksFile(tmp_path / "run.marks.json", DATASET, 60).put(row, Mark("keep"))
+    assert os.listdir(tmp_path) == []
+
+
+FOREIGN = {
+    "link": lambda path, other: path.symlink_to(other),
+    "dangling link": lambda path, other: path.symlink_to(other.with_name("missing")),
+    "pipe": lambda path, other: os.mkfifo(path),
+    "folder": lambda path, other: path.mkdir(),
+    "device": lambda path, other: path.symlink_to("/dev/zero"),
+    "large": lambda path, other: (path.touch(), os.truncate(path, 1 << 40)),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_links_pipes_and_folders_in_place_of_the_marks_are_refused(kind: str, tmp_path: Path) -> None:
+    """Nothing is followed, waited for, created or changed."""
+    path, other = tmp_path / "run.marks.json", tmp_path / "other"
+    MarksFile(other, DATASET, 60).put(1, Mark("keep"))
+    before = other.read_bytes()
+    FOREIGN[kind](path, other)
+    for call in (
+        MarksFile(path, DATASET, 60).read,
+        lambda: MarksFile(path, DATASET, 60).put(2, Mark("drop")),
+    ):
+        with pytest.raises(StoreError, match=r"run\.marks\.json"):
+            call()
+    assert (sorted(os.listdir(tmp_path)), other.read_bytes()) == (["other", "run.marks.json"], before)
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_what_is_in_place_of_the_unfinished_file_is_removed_and_not_written(
+    kind: str, tmp_path: Path
+) -> None:
+    unfinished, other = tmp_path / ".run.marks.json.new", tmp_path / "other"
+    other.write_text("mine")
+    {"hard link": lambda path, other: os.link(other, path), **FOREIGN}[kind](unfinished, other)
+    file = MarksFile(tmp_path / "run.marks.json", DATASET, 60)
+    file.put(2, Mark("drop"))
+    assert file.read() == {2: Mark("drop")}
+    assert (sorted(os.listdir(tmp_path)), other.read_text()) == (["other", "run.marks.json"], "mine")

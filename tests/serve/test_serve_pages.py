@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 import pytest
@@ -82,8 +82,61 @@ def test_filters_leave_only_rows_with_the_chosen_values(
     order = rows[np.argsort(-scores[rows, 2], kind="stable")]
     assert rows_of(page)[: len(rows)] == order.tolist()
     assert f"of {len(rows)} train rows" in page.text
-    assert parsed(client.get("/", target=2, **{"where-label": "7"})).text.count("0 most helpful") == 1
     assert client.get("/", target=2, **{"where-colour": "1"}).status == 404
+
+
+@pytest.mark.parametrize("path", ["/?target=2", "/review?"])
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"where-label": "7"}, ["No row has label '7'. Values of label: 0, 1."]),
+        ({"where-source": "=1+2"}, ["No row has source '=1+2'. Values of source: =1+1, "]),
+        (
+            {"where-label": "1", "where-source": "x" * 5000},
+            ["rows have label '1'. No row has source", "(5,000 characters in all)"],
+        ),
+        ({"where-label": "9" * 5000}, ["Values of label: 0, 1."]),
+    ],
+)
+def test_a_filter_without_a_match_shows_the_values_and_stays_in_the_form(
+    client: Client, path: str, filters: dict[str, str], expected: list[str]
+) -> None:
+    page = parsed(client.get(f"{path}&{urlencode(filters)}"))
+    assert "No train row passes the filters." in page.text
+    assert all(one in page.text for one in expected)
+    assert "Most helpful" not in page.text
+    for name, value in filters.items():
+        options = {str(one.get("value")) for one in page.all("option") if "selected" in one}
+        assert value in options, name
+
+
+def test_the_page_says_what_scores_and_f_mean_and_which_rows_stand_out(
+    client: Client, plain: Client, scores: np.ndarray
+) -> None:
+    column = scores[:, 4].astype(np.float64)
+    low, median, high = np.percentile(column, [25, 50, 75])
+    limit = (high - low) / 1.349 * np.sqrt(2 * np.log(40))
+    page = parsed(client.get("/", target=4, k=20))
+    (text,) = [part for part in page.text.split("\n") if "estimates how much" in part]
+    assert "image_classification for the target: the log-odds of the right label" in text
+    assert f"from {median - limit:+.3g} to {median + limit:+.3g} are within the scatter" in text
+    faint = {int(row["data-row"]) for row in page.all("li", class_="faint")}
+    assert faint == set(np.flatnonzero(abs(column - median) <= limit).tolist()) & set(rows_of(page))
+    assert 0 < len(faint) < 40
+    assert page.text.count("within the scatter") == 1 + len([row for row in rows_of(page) if row in faint])
+    bars = [float(bar["width"]) for bar in page.all("rect")]
+    largest = abs(column[rows_of(page)]).max()
+    np.testing.assert_allclose(bars, 100 * abs(column[rows_of(page)]) / largest, atol=0.06)
+    assert "estimates how much" in parsed(plain.get("/", target=3)).text
+
+
+def test_a_page_after_the_last_one_is_the_last_one(client: Client) -> None:
+    assert rows_in(parsed(client.get("/review?from=1000"))) == rows_in(parsed(client.get("/review?from=25")))
+    assert "Show target 5" in parsed(client.get("/?from=24")).text
+
+
+def rows_in(page: Parsed) -> list[str]:
+    return [str(row["data-row"]) for row in page.all("tr") if "data-row" in row]
 
 
 def test_stored_columns_are_filters_without_a_recipe(plain: Client, scores: np.ndarray, ran: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore, Thread
 
 import numpy as np
 import pytest
@@ -23,10 +25,11 @@ from trak_lite.cli.configs import read_config
 from trak_lite.cli.recipes import SECTION, load_recipe
 from trak_lite.cli.records import RunRecord, last_record
 from trak_lite.cli.serving import pages_of, serve
+from trak_lite.errors import InvalidInputError
 from trak_lite.run.tables import featurized_names
 from trak_lite.serve.live import ASKED
 from trak_lite.serve.pages import Pages
-from trak_lite.store import open_store
+from trak_lite.store import check_store, open_store
 
 RECIPE = """
 import torch
@@ -141,7 +144,7 @@ def test_the_colours_of_tokens_are_their_own_products_with_the_target(
     answer = client.get("/", **params, k=6, tokens=1)
 
     assert answer.status == 200, answer.text
-    items = re.findall(r'<li data-row="(\d+)">(.*?)</li>', answer.text, re.S)
+    items = re.findall(r'<li data-row="(\d+)"[^>]*>(.*?)</li>', answer.text, re.S)
     assert len(items) == 12
     for row, inside in items:
         spans = re.findall(r'<span[^>]* title="([^"]*)">([^<]*)</span>', inside)
@@ -259,6 +262,8 @@ def test_only_the_newest_texts_stay_in_the_store(ran: Path, tmp_path: Path) -> N
     again = pages_for(folder, 1)
     again.ask({"text": texts[4]})
     assert asked_names(folder) == [name(texts[4])]
+    assert [path.name for path in (folder / "run.zarr/targets").glob(f"{ASKED}*")] == [name(texts[4])]
+    assert check_store(str(folder / "run.zarr")).ok
     with open_store(str(folder / "run.zarr")) as store:
         assert "held-out" in featurized_names(store)
         assert not [
@@ -341,9 +346,105 @@ def test_texts_are_prepared_beside_targets_of_another_task(
 
     monkeypatch.setattr("trak_lite.gradient_computers.hooks.computer.make_plan", refuse)
     pages.ask({"text": "1 2 3 4 5 6"})
-    assert "or were scored with another task" in pages.start({"target": "1"})
     monkeypatch.setattr("trak_lite.scoring.scores.Scores.self_influence", refuse)
     assert "self-influence" in pages.review({})
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_targets_of_another_task_are_shown_with_their_own_output(tmp_path: Path, known: bool) -> None:
+    """f is the difference of the log-probabilities of two answers, by a plain loop."""
+    recipe = RECIPE.replace(
+        "def forward(self, ids):",
+        "def forward(self, ids=None, input_ids=None):\n        ids = ids if input_ids is None else input_ids",
+    ).replace(
+        "    return data(3, 1)",
+        """    ids = data(3, 1).tensors[0]
+    names = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+    return [dict(zip(names, (row, row, (row + 1) % 7, (row + 1) % 7))) for row in ids]
+
+
+def render_target(index):
+    return f"question {index}"
+""",
+    )
+    config = f"{CONFIG}  task: answer_difference\n"
+    assert cli.main(["run", write_case(tmp_path, recipe=recipe, config=config)]) == 0
+    if not known:  # other targets than those of the set
+        (tmp_path / "recipe.py").write_text(recipe.replace("data(3, 1)", "data(3, 2)"))
+    pages = pages_in(tmp_path)
+
+    for page in (pages.start({}), pages.start({"target": "1"})):
+        assert ("question 1" in page) is known
+    page = pages.start({"target": "1", "tokens": "1"})
+    if not known:
+        assert "These targets are not those of the recipe" in page
+        return
+    functions = load_recipe(tmp_path / "recipe.py")
+    *_, weights = functions.functions["train"](None, 0)
+    model = functions.call("build_model", {})
+    model.load_state_dict(weights)
+    target = functions.call("target_data", {})[1]
+
+    @torch.no_grad()
+    def log_p(ids: torch.Tensor) -> float:
+        log_ps = model(ids[None])[0].double().log_softmax(-1)
+        return sum(float(log_ps[place - 1, ids[place]]) for place in range(1, len(ids)))
+
+    expected = log_p(target["chosen_input_ids"]) - log_p(target["rejected_input_ids"])
+    assert float(re.search(r"f = ([-+\d.e]+), checkpoint", page)[1]) == pytest.approx(expected, rel=1e-3)
+    assert "the task answer_difference" in page
+    assert "the task causal_language_modeling" in shown_of_text(pages)
+
+
+def shown_of_text(pages: Pages) -> str:
+    pages.ask({"text": "1 2 3 4 5 6"})
+    return pages.start({"text": "1 2 3 4 5 6"})
+
+
+def test_rows_without_labels_are_not_flipped(client: Client) -> None:
+    page = client.get("/review").text
+    assert not re.search("flip (row|,)|new label|<datalist", page)
+    assert page.count('value="drop"') == len(INDICES)
+    token = re.search('name="token" value="([^"]+)"', page)[1]
+    answer = client.post("/mark", {"token": token, "row": 1, "mark": "flip"})
+    assert answer.status == 400
+    assert "no column label" in answer.text
+
+
+def test_pages_go_before_texts_that_wait(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a page and of texts that wait for the text under way, the page is next, although it came last."""
+    shutil.copytree(ran, tmp_path / "copy")
+    pages = pages_in(tmp_path / "copy")
+    pages.start({"target": "1"})
+    begun, waits, go, order = Event(), Semaphore(0), Event(), []
+    push = heapq.heappush
+    monkeypatch.setattr("trak_lite.serve.pages.heappush", lambda *given: (push(*given), waits.release()))
+
+    def ask(_: object, text: str) -> None:
+        if text == "first":
+            begun.set()
+            go.wait(60)
+        order.append(text)
+        raise InvalidInputError("done")
+
+    def call(make: object, params: dict[str, str]) -> None:
+        with suppress(InvalidInputError):
+            make(params)
+            order.append("page")
+
+    monkeypatch.setattr(type(pages.live), "ask", ask)
+    calls = [(pages.ask, {"text": text}) for text in ("first", "second", "third")]
+    calls.append((pages.start, {"target": "1"}))
+    threads = []
+    for one in calls:
+        threads.append(Thread(target=call, args=one))
+        threads[-1].start()
+        assert waits.acquire(timeout=60)
+        assert begun.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "page", "second", "third"]
 
 
 def test_the_preparation_ends_with_a_server_that_fails(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:

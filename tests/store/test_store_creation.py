@@ -174,3 +174,31 @@ def test_a_store_that_another_creates_between_two_looks_is_opened(path, monkeypa
     monkeypatch.setattr(zarr_store, "read_attributes", late)
 
     assert ZarrFeatureStore.create(path, MANIFEST).manifest == MANIFEST
+
+
+def test_a_group_goes_with_its_last_table_unless_one_is_made_in_it(path, monkeypatch):
+    """The group is removed between the look for it and the creation of a table in it, and the other way round."""
+    store, other = (ZarrFeatureStore.create(path, MANIFEST) for _ in range(2))
+    store.create_table("targets/a/x", SPEC)
+    store.create_table("targets/b/x", SPEC)
+    store.drop_table("targets/b/x")
+    assert sorted(os.listdir(f"{path}/targets")) == ["a", "zarr.json"]
+
+    def before(name, end, call):
+        real = getattr(os, name)
+
+        def patched(*arguments, **named):
+            if str(arguments[-1]).endswith(end):
+                monkeypatch.setattr(os, name, real)
+                call()
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(os, name, patched)
+
+    before("rename", "targets/a/y", lambda: store.drop_table("targets/a/x"))
+    other.create_table("targets/a/y", SPEC)
+    assert store.table_names() == ["targets/a/y"]
+    before("rmdir", "targets/a", lambda: other.create_table("targets/a/z", SPEC))
+    store.drop_table("targets/a/y")
+    assert store.table_names() == ["targets/a/z"]
+    assert list(zarr.open_group(f"{path}/targets/a", mode="r").group_keys()) == ["z"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
@@ -14,8 +15,9 @@ from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.columns import Column
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, UnknownTaskError
 from trak_lite.methods import AbstractMatrixMethod, as_method
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
@@ -82,7 +84,10 @@ def pages_of(config: RunConfig) -> Pages:
     title = PurePosixPath(str(place)).name
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
-    marks = MarksFile(beside(config, ".marks.json", "marks.json"), manifest.fingerprint.get("dataset", {}))
+    num_rows = num_train_rows(manifest)
+    file = beside(config, ".marks.json", "marks.json")
+    marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
+    task = str(manifest.fingerprint.get("task", {}).get("name", ""))
     method = config.values["score"]["method"]
     if config.recipe is None:
         device = resolve_device(config.values["device"])
@@ -93,9 +98,11 @@ def pages_of(config: RunConfig) -> Pages:
         def scores(name: str) -> Scores:
             return stored_scores(workspace, settings, name, chosen)
 
-        sets = Sets(lambda: _names(config), scores, columns, num_train_rows(manifest))
-        return Pages(title, sets, marks, Renders())
-    return _pages_with_model(config, config.recipe, title, marks, columns)
+        sets = Sets(lambda: _names(config), scores, columns, num_rows)
+        return Pages(title, sets, marks, Renders(), task=task)
+    pages = _pages_with_model(config, config.recipe, title, marks, columns)
+    pages.task = task
+    return pages
 
 
 def _pages_with_model(
@@ -122,7 +129,7 @@ def _pages_with_model(
             # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
             method=None if isinstance(chosen, AbstractMatrixMethod) else method,
             salt=Manifest({"recipe": recipe.digest, "arguments": dict(arguments)}).digest(),
-            sample=recipe.bound("sample", arguments),
+            sample_of=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
             tokens=recipe.bound("tokens", arguments),
         )
@@ -136,15 +143,24 @@ def _pages_with_model(
         of_rows(recipe.bound("render", arguments), train.indices),
         of_rows(recipe.bound("render_target", arguments), targets.indices),
     )
-    targets_of = Manifest(live.target_identity).digest()
 
-    def has_targets(name: str) -> bool:
-        path = score_path(name, attributor.method, attributor.method)
+    @cache
+    def task_of(name: str) -> AbstractModelOutput | None:
+        """Return the task of a set if its targets are those of the recipe."""
+        asked = sets.scores(name).settings.get("task")
         with open_store(place) as store:
-            stored = store.open_table(path).spec.fingerprint.get("targets", {})
-        return Manifest({key: stored.get(key) for key in live.target_identity}).digest() == targets_of
+            table = store.open_table(score_path(name, attributor.method, attributor.method))
+            stored = table.spec.fingerprint.get("targets", {})
+        # A function, or a task with settings of its own, is known only if it is that of the config.
+        for task in {values["score"]["task"], asked}:
+            with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
+                run = attributor.scores(name, method=method, task=task).run
+                found = run.target_identity(run.targets(targets))
+                if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
+                    return run.target_task
+        return None
 
-    return Pages(title, sets, marks, renders, live, has_targets)
+    return Pages(title, sets, marks, renders, live, task_of)
 
 
 def _names(config: RunConfig) -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "columns_of",
     "label_text",
     "require_columns",
+    "short_texts",
     "size_of_texts",
     "wanted_rows",
     "weights_of",
@@ -70,7 +71,7 @@ class Column:
                 f"The labels in {what} are of several types, which cannot be sorted ({error}). Use one type, such as "
                 "strings, without None."
             ) from error
-        return cls(_short_texts(distinct), places.astype(np.int64))
+        return cls(short_texts(distinct), places.astype(np.int64))
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -155,7 +156,8 @@ def column_of(data: Any, name: str) -> ArrayLike:
             "datasets.Dataset, a pandas frame or a mapping of arrays, or the labels themselves as groups."
         )
     known_names([name], [str(one) for one in names], what="columns")
-    return np.asarray(data[name])
+    values: ArrayLike = data[name]
+    return values
 
 
 def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.bool_]:
@@ -244,7 +246,9 @@ def _names(data: Any) -> Iterable[Any] | None:
 
 
 def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
-    """Return values as an array. Texts of a list stay objects: an array of texts has the size of the longest for each.
+    """Return values as an array. Texts and bytes of a list stay objects.
+
+    In an array of texts each has the size of the longest, and NULs at its end are lost.
 
     Raises:
         InvalidInputError: If they are lists of several lengths.
@@ -252,7 +256,7 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
     given: Any = values
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
         given = list(values)
-    has_texts = isinstance(given, list) and any(isinstance(value, str) for value in given)
+    has_texts = isinstance(given, list) and any(isinstance(value, str | bytes) for value in given)
     try:
         return np.asarray(given, object if has_texts else None)
     except ValueError as error:
@@ -262,9 +266,12 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
         ) from error
 
 
-def _short_texts(labels: NDArray[Any]) -> NDArray[Any]:
-    """Return objects that are texts as an array of texts, unless it would be large; other labels as they are."""
-    if labels.dtype != object or not all(isinstance(label, str) for label in labels):
+def short_texts(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return objects that are texts as an array of texts, unless it would be large; other labels as they are.
+
+    Texts that end with NUL stay objects: NumPy drops it from an array of texts, where two labels would become one.
+    """
+    if labels.dtype != object or any(not isinstance(label, str) or label[-1:] == "\0" for label in labels):
         return labels
     return labels.astype(np.str_) if size_of_texts(labels) <= MOST_TEXT_BYTES else labels
 

@@ -18,7 +18,7 @@ from trak_lite.report.content import LEVELS
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["environment", "fragment", "write_page"]
+__all__ = ["environment", "fragment", "visible", "write_page"]
 
 _FILES: Final = {
     "style": "style.css",
@@ -49,7 +49,7 @@ def environment() -> Environment:
     made = Environment(
         loader=PackageLoader("trak_lite.report"),
         autoescape=True,
-        finalize=_visible,
+        finalize=visible,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -92,7 +92,7 @@ def write_page(path: str | PathLike[str], template: str, **values: Any) -> Path:
     return out
 
 
-def _visible(value: Any) -> Any:
+def visible(value: Any) -> Any:
     """Return a value of a template; in text, line ends become newlines and control characters visible."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trak_lite._validate import parse_json
-from trak_lite.data.columns import MOST_TEXT_BYTES, Column, label_text, size_of_texts
+from trak_lite.data.columns import MOST_TEXT_BYTES, Column, label_text, short_texts, size_of_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.run.tables import COLUMNS, column_path, num_train_rows
 from trak_lite.store import AbstractFeatureStore, Manifest
@@ -102,7 +102,7 @@ def _column(arrays: Mapping[str, NDArray[Any]], num_rows: int) -> Column:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError("labels that are not text")
         _check_size(texts)
-        labels = np.array(texts, np.str_)
+        labels = short_texts(np.array(texts, object))
     elif labels.dtype not in _NUMBERS.values():
         raise ValueError(f"labels of type {labels.dtype}")
     right = labels.ndim == 1 and places.dtype == np.uint32 and places.shape == (num_rows,)
@@ -132,7 +132,8 @@ def _content(name: str, column: Column) -> NDArray[np.uint8]:
 
 def _are_equal(known: Column, given: Column) -> bool:
     """Return whether a stored column has the values of a given one, so that nothing has to be written."""
-    labels = np.asarray(_plain(given.labels))
+    plain = _plain(given.labels)
+    labels = short_texts(np.array(plain, object)) if isinstance(plain, list) else plain
     kind = labels.dtype.kind
     same = known.labels.dtype.kind == kind and np.array_equal(known.labels, labels, equal_nan=kind == "f")
     return same and np.array_equal(known.places, given.places)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from trak_lite.errors import TrakLiteError
+from trak_lite.errors import InvalidInputError, TrakLiteError
 from trak_lite.serve.guard import PATIENCE, Guard
 from trak_lite.serve.pages import Pages, Params, policy
 
@@ -63,9 +63,19 @@ def _page(make: Callable[[Params], str]) -> Handler:
     """Return the handler of a page that only reads."""
 
     async def answer(request: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(make, dict(request.query_params)))
+        return HTMLResponse(await run_in_threadpool(make, _params(request.query_params.multi_items())))
 
     return answer
+
+
+def _params(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Return parameters by name; raise :class:`InvalidInputError` if one is given twice."""
+    params: dict[str, str] = {}
+    for name, value in pairs:
+        if name in params:
+            raise InvalidInputError(f"The parameter {name!r:.40} is given more than once. Give it once.")
+        params[name] = value
+    return params
 
 
 def _table(pages: Pages) -> Handler:
@@ -84,9 +94,10 @@ def _post(pages: Pages, change: Callable[[Params], str]) -> Handler:
             return HTMLResponse(pages.message("415 Unsupported Media Type", f"Expected {_FORM}."), 415)
         try:
             text = (await request.body()).decode()
-            fields = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS))
+            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
         except ValueError:
             return HTMLResponse(pages.message("400 Bad Request", "The form cannot be read."), 400)
+        fields = _params(pairs)
         if not secrets.compare_digest(fields.pop("token", "").encode(), pages.token.encode()):
             said = "The form is not of this server, or of one that was restarted. Load the page again."
             return HTMLResponse(pages.message("403 Forbidden", said), 403)

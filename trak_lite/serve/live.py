@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
@@ -14,10 +15,10 @@ import torch
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import MODEL_FAILURES, BusyError, CheckpointError, InvalidInputError, StateError
+from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError, StoreError
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import Method
-from trak_lite.modelout_functions import ModelCall
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.checkpoints import (
     Checkpoint,
     CheckpointSource,
@@ -44,65 +45,54 @@ MOST_ASKED: Final = 100
 
 
 @final
+@dataclass(eq=False)
 class LiveModel:
-    """A model with the weights of its last checkpoint, its data, and functions of a recipe."""
+    """A model with the weights of its last checkpoint, its data, and functions of a recipe.
 
-    def __init__(
-        self,
-        attributor: Attributor,
-        checkpoints: CheckpointSource,
-        train: Rows,
-        targets: Rows,
-        *,
-        store: AbstractFeatureStore,
-        method: Method | None = None,
-        salt: str = "",
-        sample: Callable[[str], Any] | None = None,
-        predict: Callable[[Any, Any], Any] | None = None,
-        tokens: Callable[[int], Sequence[str]] | None = None,
-    ) -> None:
-        """Load the last checkpoint and compare it and the train data with the store.
+    Raises:
+        ManifestMismatchError: If the train data are not those of the store.
+        CheckpointError: If the weights of the last checkpoint are not those of a checkpoint of the store.
+    """
 
-        Args:
-            attributor: Attributor of the store.
-            checkpoints: As in :meth:`~trak_lite.Attributor.score`.
-            train: The train rows.
-            targets: The stored targets of the recipe.
-            store: The open store, which is read here only.
-            method: The method of the scores of texts, with features of its targets; ``None`` is the attributor's.
-            salt: Digest of the recipe and its arguments; it is part of the name of a text that is scored.
-            sample: Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored.
-            predict: Returns the output of the model for a sample, as a render does; ``None`` shows f only.
-            tokens: Returns the texts of the tokens of a train row, one per label.
+    attributor: Attributor
+    """Attributor of the store."""
+    checkpoints: CheckpointSource
+    """As in :meth:`~trak_lite.Attributor.score`."""
+    train: Rows
+    """The train rows."""
+    targets: Rows
+    """The stored targets of the recipe."""
+    store: InitVar[AbstractFeatureStore]
+    method: Method | None = None
+    """The method of the scores of texts, with features of its targets; ``None`` is the attributor's."""
+    salt: str = ""
+    """Digest of the recipe and its arguments; it is part of the name of a text that is scored."""
+    sample_of: Callable[[str], Any] | None = None
+    """Returns the sample of a text, as the target data have them; ``None`` if texts cannot be scored."""
+    predict: Callable[[Any, Any], Any] | None = None
+    """Returns the output of the model for a sample, as a render does; ``None`` shows f only."""
+    tokens: Callable[[int], Sequence[str]] | None = None
+    """Returns the texts of the tokens of a train row, one per label."""
+    most_asked: int = field(init=False, default=MOST_ASKED)
+    """Number of scored texts that :meth:`drop_oldest` leaves in the store."""
+    checkpoint: str = field(init=False)
+    """Name of the last checkpoint."""
+    _identity: dict[str, Any] = field(init=False)
+    _used: dict[str, None] = field(init=False, default_factory=dict)
+    """Names of texts that this process has scored or shown, the last one last."""
+    _compared: bool = field(init=False, default=False)
+    """Whether train rows were computed again and compared with stored ones."""
 
-        Raises:
-            ManifestMismatchError: If the train data are not those of the store.
-            CheckpointError: If the weights of the last checkpoint are not those of a checkpoint of the store.
-        """
-        stored = store.manifest.fingerprint.get("dataset", {})
+    def __post_init__(self, store: AbstractFeatureStore) -> None:
+        """Load the last checkpoint and compare it and the train data with the store, which is read here only."""
+        self._identity = self.train.identity()
         compare_fingerprints(
-            {"train data": stored},
-            {"train data": train.identity()},
+            {"train data": store.manifest.fingerprint.get("dataset", {})},
+            {"train data": self._identity},
             where=str(store.path),
             remedy="Use the recipe, its arguments and the train rows that the store was made with.",
         )
-        self.can_ask, self.has_tokens = sample is not None, tokens is not None
-        self._attributor, self._checkpoints, self._train, self.targets = (
-            attributor,
-            checkpoints,
-            train,
-            targets,
-        )
-        self._identity = train.identity()
-        self._method = method
-        self._salt, self._sample, self._predict, self._tokens = salt, sample, predict, tokens
-        self.most_asked = MOST_ASKED
-        """Number of scored texts that :meth:`drop_oldest` leaves in the store."""
-        self._used: dict[str, None] = {}
-        """Names of texts that this process has scored or shown, the last one last."""
-        self._compared = False
-        """Whether train rows were computed again and compared with stored ones."""
-        self.target_identity = targets.identity()
+        self.can_ask, self.has_tokens = self.sample_of is not None, self.tokens is not None
         self.checkpoint = self._load_last(store)
 
     def _load_last(self, store: AbstractFeatureStore) -> str:
@@ -112,31 +102,29 @@ class LiveModel:
             raise StateError(
                 f"{store.path} has no train rows yet. Featurize them first: trak-lite run CONFIG."
             )
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             noted = noted_checkpoint(store.attributes(list(tables.values())[-1]).get("source"))
             last = noted or Checkpoint("current", None, None)
         else:
-            *_, last = iterate_checkpoints(self._checkpoints)
-        model = self._attributor.model
+            *_, last = iterate_checkpoints(self.checkpoints)
+        model = self.attributor.model
         load_into(model, last)
         if weights_digest(model) not in tables:
             raise CheckpointError(
                 f"The weights of checkpoint {last.name!r} are not those of a checkpoint of {store.path}. Pass "
                 "--checkpoints PATH with the checkpoints that it was made with, or serve without --recipe."
             )
-        model.to(self._attributor.device).eval()
+        model.to(self.attributor.device).eval()
         return last.name
 
-    def output(self, sample: Any) -> tuple[float, Content | None]:
+    def output(self, sample: Any, task: AbstractModelOutput) -> tuple[float, Content | None]:
         """Return f of a sample at the last checkpoint, and the output that the recipe returns for it."""
-        attributor = self._attributor
+        attributor = self.attributor
         (_, batch), *_ = Rows([sample], collate=self.targets.collate).batches([np.zeros(1, np.int64)])
         with torch.no_grad():
-            attributor.task.prepare(attributor.model)
-            terms = attributor.task.evaluate(
-                ModelCall(attributor.model), move_batch(batch, attributor.device)
-            )
-            shown = None if self._predict is None else self._predict(attributor.model, sample)
+            task.prepare(attributor.model)
+            terms = task.evaluate(ModelCall(attributor.model), move_batch(batch, attributor.device))
+            shown = None if self.predict is None else self.predict(attributor.model, sample)
         return float(terms.output[0]), None if shown is None else rendered(shown, "the output")
 
     def target(self, target: int) -> Any:
@@ -149,10 +137,10 @@ class LiveModel:
         Raises:
             InvalidInputError: If the recipe makes none.
         """
-        if self._sample is None:
+        if self.sample_of is None:
             raise InvalidInputError("The recipe defines no sample(text), so no text can be scored.")
         try:
-            return self._sample(text)
+            return self.sample_of(text)
         except MODEL_FAILURES as error:
             raise InvalidInputError(
                 f"sample(text) of the recipe made no sample of this text ({type(error).__name__}: {error})."
@@ -160,12 +148,12 @@ class LiveModel:
 
     def name(self, text: str) -> str:
         """Return the name of the target set of a text; another recipe gives another name."""
-        return ASKED + hashlib.sha256(f"{self._salt}\0{text}".encode()).hexdigest()[:32]
+        return ASKED + hashlib.sha256(f"{self.salt}\0{text}".encode()).hexdigest()[:32]
 
     def asked(self, text: str) -> Scores | None:
         """Return the scores ``(N, 1)`` of a text; ``None`` if it was not scored yet. Nothing is written."""
         try:
-            return self._attributor.scores(self.name(text), method=self._method, dense=False)
+            return self.attributor.scores(self.name(text), method=self.method, dense=False)
         except StateError:
             return None
 
@@ -180,8 +168,8 @@ class LiveModel:
         """
         rows = Rows([self.sample(text)], collate=self.targets.collate)
         name = self.name(text)
-        scores = self._attributor.score(
-            rows, name, method=self._method, dense=False, checkpoints=self._checkpoints
+        scores = self.attributor.score(
+            rows, name, method=self.method, dense=False, checkpoints=self.checkpoints
         )
         self._hold_computers(scores)
         self.use(name)
@@ -205,7 +193,7 @@ class LiveModel:
         """Remove scored texts from the store until ``most_asked`` of them are left; return the names of those removed.
 
         Those that this process has not shown are removed first, then those that it has shown the longest ago. A text
-        that another process is scoring remains.
+        that another process is scoring, or whose features are damaged, remains.
         """
         # A user may score targets under a name of their own that starts like these.
         names = [name for name in self._stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
@@ -214,9 +202,9 @@ class LiveModel:
         gone = []
         for name in oldest[: max(0, len(names) - self.most_asked)]:
             try:
-                self._attributor.drop_scores(name, features=True)
-            except BusyError as error:
-                logger.info("%s remains: %s", name, error)
+                self.attributor.drop_scores(name, features=True)
+            except StoreError as error:  # another process scores it, or it is damaged
+                logger.warning("%s remains: %s", name, error)
                 continue
             self._used.pop(name, None)
             gone.append(name)
@@ -224,7 +212,7 @@ class LiveModel:
 
     def _stored_names(self) -> list[str]:
         """Return the names of all target sets with features in the store."""
-        place = self._attributor.path
+        place = self.attributor.path
         if place is None:
             return []
         with open_store(place) as store:
@@ -242,12 +230,12 @@ class LiveModel:
         run = scores.run
         self._hold_computers(scores)
         # Texts are samples of the train rows' task, which targets of another task are not.
-        rows = self._train if "task" in scores.settings else self.targets
+        rows = self.train if "task" in scores.settings else self.targets
         (first, batch), *_ = rows.batches([np.zeros(1, np.int64)])
         with run.session() as session:
             digests = list(complete_tables(session.store, None))
         for digest in digests:
-            with run.session(self._identity, train=self._train) as session:
+            with run.session(self._identity, train=self.train) as session:
                 tables = complete_tables(session.store, [digest])
                 model_id = int(tables[digest].spec.fingerprint["model_id"])
 
@@ -266,15 +254,15 @@ class LiveModel:
         Raises:
             InvalidInputError: If the task has no token scores, or the recipe returns another number of tokens.
         """
-        if self._tokens is None or not rows:
+        if self.tokens is None or not rows:
             return {}
         run = scores.run
-        with run.session(self._identity, train=None if self._compared else self._train) as session:
-            found = split_scores(session, run.settings, scores, self._train, rows=rows, targets=[target])
+        with run.session(self._identity, train=None if self._compared else self.train) as session:
+            found = split_scores(session, run.settings, scores, self.train, rows=rows, targets=[target])
         self._compared = True
         coloured = {}
         for row, values in found.items():
-            texts = list(self._tokens(int(self._train.indices[row])))
+            texts = list(self.tokens(int(self.train.indices[row])))
             if len(texts) != len(values):
                 raise InvalidInputError(
                     f"tokens({row}) of the recipe returned {len(texts)} texts. Expected one per label: {len(values)}."

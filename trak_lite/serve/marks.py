@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trak_lite._validate import one_of, parse_json
-from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
-from trak_lite.store.disk.files import locked_file, named_errors, sync_folder, write_all
+from trak_lite.errors import CorruptStoreError, InvalidInputError
+from trak_lite.store.disk.files import locked_file, named_errors, open_file, read_file, sync_folder, write_all
 from trak_lite.store.manifest import compare_fingerprints
 
 __all__ = ["MARKS", "Mark", "MarksFile", "relabelling"]
@@ -21,6 +22,7 @@ __all__ = ["MARKS", "Mark", "MarksFile", "relabelling"]
 MARKS: Final = ("keep", "flip", "drop")
 _FORMAT: Final = 1
 _LABEL_LENGTH: Final = 200
+_MOST_BYTES: Final = 1 << 26
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a cell that a spreadsheet would execute."""
 
@@ -54,31 +56,34 @@ class MarksFile:
     may change the file: each waits for the lock of the file and reads it again.
     """
 
-    def __init__(self, path: str | os.PathLike[str], dataset: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], dataset: Mapping[str, Any], num_rows: int) -> None:
         """Store the arguments; nothing is read.
 
         Args:
-            path: The file. It is created with the first mark.
+            path: The file. It is created with the first mark. A link, a pipe or a folder is refused.
             dataset: JSON values that identify the train data, as in the manifest of the store.
+            num_rows: Number of train rows.
         """
         self.path = Path(os.path.abspath(path))
         self._dataset = dict(dataset)
+        self._num_rows = num_rows
 
     def read(self) -> dict[int, Mark]:
         """Return the marks by row, in the order of rows.
 
         Raises:
             ManifestMismatchError: If the file holds marks of other train data.
-            CorruptStoreError: If the file does not hold marks.
+            CorruptStoreError: If the file does not hold marks of existing rows, or is no plain file.
             StoreError: If the file cannot be read.
         """
-        with named_errors("Reading", str(self.path)):
-            content = self.path.read_bytes() if self.path.exists() else b""
+        content = b""
+        with named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
+            content = read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
         if not content:  # killed between the creation and the first mark
             return {}
         try:
             found = parse_json(content)
-            marks = {int(row): Mark(**values) for row, values in found["marks"].items()}
+            marks = {_row(row, self._num_rows): Mark(**values) for row, values in found["marks"].items()}
             one_of([str(_FORMAT)], format=str(found["format"]))
             dataset = dict(found["dataset"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -97,11 +102,14 @@ class MarksFile:
         """Store the mark of a row, or remove it with ``None``.
 
         Raises:
+            InvalidInputError: If there is no such row.
             StoreError: If the file cannot be written; it is then unchanged.
         """
+        if not 0 <= row < self._num_rows:
+            raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self._num_rows - 1}.")
         path = str(self.path)
         with named_errors("Writing", path):
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            os.close(open_file(path, os.O_RDWR | os.O_CREAT))
             with locked_file(path):
                 marks = self.read()
                 marks.pop(row, None)
@@ -116,8 +124,11 @@ class MarksFile:
             "dataset": self._dataset,
             "marks": {str(row): asdict(mark) for row, mark in sorted(marks.items())},
         }
-        unfinished = self.path.with_name(f".{self.path.name}.new")  # of a killed process: overwritten
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        unfinished = self.path.with_name(f".{self.path.name}.new")
+        unfinished.unlink(
+            missing_ok=True
+        )  # of a killed process; a link is removed, what it names is not changed
+        fd = open_file(str(unfinished), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             write_all(fd, json.dumps(content, indent=1).encode(), 0)
             os.fsync(fd)
@@ -135,19 +146,21 @@ def relabelling(marks: Mapping[int, Mark], labels: Sequence[str] | None) -> str:
     Args:
         marks: Marks by row.
         labels: The label of every train row; ``None`` leaves the column empty.
-
-    Raises:
-        StoreError: If a mark is of a row that does not exist.
     """
-    if labels is not None and any(row >= len(labels) for row in marks):
-        raise StoreError(f"There are marks of rows after the last of {len(labels)} train rows.")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
     writer.writerow(["row", "mark", "label", "new_label"])
     for row, mark in marks.items():
         label = "" if labels is None else labels[row]
         writer.writerow([row, mark.mark, _cell(label), _cell(mark.label)])
-    return out.getvalue()
+    return out.getvalue().encode(errors="replace").decode()  # lone surrogates cannot be sent
+
+
+def _row(text: str, count: int) -> int:
+    """Return the number of a train row as :meth:`MarksFile.put` writes it; raise ``ValueError`` for other texts."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and int(text) < count and str(int(text)) == text:
+        return int(text)
+    raise ValueError(f"a mark of row {text:.40}, expected 0 to {count - 1}")
 
 
 def _cell(text: str) -> str:

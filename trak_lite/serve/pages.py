@@ -5,24 +5,28 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from heapq import heappop, heappush
 from http import HTTPStatus
-from threading import Event, Lock
+from itertools import count
+from threading import Condition, Event
 from time import monotonic
 from typing import Any, Final, Literal, final
 from urllib.parse import urlencode
 
 import numpy as np
 
-from trak_lite._validate import one_of
+from trak_lite._validate import one_of, some_of
 from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report._template import environment, fragment
-from trak_lite.report.content import Content, Renders, rendered
+from trak_lite.report.content import Content, Renders, cut, rendered
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
-from trak_lite.serve.sets import Sets, strongest
+from trak_lite.serve.sets import Sets, scatter_of, strongest
 
 __all__ = ["Pages", "Params", "policy"]
 
@@ -44,6 +48,17 @@ _END: Final = 2**62
 _QUIET: Final = 0.5
 """Seconds without a request before a step of the preparation."""
 _PAUSE: Final = 0.02
+_OVERTAKING: Final = 16
+"""Calls that may go before one with a long computation that waits longer."""
+_SIGNS: Final[tuple[Literal["helpful", "harmful"], ...]] = ("helpful", "harmful")
+_VALUE_LENGTH: Final = 60
+_COMPARED_VALUES: Final = 10_000
+_LOG_ODDS, _LOG_P = "the log-odds of the right label", "the sum over its tokens of log p, or of the log-odds"
+_MEANINGS: Final = {
+    **dict.fromkeys(("image_classification", "text_classification", "binary_classification"), _LOG_ODDS),
+    **dict.fromkeys(("causal_language_modeling", "masked_language_modeling", "sequence_to_sequence"), _LOG_P),
+}
+"""f in words, by task."""
 
 
 @final
@@ -58,11 +73,17 @@ class Pages:
     renders: Renders
     live: LiveModel | None = None
     """``None`` without a recipe: no code of the user is executed."""
-    has_targets: Callable[[str], bool] = lambda name: True
-    """Whether the targets of a set are those of the recipe."""
+    task_of: Callable[[str], AbstractModelOutput | None] = lambda name: None
+    """Returns the task of a set whose targets are those of the recipe, ``None`` for other sets."""
+    task: str = ""
+    """Name of the task of the train rows."""
     token: str = field(init=False, default_factory=lambda: secrets.token_urlsafe(32))
     """Every form carries it, so that no other site can send one."""
-    _lock: Lock = field(init=False, default_factory=Lock)
+    _free: Condition = field(init=False, default_factory=Condition)
+    _waiting: list[int] = field(init=False, default_factory=list)
+    """Places of the calls in the queue, a heap."""
+    _busy: bool = field(init=False, default=False)
+    _count: Iterator[int] = field(init=False, default_factory=count)
     _answered: float = field(init=False, default=-math.inf)
     """Time of the end of the last request."""
 
@@ -78,7 +99,7 @@ class Pages:
         try:
             while not stopped.wait(_PAUSE):
                 if monotonic() - self._answered >= _QUIET:
-                    with self._lock:
+                    with self._turn(long=True, answers=False):
                         next(steps)
         except StopIteration:
             return
@@ -106,7 +127,7 @@ class Pages:
         Raises:
             InvalidInputError: If a parameter is invalid.
         """
-        with self._turn():
+        with self._turn(long=bool(params.get("tokens"))):
             if params.get("text"):
                 return self._text_page(params)
             name = self.sets.chosen(params.get("set", ""))
@@ -121,7 +142,7 @@ class Pages:
             InvalidInputError: If there is no text, or the recipe makes no sample of it.
         """
         text = _text(params)
-        with self._turn():
+        with self._turn(long=True):
             live = self._live()
             self.sets.hold(live.name(text), live.ask(text))
             for name in live.drop_oldest():
@@ -139,13 +160,15 @@ class Pages:
             show = one_of(_SHOWN, show=params.get("show") or "all")
             filters, marks = _filters(params), self.marks.read()
             values, order = self.sets.by_self_influence(name)
-            order = order[self._shown(show, marks)[order] & self.sets.passing(filters)[order]]
-            first = _number(params, "from", 0, 0, _END)
+            passing = self.sets.passing(filters)
+            order = order[self._shown(show, marks)[order] & passing[order]]
+            first, labels = _first(params, len(order), _REVIEWED), self.sets.columns.get("label")
             page = [int(row) for row in order[first : first + _REVIEWED]]
-            done = params.get("done", "")
             state = {"set": name, "show": show, **_where(filters)}
-            of_done = marks.get(int(done)) if done.isdecimal() else None
-            said = f"Row {int(done)}: {of_done.mark if of_done else 'no mark'}. " if done.isdecimal() else ""
+            said = "" if passing.any() else f"{self._unmatched(filters)} "
+            if params.get("done"):
+                done = _number(params, "done", None, 0, self.sets.num_rows - 1)
+                said += f"Row {done}: {marks[done].mark if done in marks else 'no mark'}. "
             return self._page(
                 "serve_review.html",
                 f"Review of {self.title}",
@@ -155,10 +178,10 @@ class Pages:
                 choices=_SHOWN,
                 filters=self._filter_fields(filters),
                 rows=[self._reviewed(row, float(values[row]), marks.get(row)) for row in page],
-                marks=MARKS,
+                has_labels=labels is not None,
                 state={**state, "from": str(first)},
                 pages=_pages("/review", state, first, _REVIEWED, len(order)),
-                labels=self._labels(),
+                labels=labels.texts[:_LISTED_VALUES] if labels else [],
             )
 
     def mark(self, params: Params) -> str:
@@ -168,8 +191,12 @@ class Pages:
             InvalidInputError: If the row or the mark does not exist.
             StoreError: If the marks cannot be written.
         """
-        row = self.sets.row(_number(params, "row", -1, -1, _END))
+        row = _number(params, "row", None, 0, self.sets.num_rows - 1)
         chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
+        if chosen == "flip" and "label" not in self.sets.columns:
+            raise InvalidInputError(
+                "These train rows have no column label, so no label is wrong. Mark keep or drop."
+            )
         label = params.get("label", "").strip() if chosen == "flip" else ""
         with self._turn():
             self.marks.put(row, None if chosen == "clear" else Mark(chosen, label))
@@ -200,12 +227,25 @@ class Pages:
         return self._page("serve_message.html", title, said=said)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Exclude other requests and the preparation from the block."""
-        with self._lock:
-            try:
-                yield
-            finally:
+    def _turn(self, *, long: bool = False, answers: bool = True) -> Iterator[None]:
+        """Exclude other calls from the block.
+
+        Calls with long computations let a limited number of later calls go first: a page beside clients that score
+        texts waits for one text, not for all that were sent before.
+        """
+        with self._free:
+            place = 2 * (next(self._count) + _OVERTAKING * long) + long  # no two calls have the same
+            heappush(self._waiting, place)
+            self._free.wait_for(lambda: not self._busy and self._waiting[0] == place)
+            heappop(self._waiting)
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._free:
+                self._busy = False
+                self._free.notify_all()
+            if answers:
                 self._answered = monotonic()
 
     def _live(self) -> LiveModel:
@@ -218,7 +258,7 @@ class Pages:
     def _choice(self, name: str, params: Params) -> str:
         """Return the page of a choice of targets."""
         count = self.sets.scores(name).shape[1]
-        first = _number(params, "from", 0, 0, _END)
+        first = _first(params, count, _TARGETS)
         shown = range(first, min(first + _TARGETS, count))
         return self._page(
             "serve_targets.html",
@@ -240,9 +280,11 @@ class Pages:
         """Return the page of a stored target."""
         target = _number(params, "target", 0, 0, _END)
         self.sets.column(name, target)  # the target exists
-        with_sample = self.live is not None and self.has_targets(name)
-        sample = self.live.target(target) if self.live is not None and with_sample else None
-        return self._answer(name, target, params, self._target_content(name, target), sample, "")
+        content, task = self._target_content(name, target), self.task_of(name)
+        output = (
+            None if self.live is None or task is None else self.live.output(self.live.target(target), task)
+        )
+        return self._answer(name, target, params, content, output, "")
 
     def _text_page(self, params: Params) -> str:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
@@ -259,47 +301,92 @@ class Pages:
             said = "This text was not scored yet. Score it to see its train rows."
             return self._page("serve_targets.html", "A text", **form, said=said, targets=[], pages=[])
         live.use(name)
-        return self._answer(name, 0, params, rendered(text, "the text"), live.sample(text), text)
+        output = live.output(live.sample(text), live.attributor.task)
+        return self._answer(name, 0, params, rendered(text, "the text"), output, text)
 
     def _answer(
-        self, name: str, target: int, params: Params, content: Content | None, sample: Any, text: str
+        self,
+        name: str,
+        target: int,
+        params: Params,
+        content: Content | None,
+        output: tuple[float, Content | None] | None,
+        text: str,
     ) -> str:
         """Return the page of a target with its strongest train rows."""
         k, filters = _rows(params), _filters(params)
         column, mask = self.sets.column(name, target), self.sets.passing(filters)
-        signs: Sequence[Literal["helpful", "harmful"]] = ("helpful", "harmful")
-        ends = [strongest(column, mask, k, sign) for sign in signs]
-        rows = sorted({int(row) for end in ends for row in end.indices})
-        coloured: Mapping[int, Any] = {}
-        if params.get("tokens") and self.live is not None:
-            coloured = self.live.coloured(self.sets.scores(name), rows, target)
-        found = [
-            [
-                (row, f"{score:+.3g}", self._content(row, coloured), self.sets.columns_of(row))
-                for row, score in zip(end.indices.tolist(), end.scores.tolist(), strict=True)
-            ]
-            for end in ends
+        found = [strongest(column, mask, k, sign) for sign in _SIGNS]
+        rows = sorted({int(row) for top in found for row in top.indices})
+        live, coloured = self.live, bool(params.get("tokens"))
+        tokens: Mapping[int, Any] = {}
+        if coloured and live is not None:
+            tokens = live.coloured(self.sets.scores(name), rows, target)
+        scatter = scatter_of(column)
+        largest = max(float(abs(top.scores).max(initial=0)) for top in found)
+        ends = [
+            (
+                f"Most {sign}",
+                shade,
+                [
+                    self._scored(row, score, tokens, scatter, largest)
+                    for row, score in zip(top.indices.tolist(), top.scores.tolist(), strict=True)
+                ],
+            )
+            for top, sign, shade in zip(found, _SIGNS, ("high", "low"), strict=True)
         ]
-        output = None if self.live is None or sample is None else self.live.output(sample)
         state = {"text": text} if text else {"set": name, "target": str(target)}
         state |= {"k": str(k), **_where(filters)}
         what = "the text" if text else f"target {target} of {name}"
+        count = f"{len(found[0].indices)} most helpful and {len(found[1].indices)} most harmful of {int(mask.sum()):,}"
+        task = self.sets.scores(name).settings.get("task", self.task)
         return self._page(
             "serve_answer.html",
             "A text" if text else f"Target {target} of {name}",
             **self._form("" if text else name, text, params, target),
-            said=f"{len(found[0])} most helpful and {len(found[1])} most harmful of {int(mask.sum()):,} train rows "
-            f"for {what}.",
+            said=f"{count} train rows for {what}." if rows else self._unmatched(filters),
             content_of=content,
             output=output,
-            checkpoint="" if self.live is None else self.live.checkpoint,
-            has_recipe=self.live is not None,
-            ends=[("Most helpful", "high", found[0]), ("Most harmful", "low", found[1])],
-            permalink=_address("/", state | ({"tokens": "1"} if params.get("tokens") else {})),
+            checkpoint="" if live is None else live.checkpoint,
+            has_recipe=live is not None,
+            task=task,
+            meaning=_MEANINGS.get(task, ""),
+            scatter=[f"{end:+.3g}" for end in scatter],
+            ends=ends if rows else [],
+            permalink=_address("/", state | ({"tokens": "1"} if coloured else {})),
             colour=_address("/", state | {"tokens": "1"})
-            if self.live is not None and self.live.has_tokens and not params.get("tokens")
+            if live and live.has_tokens and not coloured
             else "",
         )
+
+    def _scored(
+        self, row: int, score: float, tokens: Mapping[int, Any], scatter: tuple[float, float], largest: float
+    ) -> dict[str, Any]:
+        """Return what the page of a target shows of a train row."""
+        what = f"train row {row}"
+        return {
+            "row": row,
+            "score": f"{score:+.3g}",
+            "content": rendered(tokens[row], what) if row in tokens else self.renders.of_row(row, 0),
+            "columns": self.sets.columns_of(row),
+            "stands_out": not scatter[0] <= score <= scatter[1],
+            "share": f"{100 * abs(score) / largest:.1f}" if largest else "0",
+        }
+
+    def _unmatched(self, filters: Mapping[str, str]) -> str:
+        """Return why no train row passes some filters, and which values exist."""
+        said = ["No train row passes the filters."]
+        for name, value in filters.items():
+            column = self.sets.columns[name]
+            count, shown = int(self.sets.having(name, value).sum()), cut(value, _VALUE_LENGTH)
+            if count:
+                said.append(f"{count:,} rows have {name} {shown!r}.")
+                continue
+            texts = column.texts
+            near = get_close_matches(value, texts[:_COMPARED_VALUES], n=3)
+            listed = some_of(cut(text, _VALUE_LENGTH) for text in dict.fromkeys([*near, *texts]))
+            said.append(f"No row has {name} {shown!r}. Values of {name}: {listed}.")
+        return " ".join(said)
 
     def _form(self, name: str, text: str, params: Params, target: int | None = None) -> dict[str, Any]:
         """Return the values of the form that chooses target, number of rows and filters."""
@@ -326,17 +413,8 @@ class Pages:
             for name, column in self.sets.columns.items()
         ]
 
-    def _labels(self) -> list[str]:
-        column = self.sets.columns.get("label")
-        return [] if column is None else column.texts[:_LISTED_VALUES]
-
     def _target_content(self, name: str, target: int) -> Content | None:
-        return self.renders.of_target(target) if self.has_targets(name) else None
-
-    def _content(self, row: int, coloured: Mapping[int, Any]) -> Content | None:
-        if row in coloured:
-            return rendered(coloured[row], f"train row {row}")
-        return self.renders.of_row(row, 0)
+        return None if self.task_of(name) is None else self.renders.of_target(target)
 
     def _reviewed(self, row: int, value: float, mark: Mark | None) -> dict[str, Any]:
         return {
@@ -385,13 +463,17 @@ def _rows(params: Params) -> int:
     return _number(params, "k", _DEFAULT_ROWS, 1, _MOST_ROWS)
 
 
-def _number(params: Params, name: str, default: int, low: int, high: int) -> int:
-    """Return a parameter as an integer from ``low`` to ``high``; an empty one is the default."""
-    text = params.get(name) or str(default)
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 20 and low <= int(text) <= high):
+def _number(params: Params, name: str, default: int | None, low: int, high: int) -> int:
+    """Return a parameter as an integer from ``low`` to ``high``; an empty one is the default, if there is one."""
+    text = params.get(name) or ("" if default is None else str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
         raise InvalidInputError(f"{name} must be a whole number from {low} to {high}, got {text!r:.40}.")
     return int(text)
+
+
+def _first(params: Params, count: int, step: int) -> int:
+    """Return the number of the first item of a page; after the last page, that of the last page."""
+    return min(_number(params, "from", 0, 0, _END), max(0, count - 1) // step * step)
 
 
 def _filters(params: Params) -> dict[str, str]:

@@ -5,8 +5,10 @@ Shapes: N train rows, M targets.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, final
 
 import numpy as np
@@ -18,10 +20,11 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMatrixMethod
+from trak_lite.report._template import visible
 from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
 from trak_lite.scoring.scores import Scores
 
-__all__ = ["Sets", "strongest"]
+__all__ = ["Sets", "scatter_of", "strongest"]
 
 _HELD_BYTES: Final = 1 << 28
 _MOST_HELD: Final = 64
@@ -29,33 +32,25 @@ _Held = TypeVar("_Held")
 
 
 @final
+@dataclass(eq=False)
 class Sets:
     """The target sets of a store. Columns of scores that were read are held, the last ones in at most 256 MiB."""
 
-    def __init__(
-        self,
-        names: Callable[[], list[str]],
-        scores: Callable[[str], Scores],
-        columns: Mapping[str, Column],
-        num_rows: int,
-    ) -> None:
-        """Store the arguments.
-
-        Args:
-            names: Returns the names of the stored target sets.
-            scores: Returns the scores of one of them.
-            columns: Columns of the train data by name.
-            num_rows: N.
-        """
-        self.names = names
-        self.columns = columns
-        self.num_rows = num_rows
-        self._open = scores
-        self._kernels: dict[str, list[SegmentKernel]] = {}
-        """Shared by all scores, because factorising a kernel takes longer than all the rest."""
-        self._scores: OrderedDict[str, Scores] = OrderedDict()
-        self._read: OrderedDict[tuple[str, int], NDArray[np.float32]] = OrderedDict()
-        self._orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = OrderedDict()
+    names: Callable[[], list[str]]
+    """Returns the names of the stored target sets."""
+    opened: Callable[[str], Scores]
+    """Returns the scores of one of them."""
+    columns: Mapping[str, Column]
+    """Columns of the train data by name."""
+    num_rows: int
+    """N."""
+    _kernels: dict[str, list[SegmentKernel]] = field(init=False, default_factory=dict)
+    """Shared by all scores, because factorising a kernel takes longer than all the rest."""
+    _scores: OrderedDict[str, Scores] = field(init=False, default_factory=OrderedDict)
+    _read: OrderedDict[tuple[str, int], NDArray[np.float32]] = field(init=False, default_factory=OrderedDict)
+    _orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = field(
+        init=False, default_factory=OrderedDict
+    )
 
     def chosen(self, name: str) -> str:
         """Return the name of a stored set, the first one for an empty name.
@@ -71,7 +66,7 @@ class Sets:
 
     def scores(self, name: str) -> Scores:
         """Return the scores of a stored set."""
-        return _held(self._scores, name, lambda: self._sharing(self._open(name)), most=_MOST_HELD)
+        return _held(self._scores, name, lambda: self._sharing(self.opened(name)), most=_MOST_HELD)
 
     def held(self, name: str) -> Scores | None:
         """Return the scores of a set if they are held."""
@@ -131,18 +126,16 @@ class Sets:
         known_names(filters, list(self.columns), what="columns")
         mask = np.ones(self.num_rows, bool)
         for name, value in filters.items():
-            mask &= self.columns[name].matches(value)
+            mask &= self.having(name, value)
         return mask
 
-    def row(self, row: int) -> int:
-        """Return the number of a train row.
-
-        Raises:
-            InvalidInputError: If there is no such row.
-        """
-        if not 0 <= row < self.num_rows:
-            raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self.num_rows - 1}.")
-        return row
+    def having(self, name: str, value: str) -> NDArray[np.bool_]:
+        """Return a mask of the train rows with a value in a column, as the column's text or as a page shows it."""
+        column, shown = self.columns[name], visible(value)
+        mask = column.matches(value)
+        return (
+            mask if mask.any() else column.matches(*(text for text in column.texts if visible(text) == shown))
+        )
 
     def columns_of(self, row: int) -> list[tuple[str, str]]:
         """Return the names and values of the columns of a row."""
@@ -157,6 +150,16 @@ def strongest(
         return TopRows(np.flatnonzero(mask), scores[:0])
     found = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
     return TopRows(found.indices[0], found.scores[0])
+
+
+def scatter_of(scores: NDArray[np.float32]) -> tuple[float, float]:
+    """Return the smallest and the largest value to expect of N scores that only scatter, as normal numbers do.
+
+    Median and quartiles give mean and spread, so that a few large scores do not widen the range.
+    """
+    low, middle, high = np.quantile(scores, [0.25, 0.5, 0.75]).tolist()
+    reach = (high - low) / 1.349 * math.sqrt(2 * math.log(max(len(scores), 2)))
+    return middle - reach, middle + reach
 
 
 def _held(held: OrderedDict[Any, _Held], key: Any, make: Callable[[], _Held], *, most: int) -> _Held:

@@ -1,25 +1,50 @@
 "use strict";
 // Without this script every form and link works as well: it only replaces the results in place.
 const part = (name, page = document) => page.getElementById(name);
-const show = async (address, options) => {
-  const focused = document.activeElement.id;
+const FOCUSABLE = 'a[href], button, select, textarea, input:not([type="hidden"]), [tabindex="0"]';
+// Replaces the results and keeps the focus: on the same id, or the same place in the row. Where the row is gone,
+// because it has a mark now, this is the row that took its place.
+const replace = (results) => {
+  const active = document.activeElement;
+  const row = active.closest("tr[data-row]");
+  const [number, place] = row ? [row.sectionRowIndex, [...row.querySelectorAll(FOCUSABLE)].indexOf(active)] : [];
+  part("results").replaceWith(results);
+  const rows = [...document.querySelectorAll("tr[data-row]")];
+  const other = row && (part(row.id) || rows[Math.min(number, rows.length - 1)]);
+  const next = part(active.id) || (other && (other.querySelectorAll(FOCUSABLE)[place] || other.querySelector("button")));
+  (next || results).focus({ preventScroll: true });
+};
+let last = Promise.resolve();
+let failures = "";
+let waiting = 0;
+// One request at a time: the answer to an earlier key never replaces that to a later one, and no failure is lost.
+const show = (address, options) => {
+  waiting += 1;
   part("status").textContent = "Working.";
   part("results").setAttribute("aria-busy", "true");
+  last = last.then(() => load(address, options));
+};
+const load = async (address, options) => {
+  let said, ok = false;
   try {
     const answer = await fetch(address, options);
     const text = await answer.text();
     const page = new DOMParser().parseFromString(text, "text/html");
     if (!part("results", page)) throw new Error(text);
-    part("results").replaceWith(part("results", page));
+    replace(part("results", page));
     document.title = page.title;
     document.querySelector("h1").textContent = page.title;
-    part("status").textContent = part("status", page).textContent;
-    if (answer.ok) history.pushState(null, "", answer.url);
+    said = part("status", page).textContent;
+    ok = answer.ok;
+    if (ok) history.pushState(null, "", answer.url);
   } catch (error) {
     part("results").removeAttribute("aria-busy");
-    part("status").textContent = "No page came back. " + error.message;
+    said = "No page came back. " + error.message;
   }
-  (part(focused) || part("results")).focus({ preventScroll: true });
+  part("status").textContent = failures + said;
+  waiting -= 1;
+  if (!waiting) failures = "";
+  else if (!ok) failures += said + " ";
 };
 document.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -30,10 +55,11 @@ document.addEventListener("submit", (event) => {
 });
 addEventListener("popstate", () => location.reload());
 document.addEventListener("keydown", (event) => {
+  if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   const row = event.target.closest("tr[data-row]");
-  if (!row || event.target.tagName === "INPUT" || event.ctrlKey || event.metaKey || event.altKey) return;
-  const other = { n: row.nextElementSibling, p: row.previousElementSibling }[event.key];
-  const button = (other || row).querySelector(other ? "button" : `button[data-key="${CSS.escape(event.key)}"]`);
+  const ends = row ? { n: row.nextElementSibling, p: row.previousElementSibling } : { n: document.querySelector("tr[data-row]") };
+  const other = ends[event.key];
+  const button = (other || row)?.querySelector(other ? "button" : `button[data-key="${CSS.escape(event.key)}"]`);
   if (!button) return;
   event.preventDefault();
   if (other) button.focus();

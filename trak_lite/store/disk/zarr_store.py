@@ -7,6 +7,7 @@ are written concurrently to one chunk, and silently reads missing chunks as fill
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -45,7 +46,7 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.dropping import stage_locked
+from trak_lite.store.disk.dropping import drop_group, stage_locked
 from trak_lite.store.disk.files import make_folder, named_errors
 from trak_lite.store.disk.folders import (
     make_folders,
@@ -233,9 +234,14 @@ class ZarrFeatureStore(AbstractFeatureStore):
                     self._tables.pop(path).close()
                 with named_errors("Creating", f"{self._root}/{path}"):
                     self._make_parents(parts)
-                    self._publish(
-                        path, table_documents(path, self._origin, spec, plain), spec.columns[0].name
-                    )
+                    try:
+                        self._publish(
+                            path, table_documents(path, self._origin, spec, plain), spec.columns[0].name
+                        )
+                    except FileNotFoundError:
+                        if os.path.isdir(f"{self._root}/{os.path.dirname(path)}"):
+                            raise
+                        continue  # another process has just dropped the last table of the group
             try:
                 table = self._open(path)
             except MissingStoreError:
@@ -270,6 +276,10 @@ class ZarrFeatureStore(AbstractFeatureStore):
             else:
                 self._require_table(path)
             self._list.remove_dropped(path)
+            group = os.path.dirname(folder)
+            if len(parts) > 2 and not drop_group(group):  # the group of one target set
+                with contextlib.suppress(FileExistsError):  # the creator of a table in it was first
+                    write_document(group, group_document({}))
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table; see :meth:`AbstractFeatureStore.grow_table`."""
