@@ -178,7 +178,16 @@ class StoreFullError(StoreError):
     """The disk has no room for the rows."""
 
 
-MODEL_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+MODEL_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+)
 """Exceptions that a user's model or output function may raise for a batch that does not fit it."""
 
 _DONE_STAYS = "Finished rows are stored; the same call computes the others."

@@ -186,6 +186,123 @@ def test_the_reference_reads_contiguous_copies_in_the_backward_pass_alone() -> N
         assert (transposed * 2).stride() == (1, 3)  # as in a checkpoint, which runs forward operations again
 
 
+# Kernels of a backward pass that demand strides or an alignment
+
+
+@torch.library.custom_op("trak_lite_tests::by_columns", mutates_args=())
+def by_columns(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product whose kernel takes a right factor that lies column by column, as scaled products do."""
+    if right.stride(0) != 1:
+        raise ValueError("the right factor must be column-major")
+    return left @ right
+
+
+class ByColumns(torch.autograd.Function):
+    """``x W``, with a backward pass that keeps to the strides it arranged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return by_columns(grad, weight.t()), by_columns(x.t(), grad.t().contiguous().t())
+
+
+class Blindly(torch.autograd.Function):
+    """``x.T`` doubled; the backward pass writes into memory as a compiled kernel does, given one set of strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.mT)
+        return x.mT * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        result = torch.empty_like(saved)
+        result.as_strided(saved.shape, saved.stride()).copy_(grad * 2)
+        return result.mT
+
+
+class Experts(nn.Module):
+    """Half of the positions goes to each of two experts, by torch's grouped product."""
+
+    def __init__(self, kernel: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kernel, self.first = kernel, nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.randn(2, 8, 16) / 4)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kernel == "strides of an argument":
+            return Blindly.apply(x) @ x
+        if self.kernel == "columns":
+            return torch.stack([ByColumns.apply(rows, self.experts[0]) for rows in x])
+        rows = x.flatten(0, 1)
+        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        return torch._grouped_mm(rows, self.experts, ends).view(*x.shape[:2], -1)
+
+
+KERNELS = [
+    (kernel, length) for kernel in ("grouped", "columns", "strides of an argument") for length in (5, 6)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kernel", "length"), KERNELS)
+def test_kernels_that_demand_strides_or_an_alignment_are_compared(
+    kernel: str, length: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model, task = Experts(kernel, dtype), resolve_task(squares)
+    x = torch.randn(2, length, 8, dtype=dtype)
+    if kernel == "grouped":
+        x = torch.cat([x, x.flip(1)])[:1]  # of a batch the experts' rows would belong to other samples
+    rows = [
+        torch.autograd.grad(squares(model, (row[None],)).sum(), [*model.parameters()], allow_unused=True)
+        for row in x
+    ]
+    expected = {
+        name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
+        for k, (name, p) in enumerate(model.named_parameters())
+    }
+
+    chosen = choose_gradient_computer(model, task, (x,))
+    for computer in (chosen.computer, IterativeGradientComputer(model, task)):
+        close(computer, (x,), expected, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+class OneAtATime(torch.autograd.Function):
+    """Refuses a batch of one in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert len(grad) > 1, "two samples or more"
+        return grad
+
+
+def test_a_reference_that_fails_is_not_blamed_on_the_batch() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return OneAtATime.apply(super().forward(x))
+
+    torch.manual_seed(0)
+    attributor = Attributor(Model(4, 3), "image_classification", None, proj_dim=8, gradient_computer="hook")
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"pass over one sample alone failed .*two samples or more"
+    ):
+        attributor.featurize(TensorDataset(torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
+
+
 # Samples that are mixed by little, and models that only look as if
 
 

@@ -7,6 +7,7 @@ batch of one, torch's own backward pass gives wrong gradients for some channels-
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -21,12 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite._devices import Float32Products, rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
-from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, GradientBlock, OutputTerms, samples_of
 
@@ -513,6 +515,16 @@ def _reference(
                 handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
             with naming_kept_graphs(computer.model), _ContiguousArguments():  # type: ignore[no-untyped-call]
                 torch.autograd.grad(output, list(kept.values()), allow_unused=True)
+    except (TrakLiteError, torch.OutOfMemoryError):
+        raise
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        first = next(iter(str(error).splitlines()), "no message")
+        raise UnsupportedModelError(
+            f"The gradients of {type(computer.model).__name__} were computed, but the self-check's own pass over one "
+            f"sample alone failed ({type(error).__name__}: {first}). Expected a model that runs forward and backward "
+            "on a single sample. If yours does, this is a defect of trak_lite: please report it."
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -581,7 +593,15 @@ def _signs(device: torch.device) -> Tensor:
 
 
 class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes the operations of a backward pass read contiguous copies, so that results do not depend on strides."""
+    """Makes the operations of a backward pass read contiguous copies, so that results do not depend on strides.
+
+    Some kernels take no such copy, because they demand strides or an alignment that the model arranges for: grouped and
+    scaled products, attention with a bias. These read the original arguments.
+    """
+
+    supports_higher_order_operators = (
+        True  # they read the original arguments, such as the blocks of flex_attention
+    )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -589,16 +609,21 @@ class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A checkpoint runs forward operations inside the backward pass with gradients enabled; these read the original
-        # arguments, because views depend on strides. So do operations that write into an argument or return a view.
-        if not torch.is_grad_enabled() and not _aliases(func):
-            args = [_contiguous_argument(arg) for arg in args]
+        # arguments, because views depend on strides.
+        if not torch.is_grad_enabled() and not _keeps_strides(func):
+            with contextlib.suppress(*MODEL_FAILURES):
+                return func(*[_contiguous_argument(arg) for arg in args], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @functools.lru_cache(maxsize=4096)
-def _aliases(func: Any) -> bool:
-    """Whether an operation writes into an argument, or returns a view of it."""
-    return any(argument.alias_info for argument in func._schema.arguments)
+def _keeps_strides(func: Any) -> bool:
+    """Whether an operation writes into an argument, or gives a view, a copy or an empty tensor with its strides."""
+    if not isinstance(func, OpOverload):
+        return True
+    name = func.overloadpacket.__name__
+    copies = name in ("clone", "_to_copy") or name.endswith("_like")
+    return copies or any(argument.alias_info for argument in func._schema.arguments)
 
 
 def _contiguous_argument(argument: Any) -> Any:
