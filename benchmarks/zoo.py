@@ -49,7 +49,7 @@ DIGITS = 2
 
 
 def architectures() -> dict[str, Architecture]:
-    """Return every entry by name; timm's only if it is installed."""
+    """Return every entry of the table by name; timm's only if it is installed."""
     let_torchvision_import()
     from zoo_hub import HUB
 
@@ -59,6 +59,14 @@ def architectures() -> dict[str, Architecture]:
     if len(by_name) != len(found):
         raise ValueError("Two entries of the zoo have the same name.")
     return by_name
+
+
+def all_architectures() -> dict[str, Architecture]:
+    """Return the entries of the table and the mixtures whose gradients alone are compared."""
+    by_name = architectures()
+    from zoo_mixtures import mixtures  # after the declarations that transformers needs
+
+    return {**{entry.name: entry for entry in mixtures()}, **by_name}
 
 
 def whole_path(entry: Architecture) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def gradients(entry: Architecture) -> dict[str, Any]:
 def measured(name: str, figures_of: Callable[[Architecture], dict[str, Any]]) -> dict[str, Any]:
     """Run one architecture; return the result."""
     torch.set_num_threads(1)
-    entry = architectures()[name]
+    entry = all_architectures()[name]
     start = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -147,7 +155,8 @@ def main() -> int:
     options = parser.parse_args()
     rows, broken = {}, 0
     out = options.out or RESULTS / ("zoo_gradients.json" if options.gradients else "zoo.json")
-    names = (options.only or list(architectures()))[:: options.every]
+    found = all_architectures() if options.gradients else architectures()
+    names = (options.only or list(found))[:: options.every]
     for name, row in all_measured(names, options.jobs, gradients if options.gradients else whole_path):
         rows[name] = row
         broken += row["outcome"] not in ("right", "refused")
