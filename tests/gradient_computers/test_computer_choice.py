@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -57,3 +58,32 @@ def test_the_manifest_holds_the_reason_of_an_automatic_choice(tmp_path: Path) ->
         assert stored.get("gradient_computer_reason") == expected
         assert stored["settings"]["gradient_computer"] == "hook"
         Attributor.open(path, model, device="cpu").featurize(data)
+
+
+class _Failing(nn.Linear):
+    """Fails in its own way where the hooks' tensors read it."""
+
+    def __init__(self, error: type[Exception], fails_always: bool) -> None:
+        super().__init__(4, 3)
+        self.error, self.fails_always, self.calls = error, fails_always, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fails_always or self.calls == 1:
+            raise self.error
+        return super().forward(x)
+
+
+class _Unknown(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, _Unknown, NameError, OSError])
+def test_any_failure_of_a_computer_leads_to_the_next_one(error: type[Exception]) -> None:
+    torch.manual_seed(0)
+    task = resolve_task(lambda call, batch: call(batch[0]).sum(1))
+
+    name, reason, _ = choose_gradient_computer(_Failing(error, False), task, (torch.randn(3, 4),))
+    assert (name, error.__name__ in reason) == ("functional", True)
+    with pytest.raises(error):
+        choose_gradient_computer(_Failing(error, True), task, (torch.randn(3, 4),))

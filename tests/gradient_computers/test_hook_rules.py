@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
-from models import by_loop, cast
+from models import assert_equals_autograd, by_loop, cast, wavy
 from torch import Tensor, nn
 
-from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.gradient_computers import HookGradientComputer, choose_gradient_computer, collect_gradients
 from trak_lite.gradient_computers.hooks.calls import Lookups, OperationCall, dense_of
 from trak_lite.gradient_computers.hooks.coverage import Coverage
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
@@ -457,3 +458,76 @@ def test_bags_of_unequal_sizes_are_filled_up_with_rows_of_zero() -> None:
     expected[0, 4], expected[0, 1] = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])
     expected[2, 3] = torch.tensor([5.0, 6.0])
     assert table.tolist() == expected.tolist()
+
+
+# Complex operands: the gradient of a product has the conjugate of the other factor
+
+COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "matmul": ((3, 5), (5, 4), lambda x, w: x @ w),
+    "matmul on the left": ((5, 3), (4, 5), lambda x, w: w @ x),
+    "matrix and vector": ((3, 5), (5,), lambda x, w: x @ w),
+    "mm": ((5,), (5, 4), torch.mm),
+    "linear": ((3, 5), (4, 5), lambda x, w: F.linear(x, w, w[:, 0])),
+    "addmm": ((5,), (5, 4), lambda x, w: torch.addmm(w[0], x, w)),
+    "addmm with factors": ((5,), (5, 4), lambda x, w: torch.addmm(w[0], x, w, beta=2j, alpha=1 + 1j)),
+    "bmm": ((3, 5), (5, 4), lambda x, w: torch.bmm(x, w.expand(len(x), 5, 4))),
+    "baddbmm": ((3, 5), (5, 4), lambda x, w: torch.baddbmm(w[:3, :1], x, w.expand(len(x), 5, 4))),
+    "einsum": ((3, 5), (5, 4), lambda x, w: torch.einsum("btd,de->bte", x, w)),
+    "einsum on the left": ((3, 5), (5, 4), lambda x, w: torch.einsum("de,btd->bte", w, x)),
+    "tensordot": ((3, 5), (5, 4), lambda x, w: torch.tensordot(x, w, 1)),
+    "adjoint": ((3, 5), (4, 5), lambda x, w: x.conj() @ w.mH),
+    "outer": ((5,), (5,), lambda x, w: torch.outer(x[:, 0], w)),
+    "vecdot": ((3, 5), (5,), lambda x, w: torch.linalg.vecdot(w, x)),
+    "mul": ((3, 5), (5,), torch.mul),
+    "mul_": ((3, 5), (5,), lambda x, w: x.clone().mul_(w)),
+    "div": ((3, 5), (5,), torch.div),
+    "div by samples": ((3, 5), (5,), lambda x, w: w / x),
+    "add": ((3, 5), (5,), lambda x, w: torch.add(x, w, alpha=2 - 1j)),
+    "sub": ((3, 5), (5,), lambda x, w: torch.sub(w, x) + torch.sub(x, w, alpha=1j)),
+    "where": ((3, 5), (5,), lambda x, w: torch.where(x.real > 0, x, w)),
+    "pow": ((3, 5), (5,), torch.pow),
+    "addcmul": ((3, 5), (5,), lambda x, w: torch.addcmul(x, x, w, value=2)),
+    "conv1d": ((3, 9), (4, 3, 3), lambda x, w: F.conv1d(x, w, w[:, 0, 0], stride=2, padding=1)),
+    "conv1d in groups": ((4, 9), (4, 2, 3), lambda x, w: F.conv1d(x, w, groups=2)),
+    "conv1d of one entry": ((3, 9), (4, 3, 1), F.conv1d),
+    "conv2d": ((3, 9, 9), (4, 3, 3, 3), F.conv2d),
+    "conv3d": ((2, 4, 4, 4), (3, 2, 2, 2, 2), F.conv3d),
+    "transposed convolution": ((3, 5, 5), (3, 4, 3, 3), lambda x, w: F.conv_transpose2d(x, w, stride=2)),
+    "spectrum": ((4, 3, 5), (3, 5), lambda x, w: torch.fft.irfft2(x * w)),
+    "real parameter": (
+        (3, 5),
+        (5,),
+        lambda x, w: w.real * x + torch.complex(x.real, w.imag.expand_as(x.real)),
+    ),
+}
+
+
+class Spectral(nn.Module):
+    """An operation of complex samples and of a complex value that is made of real parameters, as in GFNet."""
+
+    def __init__(
+        self, shape: Sequence[int], operation: Callable[[Tensor, Tensor], Tensor], plain: bool
+    ) -> None:
+        super().__init__()
+        self.operation, self.plain = operation, plain
+        self.weight, self.scale = nn.Parameter(torch.randn(*shape, 2)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.view_as_complex(x)
+        result = self.operation(x if self.plain else x * self.scale, torch.view_as_complex(self.weight))
+        real = torch.view_as_real(result) if result.is_complex() else result
+        return real.flatten(1).sin() + self.scale
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain data", "samples that need a gradient"])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_operands(name: str, plain: bool) -> None:
+    samples, shape, operation = COMPLEX[name]
+    torch.manual_seed(0)
+    model = Spectral(shape, operation, plain).double()
+    batch = (torch.randn(3, *samples, 2, dtype=torch.float64),)
+    computer = HookGradientComputer(model, resolve_task(wavy))
+
+    for _ in range(2):  # the second pass runs bound steps
+        assert_equals_autograd(model, collect_gradients(computer, batch), batch)
+    assert choose_gradient_computer(model, resolve_task(wavy), batch).name == "hook"

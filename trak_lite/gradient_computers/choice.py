@@ -10,7 +10,7 @@ import torch
 
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
+from trak_lite.errors import InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
@@ -102,7 +102,9 @@ def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None
         computer.stream_gradients(few, lambda _: None)
     except InvalidInputError:
         raise
-    except (UnsupportedModelError, *MODEL_FAILURES) as error:
+    except (
+        Exception
+    ) as error:  # a model's code may raise any; shown in the reason, and raised if all computers fail
         refuse_machine_failure(error)
         return error
     return None

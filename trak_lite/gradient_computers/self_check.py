@@ -368,7 +368,7 @@ def _equal_in_float64(
     seen = _DtypesSeen()
     try:
         with _in_float64(computer.model), seen:
-            wide = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+            wide = map_tensors(_widened, batch)
             found = list(_repeat(computer, wide, kept, positions))
     except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
         refuse_machine_failure(error)
@@ -660,8 +660,8 @@ class _DtypesSeen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self.dtypes.add(result.dtype)
+        if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
+            self.dtypes.add(result.dtype.to_real())
         return result
 
 
@@ -683,13 +683,20 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # recurrent layers warn of weights that are not contiguous
             for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-                if tensor.is_floating_point() and tensor.dtype != torch.float64:
+                wide = _widened(tensor.data)
+                if wide.dtype != tensor.dtype:
                     before.append((tensor, tensor.data))
-                    tensor.data = tensor.data.double()
+                    tensor.data = wide
             yield
     finally:
         for tensor, data in before:
             tensor.data = data
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @contextmanager

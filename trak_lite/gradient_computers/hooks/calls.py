@@ -21,6 +21,7 @@ __all__ = [
     "OperationCall",
     "OperationRule",
     "Pieces",
+    "conjugate",
     "dense_of",
     "merged",
     "transposed",
@@ -141,6 +142,18 @@ class OperationCall:
 
 OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]] | None]
 """``rule(call, output_grad)`` -> pairs of argument and contribution, or ``None`` if it does not apply."""
+
+
+def conjugate(value: Any) -> Any:
+    """Return the conjugate of a complex factor: autograd's gradient of a product has it for the other factor."""
+    is_complex = value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)
+    return (
+        value.conj()
+        if isinstance(value, Tensor) and is_complex
+        else value.conjugate()
+        if is_complex
+        else value
+    )
 
 
 def dense_of(part: Contribution) -> Tensor:

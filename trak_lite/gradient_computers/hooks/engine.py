@@ -482,16 +482,13 @@ class GradientPass(AbstractInterceptor):
         if in_place:
             return results if results.requires_grad else results.add_(self._tap(results))
         if isinstance(results, Tensor):
-            return (
-                results
-                if results.requires_grad or not results.is_floating_point()
-                else results + self._tap(results)
-            )
+            tappable = differentiable(results) and not results.requires_grad
+            return results + self._tap(results) if tappable else results
         leaves, spec = tree_flatten(results)
         # One result may be computed from another (the states of an LSTM cell); a view receives only its own gradient.
         tapped = [self._tapped(leaf, False) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tree_unflatten(
-            [t.view_as(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tapped], spec
+            [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in tapped], spec
         )
 
     def _tap(self, like: Tensor) -> Tensor:

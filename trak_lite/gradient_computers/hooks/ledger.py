@@ -206,6 +206,8 @@ def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
 
 def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
     if isinstance(part, Tensor):
+        # The gradient of a real tensor that was combined with complex ones is the real part.
+        part = part.real if part.is_complex() and not dtype.is_complex else part
         return part if part.dtype == dtype else part.to(dtype)
     if isinstance(part, Factors):
         return _cast_factors(part, dtype)

@@ -126,7 +126,7 @@ class Step:
 def _is_linear(
     site: Site, args: Sequence[Any], targets: tuple[int, ...], axes: Sequence[BatchAxis | None]
 ) -> bool:
-    if site.function is not torch._C._nn.linear or site.routed or 0 in targets:
+    if site.function is not torch._C._nn.linear or site.routed or 0 in targets or args[0].is_complex():
         return False
     x, weight, *bias = args
     axis = axes[0]

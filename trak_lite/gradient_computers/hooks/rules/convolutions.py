@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall, Pieces
+from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall, Pieces, conjugate
 
 __all__ = ["conv_rule", "conv_transpose_rule"]
 
@@ -37,14 +37,14 @@ def conv_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     dims = weight.dim() - 2
     if not _batch_first(call, x, dims):
         return None
-    x, grad = x.to(weight.dtype), grad.to(weight.dtype)  # under autocast the dtypes differ
+    x, grad = conjugate(x.to(weight.dtype)), grad.to(weight.dtype)  # under autocast the dtypes differ
     step, spread = _each(stride, dims, 1), _each(dilation, dims, 1)
     x, pad = _padded(x, weight.shape[2:], padding, spread)
 
     def parts() -> _Parts:
         if call.wants(weight):
             kernel = tuple(weight.shape[2:])
-            if call.keep_factors or _factors_are_smaller(call, grad, weight):
+            if call.keep_factors or weight.is_complex() or _factors_are_smaller(call, grad, weight):
                 patches = _patches(x, kernel, step, pad, spread, tuple(grad.shape[2:]))
                 yield weight, _contract(call, patches, grad.flatten(2), groups or 1, weight)
             else:
@@ -71,7 +71,7 @@ def conv_transpose_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
     dims = weight.dim() - 2
     if not _batch_first(call, x, dims):
         return None
-    x, grad = x.to(weight.dtype), grad.to(weight.dtype)
+    x, grad = conjugate(x.to(weight.dtype)), grad.to(weight.dtype)
 
     def parts() -> _Parts:
         if call.wants(weight):

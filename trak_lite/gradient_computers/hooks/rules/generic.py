@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
+from trak_lite.gradient_computers.hooks.plan.recorder import differentiable
 
 __all__ = ["generic_rule", "looped"]
 
@@ -65,8 +66,7 @@ def _runner(call: OperationCall, places: Sequence[int]) -> Callable[..., tuple[T
         if call.in_place:
             args = (args[0].clone(), *args[1:])
         result = call.function(*args, **kwargs)
-        results = (args[0],) if call.in_place else tree_flatten(result)[0]
-        return tuple(t for t in results if isinstance(t, Tensor) and t.is_floating_point())
+        return tuple(differentiable(args[0] if call.in_place else result))
 
     return run
 

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall, OperationRule
+from trak_lite.gradient_computers.hooks.calls import (
+    Contribution,
+    Factors,
+    OperationCall,
+    OperationRule,
+    conjugate,
+)
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample, sum_to_parameter
 from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule, conv_transpose_rule
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
@@ -87,7 +93,7 @@ def _matrix_product(
     def parts() -> _Parts:
         grads = _positions(grad, call.output_axis, call.num_samples)
         if call.wants(weight):
-            inputs = _positions(x, axis, call.num_samples)
+            inputs = conjugate(_positions(x, axis, call.num_samples))
             yield weight, Factors(grads, inputs) if weight_is_in_out else Factors(inputs, grads)
         if call.wants(bias):
             yield bias, (grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1))
@@ -101,7 +107,7 @@ def _left_product(call: OperationCall, grad: Tensor, weight: Tensor, x: Tensor) 
         return None
 
     def parts() -> _Parts:
-        inputs = _flattened(call.samples(x).transpose(-1, -2))
+        inputs = conjugate(_flattened(call.samples(x).transpose(-1, -2)))
         yield weight, Factors(inputs, _flattened(call.output_samples(grad).transpose(-1, -2)))
 
     return parts()
@@ -126,7 +132,7 @@ def einsum_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
         inputs, grads = call.samples(x).to(weight.dtype), call.output_samples(grad).to(weight.dtype)
         sample = next(letter for letter in string.ascii_letters if letter not in equation)
         pattern = f"{sample}{read},{sample}{result}->{sample}{own}"
-        yield weight, torch.einsum(pattern, inputs, grads)
+        yield weight, torch.einsum(pattern, conjugate(inputs), grads)
 
     return parts()
 
@@ -166,7 +172,7 @@ def _elementwise(derivative: Callable[[OperationCall, int, Tensor], Tensor | Non
 
 
 def _of_sum(call: OperationCall, place: int, grad: Tensor) -> Tensor:
-    alpha = call.kwargs.get("alpha", 1)
+    alpha = conjugate(call.kwargs.get("alpha", 1))
     scaled: Tensor = grad * alpha if place == 1 and alpha != 1 else grad
     return scaled
 
@@ -188,20 +194,15 @@ def _operand(call: OperationCall, place: int) -> Any:
     return _operands(call)[place]
 
 
-def _conjugate(value: Any) -> Any:
-    """Return the conjugate of a complex factor, which autograd's gradients of products have."""
-    return value.conj() if isinstance(value, Tensor) and value.is_complex() else value
-
-
 def _of_product(call: OperationCall, place: int, grad: Tensor) -> Tensor:
-    product: Tensor = grad * _conjugate(_operand(call, 1 - place))
+    product: Tensor = grad * conjugate(_operand(call, 1 - place))
     return product
 
 
 def _of_quotient(call: OperationCall, place: int, grad: Tensor) -> Tensor | None:
     if "rounding_mode" in call.kwargs:
         return None
-    numerator, denominator = _conjugate(_operand(call, 0)), _conjugate(_operand(call, 1))
+    numerator, denominator = conjugate(_operand(call, 0)), conjugate(_operand(call, 1))
     quotient: Tensor = grad / denominator
     return quotient if place == 0 else -quotient * numerator / denominator
 
