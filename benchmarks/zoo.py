@@ -5,7 +5,12 @@ compared with a loop over samples in float64, its rows with the projected gradie
 dense NumPy (tests/zoo/zoo_path.py). The exit status is 1 unless each is right or refused by a named error. Requires
 transformers and peft (extra zoo); timm's models run if timm is installed. Each runs in a separate process.
 
-Run:  python -m benchmarks.zoo [--only NAME ...] [--jobs 2]      (writes benchmarks/results/zoo.json; about 20 minutes)
+``--gradients`` compares per-sample gradients alone, but in float64, float32 and bfloat16 and, where samples are tokens,
+also with one token less: kernels of mixtures of experts demand an alignment that odd lengths do not have.
+
+Run:  python -m benchmarks.zoo [--only NAME ...] [--every N] [--jobs 2]
+      (writes benchmarks/results/zoo.json; about 20 minutes)
+      python -m benchmarks.zoo --gradients     (writes benchmarks/results/zoo_gradients.json)
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
 
 from zoo_cases import Architecture  # noqa: E402  (found through the line above)
-from zoo_path import Wrong, cost_against_plain, run_whole_path  # noqa: E402
+from zoo_path import Wrong, cost_against_plain, gradients_by_precision, run_whole_path  # noqa: E402
 from zoo_published import PUBLISHED  # noqa: E402
 from zoo_timm import let_torchvision_import, timm_models  # noqa: E402
 
@@ -44,7 +49,7 @@ DIGITS = 2
 
 
 def architectures() -> dict[str, Architecture]:
-    """Return every entry by name; timm's only if it is installed."""
+    """Return every entry of the table by name; timm's only if it is installed."""
     let_torchvision_import()
     from zoo_hub import HUB
 
@@ -56,28 +61,47 @@ def architectures() -> dict[str, Architecture]:
     return by_name
 
 
-def measured(name: str) -> dict[str, Any]:
+def all_architectures() -> dict[str, Architecture]:
+    """Return the entries of the table and the mixtures whose gradients alone are compared."""
+    by_name = architectures()
+    from zoo_mixtures import mixtures  # after the declarations that transformers needs
+
+    return {**{entry.name: entry for entry in mixtures()}, **by_name}
+
+
+def whole_path(entry: Architecture) -> dict[str, Any]:
+    """Return the figures of one architecture."""
+    train, targets = entry.samples(TRAIN_ROWS, 1), entry.samples(TARGETS, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_whole_path(
+            entry.make,
+            entry.task,
+            entry.output,
+            train,
+            targets,
+            Path(folder),
+            tokens=entry.tokens,
+            draws=entry.draws,
+        )
+    return {**found, "cost": cost_against_plain(entry.make(), entry.task, train)}
+
+
+def gradients(entry: Architecture) -> dict[str, Any]:
+    """Return engines and errors by precision and length."""
+    found = gradients_by_precision(entry.make(), entry.task, entry.output, entry.samples(TRAIN_ROWS, 1))
+    return {**found, **({"outcome": "refused"} if any("message" in row for row in found.values()) else {})}
+
+
+def measured(name: str, figures_of: Callable[[Architecture], dict[str, Any]]) -> dict[str, Any]:
     """Run one architecture; return the result."""
     torch.set_num_threads(1)
-    entry = architectures()[name]
+    entry = all_architectures()[name]
     start = time.process_time()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", NO_RULE_FOR_VMAP)
-        train, targets = entry.samples(TRAIN_ROWS, 1), entry.samples(TARGETS, 2)
         try:
-            found = run_whole_path(
-                entry.make,
-                entry.task,
-                entry.output,
-                train,
-                targets,
-                Path(folder),
-                tokens=entry.tokens,
-                draws=entry.draws,
-            )
-            found["cost"] = cost_against_plain(entry.make(), entry.task, train)
-            outcome = {"outcome": "right", **found}
+            outcome = {"outcome": "right", **figures_of(entry)}
         except TrakLiteError as error:
             outcome = {"outcome": "refused", "error": type(error).__name__, "message": str(error)}
         except Wrong as error:
@@ -91,10 +115,12 @@ def measured(name: str) -> dict[str, Any]:
     return {"domain": entry.domain, **figures, "seconds": round(time.process_time() - start, 1)}
 
 
-def all_measured(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def all_measured(
+    names: list[str], jobs: int, figures_of: Callable[[Architecture], dict[str, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the results as they finish, from reused processes."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(measured, name): name for name in names}
+        futures = {pool.submit(measured, name, figures_of): name for name in names}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -122,15 +148,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", help="names of architectures")
+    parser.add_argument("--every", type=int, default=1, help="run every N-th only")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, default=RESULTS / "zoo.json", help="where the table goes")
+    parser.add_argument("--gradients", action="store_true", help="gradients alone, by precision and length")
+    parser.add_argument("--out", type=Path, help="where the table goes")
     options = parser.parse_args()
     rows, broken = {}, 0
-    for name, row in all_measured(options.only or list(architectures()), options.jobs):
+    out = options.out or RESULTS / ("zoo_gradients.json" if options.gradients else "zoo.json")
+    found = all_architectures() if options.gradients else architectures()
+    names = (options.only or list(found))[:: options.every]
+    for name, row in all_measured(names, options.jobs, gradients if options.gradients else whole_path):
         rows[name] = row
         broken += row["outcome"] not in ("right", "refused")
         print(name, row, flush=True)
-        save(options.out, rows)
+        save(out, rows)
     return int(broken > 0)
 
 

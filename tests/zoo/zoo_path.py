@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from trak_lite import Attributor, Rows, token_scores
-from trak_lite.data.batches import map_tensors
+from trak_lite.data.batches import flatten_batch, map_tensors
+from trak_lite.errors import TrakLiteError
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
@@ -215,6 +216,72 @@ def check_float64_gradients(
         error < GRADIENT_TOLERANCE, f"gradients of the {chosen.name} engine are off by {error:.2g} in float64"
     )
     return chosen.name, error, replaced
+
+
+def one_token_less(samples: Samples) -> Samples:
+    """Return the samples without the last entry of each sequence of integers."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:-1] if tensor.dim() == 1 and not tensor.is_floating_point() else tensor
+
+    return Samples([map_tensors(cut, sample) for sample in samples.samples])
+
+
+def gradients_by_precision(
+    model: nn.Module, task: Any, output: OutputFunction, samples: Samples
+) -> dict[str, Any]:
+    """Compare the gradients of the engine that ``"auto"`` takes, in three precisions and at two lengths.
+
+    In float64 and float32 they are compared with the loop in float64; in bfloat16 the engine's own check compares
+    them, and the distance from float64 is noted. A precision or length that the model itself does not take is left out.
+
+    Returns:
+        Engine and error, or the refusal, by precision and, where the samples have tokens, by length.
+    """
+    found: dict[str, Any] = {}
+    lengths = {"as drawn": samples, "one token less": one_token_less(samples)}
+    drawn, cut = (flatten_batch(rows.batch([0]))[0] for rows in lengths.values())
+    if all(map(torch.equal, drawn, cut)):
+        del lengths["one token less"]
+    for length, rows in lengths.items():
+        if not runs_alone(in_float64(model), output, batch_in_float64(rows.batch([0]))):
+            continue
+        expected = loop_gradients(model, output, rows)
+        engine, error, _ = check_float64_gradients(model, task, output, rows, expected)
+        found[f"float64, {length}"] = {"engine": engine, "error": float(f"{error:.2g}")}
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"{dtype}, {length}".removeprefix("torch.")
+            own = copy.deepcopy(model).to(dtype).eval()
+            batch = map_tensors(
+                lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t,
+                rows.batch(range(len(rows))),
+            )
+            if not runs_alone(own, output, batch):
+                continue
+            try:
+                chosen = choose_gradient_computer(own, resolve_task(task), batch)
+                grads = computed_gradients(chosen.computer, batch)
+            except TrakLiteError as refusal:
+                found[name] = {"error": type(refusal).__name__, "message": str(refusal)[:600]}
+                continue
+            require(bool(np.isfinite(grads).all()), f"gradients in {name}, are not finite")
+            error = float(relative_errors(grads, reference.flatten(expected)).max())
+            require(
+                dtype == torch.bfloat16 or error < ROW_TOLERANCE["float32"],
+                f"gradients of the {chosen.name} engine are off by {error:.2g} in {name}",
+            )
+            found[name] = {"engine": chosen.name, "error": float(f"{error:.2g}")}
+    return found
+
+
+def runs_alone(model: nn.Module, output: OutputFunction, batch: Any) -> bool:
+    """Whether plain torch takes the model and the batch, forward and backward."""
+    try:
+        output(model.train().eval(), batch).sum().backward()
+    except Exception:
+        return False
+    model.zero_grad(set_to_none=True)
+    return True
 
 
 # --- Rows and scores -------------------------------------------------------------------------------------

@@ -320,7 +320,8 @@ def run_cell(
     with torch.no_grad():
         # .data, not detach(): with detach(), autograd sees the in-place change and replaces pre's node, without hooks.
         trace = cell.forward(pre.data, weight, bias, walk, tuple(state))
-    results = _Recurrence.apply(cell, walk, trace, pre, weight, bias, *state)  # type: ignore[no-untyped-call]
+    apply: Callable[..., tuple[Tensor, ...]] = _Recurrence.apply  # torch has types here from 2.15
+    results = apply(cell, walk, trace, pre, weight, bias, *state)
     return trace, results
 
 
