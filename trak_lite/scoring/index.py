@@ -11,8 +11,9 @@ train rows with the effective rows Z and the gram matrix :math:`G = Z (H + \lamb
 
 so the index is computed, shared between processes and resumed like a table of scores.
 
-The share of the strongest rows that are among the c best candidates (recall) is measured on targets whose exact rows
-are known. Its lower bound (Hoeffding, J. Am. Stat. Assoc. 58, 1963, theorem 1) sets c.
+The share of the strongest rows that are among the c best candidates (recall) is measured on some targets of each set,
+whose exact rows are found. Its lower bound (Hoeffding, J. Am. Stat. Assoc. 58, 1963, theorem 1) sets c for this set:
+of targets of another set it says nothing.
 
 Shapes: N train rows, M targets, C checkpoints, K feature width, s sampled rows, R directions, k top rows, c candidates.
 """
@@ -41,7 +42,7 @@ from trak_lite.run.tables import FEATURES, as_tensor, index_paths
 from trak_lite.scoring.matrix import best_of, top_and_bottom, top_and_bottom_of
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
 __all__ = ["IndexedTop", "indexed_top", "mean_lower_bound"]
@@ -63,8 +64,8 @@ _FACTOR: Final = 64
 """Largest number of candidates, as a multiple of k."""
 _LOOKS: Final = (128, 512, 2048)
 """Numbers of measured targets that bounds are computed from; no more are measured than the last one."""
-_MEASURED_AT_ONCE: Final = 576
-"""Targets that one call measures: a few more than 512, because some may be equal."""
+_SPARE: Final = 8
+"""One more target is measured for each so many that a bound needs, because some may be equal."""
 _DOUBT: Final = 0.05 / (2 * len(_LOOKS))
 """Probability that one bound is wrong: of one end, at one number of targets."""
 _NOWHERE: Final = 1 << 40
@@ -92,10 +93,9 @@ class IndexedTop:
     recall: float = 1.0
     """Mean share of the exact k rows that are among the candidates, over the measured targets; of the worse end."""
     at_least: float = 1.0
-    """Lower bound of the expected recall of targets like the measured ones; both ends reach it with a probability of
-    95 %."""
+    """Lower bound of the expected recall of the targets of the set; both ends reach it with a probability of 95 %."""
     measured: int = 0
-    """Number of measured targets."""
+    """Number of measured targets of the set."""
 
     def report(self) -> dict[str, float | int]:
         """Return the numbers to show with the scores; none if the rows are exact."""
@@ -114,8 +114,9 @@ def indexed_top(
 ) -> IndexedTop:
     """Return the strongest rows of every target by the index of its method; build and measure it if needed.
 
-    As long as too few targets were measured for a lower bound of ``recall``, all rows are scored, and the candidates
-    that the index would have found are compared with the exact rows. These measurements are stored.
+    As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some
+    of them, and the candidates that the index would have found are compared with the exact rows. These measurements are
+    stored. All rows are scored for a set that has no more targets than a bound needs.
 
     Args:
         store: Open for writing to build an index; otherwise a complete index is used, or all rows are scored.
@@ -131,15 +132,16 @@ def indexed_top(
         return IndexedTop(top_and_bottom(source, k, terms), None)
     pool = index.pool(k)
     chosen = pool.candidates(k, recall)
-    if chosen is None and len(pool.hashes) < _LOOKS[-1]:
-        sample = _scattered(source.num_targets, _MEASURED_AT_ONCE)
+    needed = _needed(len(pool.hashes), recall)
+    if chosen is None and needed is not None:
+        sample = _scattered(source.num_targets, needed + needed // _SPARE)
         part = _of_targets(terms, sample)
         exact = top_and_bottom(source, pool.k, part)
+        if len(sample) == source.num_targets:
+            return IndexedTop(exact[..., :k], None)
         pool = pool.with_targets(_hashes(part), index.places(part, exact))
         index.keep(pool)
         chosen = pool.candidates(k, recall)
-        if len(sample) == source.num_targets:
-            return IndexedTop(exact[..., :k], None)
     if chosen is None:
         logger.info(
             "The index states no recall of %g for k=%d from %d measured targets: all rows were scored.",
@@ -150,6 +152,14 @@ def indexed_top(
         return IndexedTop(top_and_bottom(source, k, terms), None)
     mean, bound = pool.stated(k, chosen)
     return IndexedTop(index.top(terms, chosen, k), chosen, mean, bound, len(pool.hashes))
+
+
+def _needed(measured: int, recall: float) -> int | None:
+    """Return the next number of targets whose bound reaches a recall if nothing is lost; ``None`` if there is none."""
+    return next(
+        (look for look in _LOOKS if look > measured and mean_lower_bound(np.ones(look), _DOUBT) >= recall),
+        None,
+    )
 
 
 def mean_lower_bound(values: NDArray[np.float64], doubt: float) -> float:
@@ -244,14 +254,16 @@ def _factors() -> Iterator[int]:
 
 @final
 class _Index:
-    """A complete index, and the targets that it was measured with."""
+    """A complete index, and the targets of the set that it was measured with."""
 
     def __init__(self, store: AbstractFeatureStore, source: ScoreSource, path: str) -> None:
         self._store = store
         self._source = source
-        self._pool_path = f"{path}/measured"
+        self._pool_path = f"{path}/measured/{source.name}"
         basis = store.open_table(f"{path}/basis")
-        self._key = basis.content_key()
+        # Another set under the same name has other targets, of which the measured ones are no sample.
+        targets = source.target_contents()
+        self._key = Manifest({"basis": basis.content_key(), "targets": targets}).digest()
         self.rows = store.open_table(f"{path}/rows")
         self._sample = _sampled_rows(source)
         self._coefficients = torch.from_numpy(_coefficients_of(basis, self._sample))

@@ -199,6 +199,10 @@ class ScoreSource:
         found: Mapping[str, Any] = self._targets(self._train[0]).spec.fingerprint.get("targets", {})
         return found
 
+    def target_contents(self) -> list[str]:
+        """Return a digest of the stored target rows of every checkpoint."""
+        return [self._targets(table).content_key() for table in self._train]
+
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.
 

@@ -327,10 +327,10 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
         *store.table_names(preconditioned_folder(name)),
     ):  # these depend on the train data as well
         store.drop_table(path)
-    for path in found:
-        store.drop_entry(verdict_path(path))
-        store.drop_entry(one_run_path(path))
-        store.drop_entry(predictions_path(path))
+    measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
+    tested = (of(path) for path in found for of in (verdict_path, one_run_path, predictions_path))
+    for entry in (*measured, *tested):
+        store.drop_entry(entry)
 
 
 def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:

@@ -7,6 +7,7 @@ lists these rows. If the repair is killed at any step, a writer can still resume
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -20,6 +21,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import StoreLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
+from trak_lite.store.disk.entries import ENTRIES, UNBOUND, disk_entries, entry_files
 from trak_lite.store.disk.files import file_size, named_errors, open_file, sync_folder, write_all
 from trak_lite.store.disk.folders import make_folders, refuse_links
 from trak_lite.store.disk.listing import TableList
@@ -30,22 +32,32 @@ __all__ = ["check_folder"]
 
 
 def repair_list(root: str, look: StoreLook) -> list[SetAside]:
-    """Set aside damaged entries of the list of tables and those of lost tables; return them.
+    """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them.
 
     Raises:
         StoreError: If files cannot be renamed.
     """
     tables = TableList(root)
+    aside = [
+        *look.entries,
+        *(f"{ENTRIES}/{name}" for name, text in look.wrong_entries.items() if text != UNBOUND),
+    ]
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
             tables.make()
-        if not look.entries:
+        for name in look.wrong_entries.keys() if look.record else ():
+            disk_entries(root, look.record).bind(name)
+        if not aside:
             return []
         folder = f"{tables.folder}/{SET_ASIDE}/{_stamp('tables')}"
         make_folders(folder)
-        for path in look.entries:
+        for path in aside:
             tables.set_aside(path, folder)
-    return [SetAside(path, None, (), folder) for path in look.entries]
+            if path.startswith(f"{ENTRIES}/"):
+                file = entry_files(path.removeprefix(f"{ENTRIES}/"))[0]
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
+    return [SetAside(path, None, (), folder) for path in aside]
 
 
 @final
@@ -182,6 +194,6 @@ def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
         each.run()
     busy = [finding for each in repairs for finding in each.busy]
     moved += [part for each in repairs for part in each.set_aside]
-    if moved or look.list_damaged:
+    if moved or look.list_damaged or look.wrong_entries:
         look = StoreLook.at(root)
     return Report(root, (*look.findings, *busy), look.tally, tuple(moved))
