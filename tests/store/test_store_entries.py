@@ -238,6 +238,48 @@ def test_verdicts_and_fits_are_where_the_rows_are(machines):
         assert {name: store.entry_names(name) for name in store.entry_names("ekfac")} == before
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of the same model and data, with other columns and verdicts, and scores by an index."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("own", "other"):
+        made = attributor(folder / name)
+        made.featurize(data(200), columns={"source": ["web", "book"][:: 1 if name == "own" else -1] * 100})
+        scores = made.score(data(5, 1))
+        verify(scores, lambda rows, seed: trained(rows % 24, seed), data(5, 1), budget=4)
+        made.score(data(150, 2), "many", dense=False, k=2, recall=0.5)
+    return folder / "own", folder / "other"
+
+
+READS = {
+    "verdicts": lambda made: made.scores().verdict,
+    "predictions": lambda made: made.scores().predictions,
+    "columns": lambda made: made.scores().top(5, where={"source": "web"}),
+    "index": lambda made: made.score(data(150, 2), "many", dense=False, k=1, recall=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("change", ["exchanged", "removed", "folder exchanged"])
+def test_verdicts_columns_and_bounds_of_another_run_are_not_used(runs, tmp_path, kind, change):
+    own = tmp_path / "own"
+    shutil.copytree(runs[0], own)
+    READS[kind](attributor(own))
+    (file,) = (own / ".entries").glob(f"{kind}%*")
+    if change == "removed":
+        file.unlink()
+    elif change == "exchanged":
+        take(f".entries/{file.name}", runs[1], own)
+    else:
+        take(".entries", runs[1], own)
+
+    with pytest.raises(CorruptStoreError, match=f"entry '{kind}/"):
+        READS[kind](attributor(own))
+    report = check_store(own)
+    assert not report.ok
+    assert f"the entry '{kind}/" in str(report)
+
+
 def test_what_belongs_to_a_dropped_checkpoint_or_to_dropped_scores_goes(machines):
     here, _ = machines
     made = attributor(here)

@@ -22,7 +22,7 @@ from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store.disk.derived import CACHE, HiddenFiles
 from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.entries import ENTRIES, UNBOUND, disk_entries, entry_of
+from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_of
 from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in, refuse_links
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
@@ -48,8 +48,6 @@ _NEXT_WRITER = "nothing: the next writer does it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
 _NOT_OURS = "remove it if it is not needed"
 _PUT_BACK = "replace it by the folder"
-_RESTORE_ENTRY = "restore it from a backup, or check with --repair, and repeat the call that stored it"
-_BIND_ENTRY = "check with --repair, which binds it, if it is of this store"
 _RESTORE = "restore zarr.json from a backup, or use another path"
 
 
@@ -76,8 +74,8 @@ class StoreLook:
     """Whether the folder of the list must be recreated."""
     record: dict[str, Any] | None = None
     """Record of the store; ``None`` if its metadata is damaged."""
-    wrong_entries: dict[str, str] = field(default_factory=dict)
-    """What is wrong with entries of the store (arrays, not tables), by name."""
+    wrong_entries: list[str] = field(default_factory=list)
+    """Entries of the store (arrays, not tables) that are not as they were written."""
     _identities: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -214,11 +212,10 @@ class StoreLook:
 
     def _entries(self) -> None:
         """Compare the entries with their marks and with the store."""
-        self.wrong_entries = dict(disk_entries(self.root, self.record).problems())
-        for name, wrong in self.wrong_entries.items():
-            self._damage(
-                None, f"the entry {name!r} {wrong}", _BIND_ENTRY if wrong == UNBOUND else _RESTORE_ENTRY
-            )
+        entries = disk_entries(self.root, self.record)
+        for name, wrong in entries.problems():
+            self.wrong_entries.append(name)
+            self._damage(None, f"the entry {name!r} {wrong}", entries.remedy(wrong))
 
     def _scratch(self, path: str) -> None:
         if _age(path) > ABANDONED_AFTER:

@@ -25,10 +25,10 @@ from trak_lite.store.disk.derived import HiddenFiles
 from trak_lite.store.disk.documents import store_id
 from trak_lite.store.disk.listing import TABLES, TableList, decode_entry, encode_entry, entry_name
 
-__all__ = ["ENTRIES", "UNBOUND", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
+__all__ = ["ENTRIES", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
 
 ENTRIES = ".entries"
-UNBOUND: Final = "was written by a version of trak_lite that did not bind entries to their store"
+_UNBOUND: Final = "was written by a version of trak_lite that did not bind entries to their store"
 _NO_FILE: Final = "-"
 _MARK: Final = f"{ENTRIES}%"
 """Start of the name of a mark; no table has such a name."""
@@ -69,8 +69,6 @@ class StoreEntries:
     """Identifier of the store; ``None`` accepts any, because the metadata of the store is damaged."""
     old: bool
     """Whether the store was created by a version that did not bind entries."""
-    remedy: str
-    """What to do about an entry that is not as it was written."""
     lock: Callable[[], AbstractContextManager[None]] | None = None
     """Excludes other writers; an object store has no lock."""
 
@@ -82,12 +80,9 @@ class StoreEntries:
             ManifestMismatchError: If it was written by a version that did not bind entries to their store.
         """
         found, wrong = self._read(name)
-        if wrong == UNBOUND:
-            raise ManifestMismatchError(
-                f"The entry {name!r} of {self.where} {wrong}: it may be that of another store. {self.remedy}"
-            )
         if wrong is not None:
-            raise CorruptStoreError(f"The entry {name!r} of {self.where} {wrong}. {self.remedy}")
+            kind = ManifestMismatchError if wrong == _UNBOUND else CorruptStoreError
+            raise kind(f"The entry {name!r} of {self.where} {wrong}. What helps: {self.remedy(wrong)}.")
         return found.array if found is not None and found.key == key else None
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
@@ -115,16 +110,26 @@ class StoreEntries:
             failpoint("entry_removed")
             self.files.delete(mark)
 
-    def bind(self, name: str) -> None:
-        """Take over an entry that is not bound to a store."""
+    def bind(self, name: str) -> bool:
+        """Take over an entry if it is not bound to a store; return whether it was."""
         found, wrong = self._read(name)
-        if found is not None and wrong == UNBOUND:
-            self.put(name, found.key, found.array)
+        if found is None or wrong != _UNBOUND:
+            return False
+        self.put(name, found.key, found.array)
+        return True
 
     def names(self) -> list[str]:
         """Return the names of all entries, sorted; also of those that were removed without the store."""
         keys = (*self.files.sizes(ENTRIES), *self.files.sizes(TABLES))
         return sorted({name for key in keys if (name := entry_of(key.rpartition("/")[2])) is not None})
+
+    def remedy(self, wrong: str) -> str:
+        """Return what to do about an entry."""
+        if self.lock is None:
+            return f"restore its objects below {ENTRIES} and {TABLES}, or remove them, and store it again"
+        if wrong == _UNBOUND:
+            return "check_store(path, repair=True) binds it; before, make sure that it is no other store's"
+        return f"restore {ENTRIES} and {TABLES}, or call check_store(path, repair=True), and store it again"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield the names of entries that are not as they were written, and what is wrong."""
@@ -158,7 +163,7 @@ class StoreEntries:
         if found is None:
             return "is damaged"
         if not found.bound:
-            return UNBOUND if self.old and mark is None else "belongs to another store"
+            return _UNBOUND if self.old and mark is None else "belongs to another store"
         if self.store not in (None, found.bound[0]):
             return "belongs to another store"
         return None if found.bound[1] in allowed else "is not the one that the store lists"
@@ -185,7 +190,5 @@ def disk_entries(root: str, record: Mapping[str, Any] | None) -> StoreEntries:
         root,
         store=store_id(record) if record else None,
         old="id" not in (record or {}),
-        remedy=f"Restore {ENTRIES} and {TABLES} from a backup, or call check_store(path, repair=True), which sets the "
-        "entry aside (or binds it, if the store is older than bound entries), and repeat the call that stored it.",
         lock=TableList(root).locked,
     )

@@ -21,7 +21,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import StoreLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
-from trak_lite.store.disk.entries import ENTRIES, UNBOUND, disk_entries, entry_files
+from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_files
 from trak_lite.store.disk.files import file_size, named_errors, open_file, sync_folder, write_all
 from trak_lite.store.disk.folders import make_folders, refuse_links
 from trak_lite.store.disk.listing import TableList
@@ -37,26 +37,22 @@ def repair_list(root: str, look: StoreLook) -> list[SetAside]:
     Raises:
         StoreError: If files cannot be renamed.
     """
-    tables = TableList(root)
-    aside = [
-        *look.entries,
-        *(f"{ENTRIES}/{name}" for name, text in look.wrong_entries.items() if text != UNBOUND),
-    ]
+    tables, entries = TableList(root), disk_entries(root, look.record)
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
             tables.make()
-        for name in look.wrong_entries.keys() if look.record else ():
-            disk_entries(root, look.record).bind(name)
+        wrong = [name for name in look.wrong_entries if look.record is None or not entries.bind(name)]
+        aside = [*look.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
         if not aside:
             return []
         folder = f"{tables.folder}/{SET_ASIDE}/{_stamp('tables')}"
         make_folders(folder)
         for path in aside:
             tables.set_aside(path, folder)
-            if path.startswith(f"{ENTRIES}/"):
-                file = entry_files(path.removeprefix(f"{ENTRIES}/"))[0]
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
+        for name in wrong:
+            with contextlib.suppress(FileNotFoundError):  # removed without the store
+                file = entry_files(name)[0]
+                os.rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
     return [SetAside(path, None, (), folder) for path in aside]
 
 

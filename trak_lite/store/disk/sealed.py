@@ -44,6 +44,7 @@ def seal(path: str, what: str) -> None:
     fd = open_file(path, os.O_WRONLY)
     try:
         write_all(fd, digits, place)
+        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -57,8 +57,6 @@ def remote_entries(objects: AbstractObjects, record: Mapping[str, Any] | None) -
         objects.url,
         store=store_id(record) if record else None,
         old="id" not in (record or {}),
-        remedy=f"Restore its objects below {ENTRIES} and {TABLES} from a backup, or remove them, and repeat the call "
-        "that stored the entry.",
     )
 
 
@@ -101,9 +99,9 @@ class RemoteLook:
         self._list()
         for path, files in tables.items():
             self._table(path, files)
-        for name, wrong in remote_entries(self._objects, self._record).problems():
-            remedy = f"restore its objects below {ENTRIES} and {TABLES}, or remove them and store it again"
-            self._add("damage", None, f"the entry {name!r} {wrong}", remedy)
+        entries = remote_entries(self._objects, self._record)
+        for name, wrong in entries.problems():
+            self._add("damage", None, f"the entry {name!r} {wrong}", entries.remedy(wrong))
         for key in sorted(self._sizes):
             folder, _, name = key.rpartition("/")
             listed = folder == TABLES and listed_path(name) is not None
