@@ -21,7 +21,6 @@ Shapes: N train rows, M targets, C checkpoints, K feature width, s sampled rows,
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,8 +63,6 @@ _FACTOR: Final = 64
 """Largest number of candidates, as a multiple of k."""
 _LOOKS: Final = (128, 512, 2048)
 """Numbers of measured targets that bounds are computed from; no more are measured than the last one."""
-_SPARE: Final = 8
-"""One more target is measured for each so many that a bound needs, because some may be equal."""
 _DOUBT: Final = 0.05 / (2 * len(_LOOKS))
 """Probability that one bound is wrong: of one end, at one number of targets."""
 _NOWHERE: Final = 1 << 40
@@ -132,14 +129,14 @@ def indexed_top(
         return IndexedTop(top_and_bottom(source, k, terms), None)
     pool = index.pool(k)
     chosen = pool.candidates(k, recall)
-    needed = _needed(len(pool.hashes), recall)
+    needed = _needed(len(pool.targets), recall)
     if chosen is None and needed is not None:
-        sample = _scattered(source.num_targets, needed + needed // _SPARE)
+        sample = _scattered(source.num_targets, needed)
         part = _of_targets(terms, sample)
         exact = top_and_bottom(source, pool.k, part)
         if len(sample) == source.num_targets:
             return IndexedTop(exact[..., :k], None)
-        pool = pool.with_targets(_hashes(part), index.places(part, exact))
+        pool = pool.with_targets(sample, index.places(part, exact))
         index.keep(pool)
         chosen = pool.candidates(k, recall)
     if chosen is None:
@@ -147,11 +144,11 @@ def indexed_top(
             "The index states no recall of %g for k=%d from %d measured targets: all rows were scored.",
             recall,
             k,
-            len(pool.hashes),
+            len(pool.targets),
         )
         return IndexedTop(top_and_bottom(source, k, terms), None)
     mean, bound = pool.stated(k, chosen)
-    return IndexedTop(index.top(terms, chosen, k), chosen, mean, bound, len(pool.hashes))
+    return IndexedTop(index.top(terms, chosen, k), chosen, mean, bound, len(pool.targets))
 
 
 def _needed(measured: int, recall: float) -> int | None:
@@ -205,8 +202,8 @@ class _Pool:
 
     k: int
     """Exact rows per end."""
-    hashes: NDArray[np.int64]
-    """``(m,)`` of the targets, so that none is counted twice."""
+    targets: NDArray[np.int64]
+    """``(m,)`` numbers of the targets in their set."""
     places: NDArray[np.int64]
     """``(m, 2, k)``: number of candidates before each exact row; a larger number than any if it is not a candidate."""
 
@@ -219,23 +216,24 @@ class _Pool:
 
     def stated(self, k: int, candidates: int) -> tuple[float, float]:
         """Return the mean and the lower bound of the recall with a number of candidates, of the worse end."""
-        count = max((look for look in _LOOKS if look <= len(self.hashes)), default=0)
+        count = max((look for look in _LOOKS if look <= len(self.targets)), default=0)
         if not count:
             return 0.0, 0.0
         shares = (self.places[:count, :, :k] < candidates).mean(axis=2)
         return float(shares.mean(axis=0).min()), min(mean_lower_bound(end, _DOUBT) for end in shares.T)
 
-    def with_targets(self, hashes: NDArray[np.int64], places: NDArray[np.int64]) -> _Pool:
+    def with_targets(self, targets: NDArray[np.int64], places: NDArray[np.int64]) -> _Pool:
         """Return the pool with more targets, in random order; those that it has are left out."""
-        _, first = np.unique(hashes, return_index=True)
-        new = np.random.default_rng(len(self.hashes)).permutation(first[~np.isin(hashes[first], self.hashes)])
+        new = np.random.default_rng(len(self.targets)).permutation(
+            np.flatnonzero(~np.isin(targets, self.targets))
+        )
         return _Pool(
-            self.k, np.concatenate([self.hashes, hashes[new]]), np.concatenate([self.places, places[new]])
+            self.k, np.concatenate([self.targets, targets[new]]), np.concatenate([self.places, places[new]])
         )
 
     def to_array(self) -> NDArray[np.int64]:
-        """Return hashes and places, ``(m, 1 + 2 k)``."""
-        return np.concatenate([self.hashes[:, None], self.places.reshape(len(self.places), -1)], axis=1)
+        """Return numbers and places, ``(m, 1 + 2 k)``."""
+        return np.concatenate([self.targets[:, None], self.places.reshape(len(self.places), -1)], axis=1)
 
     @classmethod
     def of(cls, array: NDArray[np.int64]) -> _Pool:
@@ -487,12 +485,3 @@ def _of_targets(terms: Sequence[ScoreTerm], targets: NDArray[np.int64]) -> list[
         replace(term, targets=term.targets[torch.from_numpy(targets).to(term.targets.device)])
         for term in terms
     ]
-
-
-def _hashes(terms: Sequence[ScoreTerm]) -> NDArray[np.int64]:
-    """Return a number for each target that depends on its features, ``(M,)``."""
-    parts = [term.targets.cpu().numpy() for term in terms]
-    digests = (hashlib.sha256(b"".join(part[j].tobytes() for part in parts)) for j in range(len(parts[0])))
-    return np.array(
-        [int.from_bytes(digest.digest()[:8], "little", signed=True) for digest in digests], np.int64
-    )

@@ -84,7 +84,10 @@ class UnstoredRows:
 
 @final
 class ScoreSource:
-    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores."""
+    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores.
+
+    All ``ranks`` call :meth:`terms` at the same time and compute the kernels together.
+    """
 
     def __init__(
         self,
@@ -97,21 +100,6 @@ class ScoreSource:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            store: Holds the train tables, the target tables and the gram matrices.
-            train: Feature tables of the train rows, one per checkpoint, complete.
-            name: Name of the target set.
-            method: The method, with every default resolved.
-            layout: Segments of the stored rows.
-            device: Device of the products.
-            ranks: All ranks that call :meth:`terms` at the same time; they compute the kernels together.
-
-        Raises:
-            InvalidInputError: If the number of checkpoint weights is not that of the tables, or the method has both a
-                kernel and a transform.
-        """
         if method.kernel is not None and _transforms(method):
             raise InvalidInputError(
                 f"{method.name} has a kernel and overrides transform(), which is used only without a kernel. Return "

@@ -385,17 +385,6 @@ class ScoreResult:
         identity: Mapping[str, Any],
         num_targets: int,
     ) -> None:
-        """Determine the path and the fingerprint of the score table.
-
-        Args:
-            store: The store, open for writing if scores have to be computed.
-            train: Train tables by weights digest.
-            name: Name of the target set.
-            method: The method of the scores.
-            base: The attributor's method.
-            identity: JSON values that identify the targets.
-            num_targets: M.
-        """
         tables = list(train.values())
         fingerprint = {
             "checkpoints": list(train),

@@ -65,11 +65,6 @@ class RemoteLook:
     """Checks one remote store from a single listing of its objects."""
 
     def __init__(self, objects: AbstractObjects) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            objects: Objects of the store.
-        """
         self._objects = objects
         self._findings: list[Finding] = []
         self._tally = Tally()
