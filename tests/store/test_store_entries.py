@@ -168,6 +168,22 @@ def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_pat
         store.entry("verdicts/a", "key")
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_check_reads_no_entries_behind_a_link_or_in_a_file(tmp_path, kind):
+    path = tmp_path / "run.zarr"
+    with ZarrFeatureStore.create(path, Manifest({})) as store:
+        store.put_entry("verdicts/a", "key", np.arange(4.0))
+    (path / ".entries").rename(tmp_path / "away")
+    if kind == "link":
+        (path / ".entries").symlink_to(tmp_path / "away")
+    else:
+        (path / ".entries").write_bytes(b"")
+
+    assert not check_store(path).ok
+    assert not check_store(path, repair=True).ok
+    assert (tmp_path / "away/verdicts%a.safetensors").exists()
+
+
 @pytest.mark.parametrize("point", ENTRY_FAILPOINTS)
 def test_a_killed_write_leaves_the_old_entry_or_the_new_one(tmp_path, victims, point):
     path = str(tmp_path / "run.zarr")

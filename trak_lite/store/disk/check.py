@@ -213,9 +213,16 @@ class StoreLook:
     def _entries(self) -> None:
         """Compare the entries with their marks and with the store."""
         entries = disk_entries(self.root, self.record)
-        for name, wrong in entries.problems():
-            self.wrong_entries.append(name)
-            self._damage(None, f"the entry {name!r} {wrong}", entries.remedy(wrong))
+        try:
+            refuse_links(self.root, (ENTRIES,))
+            refuse_links(self.root, (TABLES,))
+            wrong = dict(entries.problems())
+        except StoreError as error:
+            self._damage(None, f"the entries were not checked: {error}", _PUT_BACK)
+            return
+        self.wrong_entries = list(wrong)
+        for name, text in wrong.items():
+            self._damage(None, f"the entry {name!r} {text}", entries.remedy(text))
 
     def _scratch(self, path: str) -> None:
         if _age(path) > ABANDONED_AFTER:
