@@ -6,6 +6,7 @@ digits: the CRC-32C of what the file is and of all its bytes, in which these dig
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from typing import Any, Final
@@ -41,7 +42,7 @@ def seal(path: str, what: str) -> None:
         what: Name of the content: a file that is read as another one has another checksum.
     """
     place, digits = _seal_of(_mapped(path), what) or (0, b"")
-    fd = open_file(path, os.O_WRONLY)
+    fd = open_file(_plain(path), os.O_WRONLY)
     try:
         write_all(fd, digits, place)
         os.fsync(fd)
@@ -112,11 +113,16 @@ def run_identity(fingerprint: dict[str, Any]) -> str:
     return Manifest(fingerprint).digest()[:16]
 
 
+def _plain(path: str) -> str:
+    """Return the path with the links of its folder, which the user has named, resolved; the file must be no link."""
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
 def _mapped(path: str) -> NDArray[np.uint8]:
-    size = file_size(path)
+    size = file_size(_plain(path))
     if size is None:
-        raise FileNotFoundError(2, "No such file", path)
-    return map_file(path, size)
+        raise FileNotFoundError(errno.ENOENT, "No such file", path)
+    return map_file(_plain(path), size)
 
 
 def _seal_of(content: NDArray[np.uint8], what: str) -> tuple[int, bytes] | None:
