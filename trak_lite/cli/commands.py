@@ -139,7 +139,7 @@ class Job:
             )
         own = glob.glob(f"{glob.escape(str(checkpoints))}/checkpoint-*.safetensors")
         for file in own if isinstance(checkpoints, str) else ():  # those of the user have no checksum
-            sealed_content(file, os.path.basename(file), required=False)
+            sealed_content(os.path.realpath(file), os.path.basename(file), required=False)
         columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
         return self.attributor.featurize(

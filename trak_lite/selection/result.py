@@ -160,7 +160,7 @@ class Selection:
         }
         out = Path(path)
         out.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
-        seal(str(out), _SEALED_AS)
+        seal(str(out.resolve()), _SEALED_AS)
         return out
 
     @classmethod
