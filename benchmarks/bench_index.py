@@ -188,12 +188,14 @@ def indexed(folder: str) -> dict[str, Any]:
     source = source_of(folder, "test")
     terms = source.terms()
     found = index._built(source.store, source, identity(source))
+    of_first = index._built(first.store, first, identity(first))
     assert found is not None
+    assert of_first is not None
     row_bytes = found.rows.column(FEATURES).row_bytes
     wide = source.train[0].column(FEATURES).row_bytes
     figures["bytes_per_row"] = row_bytes
     one = [replace(terms[0], targets=terms[0].targets[:1])]
-    pool = found.pool(100)
+    pool = of_first.pool(100)
     for k in (10, 100):
         for recall in (0.9, 0.95, 0.99):
             chosen = pool.candidates(k, recall)

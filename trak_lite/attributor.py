@@ -344,11 +344,11 @@ class Attributor:
             dense: Store the ``(N, M)`` matrix on disk. ``False`` computes scores from the stored rows on access.
             k: With ``dense=False``, find and store the k most helpful and k most harmful rows of every target.
             recall: With ``k``, let an index find these rows if it finds at least this share of them (such as 0.99) in
-                expectation. The first call builds the index, which the store keeps. A call scores all rows, and
-                measures what the index would have found, until enough targets are measured for a lower bound of the
-                recall (95 % confidence): 0.96 takes 128 targets, 0.99 takes 512, from any calls. The bound holds for
-                targets like the measured ones. ``Scores.settings`` has the recall, its bound, and the numbers of
-                measured targets and of candidates.
+                expectation. The first call builds the index, which the store keeps. A call scores all rows for some
+                targets of the set, and measures what the index would have found, until these suffice for a lower bound
+                of the recall (95 % confidence): 0.96 takes 128 targets, 0.99 takes 512. A set without so many gets
+                exact rows. ``Scores.settings`` has the recall, its bound, and the numbers of measured targets and of
+                candidates.
             refine: Score the candidates of every target again by their unprojected gradients, and return these scores
                 (in memory, NaN for all other rows). The scores of the stored rows find the candidates; only
                 these are cached. Needs the train data: call :meth:`featurize` first.

@@ -31,7 +31,6 @@ from trak_lite.cli.recipes import load_recipe
 from trak_lite.cli.records import RunRecord, last_record, store_record_of_run
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, TrakLiteError
 from trak_lite.store import open_store
-from trak_lite.store.disk.derived import ArrayFolder
 from trak_lite.store.disk.documents import sealed
 
 (_TABLE,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -149,7 +148,8 @@ def put_record(folder: Path, digest: str, **config: Any) -> None:
         "where": "",
     }
     text = np.frombuffer(json.dumps([record]).encode(), np.uint8).copy()
-    ArrayFolder(str(folder / "run.zarr/.entries")).put("runs", "run records, format 1", text)
+    with open_store(str(folder / "run.zarr"), "r+") as store:
+        store.put_entry("runs", "run records, format 1", text)
 
 
 def edit_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -417,16 +417,14 @@ def visible(text: str) -> bool:
 def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = str(copied / "run.zarr")
     assert cli.main(["verify", str(copied / "run.yaml"), "--verify.budget", "2"]) == 0
-    with open_store(store) as opened:
+    with open_store(store, "r+") as opened:
         (name,) = opened.entry_names("verdicts")
         key = opened.open_table("scores/held-out").content_key()
-    entries = ArrayFolder(f"{store}/.entries")
-    kept = entries.get(name, key)
-    assert kept is not None
-    verdict = json.loads(kept.tobytes())
-    verdict["baselines"][0]["name"] = ESCAPE
-    text = np.frombuffer(json.dumps(verdict).encode(), np.uint8).copy()
-    entries.put(name, key, text)
+        kept = opened.entry(name, key)
+        assert kept is not None
+        verdict = json.loads(kept.tobytes())
+        verdict["baselines"][0]["name"] = ESCAPE
+        opened.put_entry(name, key, np.frombuffer(json.dumps(verdict).encode(), np.uint8).copy())
     edit_attributes(copied, lambda table: table["attributes"].update(name=ESCAPE))
     edit_record(
         copied / "run.zarr/zarr.json", lambda record: record["fingerprint"].update({f"a\n{ESCAPE}": ESCAPE})
@@ -467,11 +465,9 @@ def test_a_verdict_that_cannot_be_read_is_told(
     verdict: bytes, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = str(copied / "run.zarr")
-    with open_store(store) as opened:
+    with open_store(store, "r+") as opened:
         key = opened.open_table("scores/held-out").content_key()
-    ArrayFolder(f"{store}/.entries").put(
-        "verdicts/scores/held-out", key, np.frombuffer(verdict, np.uint8).copy()
-    )
+        opened.put_entry("verdicts/scores/held-out", key, np.frombuffer(verdict, np.uint8).copy())
 
     assert "The verdict on scores/held-out" in refused(["report", store], capsys)
     assert cli.main(["inspect", store]) == 0

@@ -97,12 +97,11 @@ def score_again(path: str) -> list[list[int]]:
 
 
 def score_by_index(path: str) -> tuple[int, list[list[int]]]:
-    """Return the number of candidates of an index, which the first call measures, and the rows that it finds."""
+    """Return the number of candidates of an index, which the call measures, and the rows that it finds."""
     net = network()
     made = attributor(path, net)
     made.featurize(data(N), states(net, 2))
-    made.score(data(130, 2), "measured", dense=False, k=4, recall=0.9)
-    scores = made.score(data(M, 3), "new", dense=False, k=4, recall=0.9)
+    scores = made.score(data(160, 3), "new", dense=False, k=4, recall=0.9)
     return scores.settings["candidates"], scores.top(4).indices.tolist()
 
 

@@ -51,7 +51,7 @@ def test_a_selection_survives_json(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content.update(version=2),
+        lambda content: content.update(version=3),
         lambda content: content.pop("columns"),
         lambda content: content["columns"]["row"].pop(),
         lambda content: content["columns"]["row"].__setitem__(0, 20),
@@ -63,11 +63,27 @@ def test_a_selection_survives_json(method: str, tmp_path: Path) -> None:
 def test_files_that_contradict_themselves_are_refused(change, tmp_path: Path) -> None:
     path = chosen().save(tmp_path / "chosen.json")
     content = json.loads(path.read_text())
+    del content["crc32c"]
+    content["version"] = 1  # files of this version have no checksum
+    path.write_text(json.dumps(content))
+    assert len(Selection.load(path)) == len(chosen())
     change(content)
     path.write_text(json.dumps(content))
 
     with pytest.raises(InvalidInputError, match="not the file of a selection"):
         Selection.load(path)
+
+
+def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
+    path = chosen().save(tmp_path / "chosen.json")
+    whole = path.read_bytes()
+
+    for place in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        with pytest.raises(InvalidInputError, match="not the file of a selection"):
+            Selection.load(path)
 
 
 def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # the package without its front door, which imports 
     package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
     sys.modules["trak_lite"] = package
 
+import numpy as np
 from forking import serve
 from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
 
@@ -61,6 +62,13 @@ def write_remote(folder, done, batch):
             table.put(rows, values(rows))
             with open(done, "a") as file:
                 file.write("".join(f"{row}\n" for row in rows))
+
+
+def store_entry(path):
+    """Replace an entry, then drop it."""
+    with ZarrFeatureStore.open(path, "r+") as store:
+        store.put_entry("a", "key", np.ones(3))
+        store.drop_entry("a")
 
 
 def die_before_a_child(path, row):

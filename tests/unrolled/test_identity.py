@@ -460,7 +460,7 @@ def test_a_state_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
     def refuse(path, *args, **settings):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(os, "access", lambda *args: False)
     with pytest.raises(StoreError, match="right to read"):
         run.model()

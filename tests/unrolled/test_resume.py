@@ -1,5 +1,6 @@
 """A training or a replay that is killed anywhere continues to the same bits."""
 
+import shutil
 import signal
 from dataclasses import replace
 
@@ -13,9 +14,10 @@ from torch.utils.data import TensorDataset
 from unrolled_cases import images, margin, recipe, targets
 
 from trak_lite import Attributor
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.parallel.sharing import LazyTable
 from trak_lite.run import tables
+from trak_lite.store import check_store
 from trak_lite.unrolled import SGD, Adam, TrainingRun, replay, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
@@ -150,3 +152,96 @@ def test_another_block_size_starts_an_interrupted_replay_again(tmp_path, monkeyp
     found = unrolled(run, targets(), "image_classification", block=1).numpy()
     alone = unrolled(recipe().train(interval=2), targets(), "image_classification", block=1).numpy()
     np.testing.assert_array_equal(found, alone)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Return the scores of a run, and the folder of the same run whose replay was stopped after some segments."""
+    folder = tmp_path_factory.mktemp("stopped")
+    expected = unrolled(recipe().train(folder / "whole", interval=2), targets(), margin).numpy()
+    run = recipe().train(folder / "run", interval=2)
+    backwards, calls = run.program.update, []
+
+    def stops(*given):
+        calls.append(given)
+        if len(list((folder / "run").glob("replays/*/*.safetensors"))):
+            raise KeyboardInterrupt
+        return backwards(*given)
+
+    run.program.update = stops
+    with pytest.raises(KeyboardInterrupt):
+        unrolled(run, targets(), margin)
+    return expected, folder / "run"
+
+
+FILES = {
+    "first state": "states/000000000.safetensors",
+    "a state": "states/000000002.safetensors",
+    "last state": "states/*[0-9].safetensors",
+    "block": "replays/*/block-*.safetensors",
+    "record": "run.json",
+}
+
+
+def changed_files(path, count):
+    """Yield the file with a flipped bit, at some places in head and values, cut off, empty, and as another one."""
+    whole = path.read_bytes()
+    for place in np.linspace(0, 8 * len(whole) - 1, count).astype(int).tolist():
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        yield bytes(content)
+    yield from (whole[:-1], b"", whole + b"\0")
+    other = path.with_name("000000004.safetensors")
+    if other.exists() and other != path:
+        yield other.read_bytes()
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_file_of_a_run_is_refused_or_computed_again(stopped, tmp_path, kind):
+    expected, folder = stopped
+    shutil.copytree(folder, tmp_path / "run")
+    path = sorted((tmp_path / "run").glob(FILES[kind]))[-1]
+    whole = path.read_bytes()
+    assert check_store(tmp_path / "run").ok
+
+    for content in changed_files(path, 60):
+        path.write_bytes(content)
+        report = check_store(tmp_path / "run")
+        assert not report.ok
+        assert path.name in str(report)
+    path.write_bytes(whole)
+
+    for content in changed_files(path, 2):
+        path.write_bytes(content)
+        if kind == "block":
+            break  # it is computed again below
+        with pytest.raises(CorruptStoreError, match=path.name):
+            unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin)
+        path.write_bytes(whole)
+    np.testing.assert_array_equal(
+        unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin).numpy(), expected
+    )
+    assert check_store(tmp_path / "run").ok
+
+
+def test_a_state_of_another_run_is_refused(tmp_path):
+    one, other = (replace(recipe(), seed=seed).train(tmp_path / str(seed)) for seed in range(2))
+    place = f"states/{one.num_steps:09d}.safetensors"
+    shutil.copyfile(other.path / place, one.path / place)
+
+    with pytest.raises(CorruptStoreError, match="exchanged"):
+        one.model()
+    assert not check_store(tmp_path / "0").ok
+
+
+def test_a_check_of_a_run_covers_its_scores(stopped, tmp_path):
+    shutil.copytree(stopped[1], tmp_path / "run")
+    unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin)
+    chunk = next((tmp_path / "run/scores.zarr").glob("scores/**/c.0.0"))
+    content = bytearray(chunk.read_bytes())
+    content[0] ^= 1
+    chunk.write_bytes(content)
+
+    assert not check_store(tmp_path / "run").ok
+    assert check_store(tmp_path / "run", repair=True).set_aside
+    assert check_store(tmp_path / "run").ok

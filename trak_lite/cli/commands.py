@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from trak_lite.scoring.stored import stored_scores, streamed_scores
 from trak_lite.store import RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
+from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
 __all__ = ["COMMANDS", "Job", "beside", "conditions", "of_rows", "report"]
 
@@ -109,7 +111,9 @@ class Job:
             number = 0
             trained = train(np.arange(_num_samples(self.train_data)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
-                save_file(state, f"{scratch}/checkpoint-{number}.safetensors")
+                file = f"{scratch}/checkpoint-{number}.safetensors"
+                save_file(state, file, {SEAL: BLANK})
+                seal(file, os.path.basename(file))
             if not number:
                 raise InvalidInputError(
                     "The recipe's train() returned no weights. Return or yield a state dict."
@@ -125,6 +129,7 @@ class Job:
 
         Raises:
             CheckpointError: If there is no checkpoint at the path.
+            CorruptStoreError: If a checkpoint that :meth:`train` wrote is damaged.
         """
         checkpoints = self.config.values["checkpoints"]
         if isinstance(checkpoints, str) and not _has_entries(checkpoints):
@@ -133,6 +138,9 @@ class Job:
                 "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that defines "
                 "train(indices, seed)."
             )
+        own = glob.glob(f"{glob.escape(str(checkpoints))}/checkpoint-*.safetensors")
+        for file in own if isinstance(checkpoints, str) else ():  # those of the user have no checksum
+            sealed_content(os.path.realpath(file), os.path.basename(file), required=False)
         columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
         return self.attributor.featurize(

@@ -236,8 +236,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text)  # for the help only; _with_config parses their options
     check = commands.add_parser(
         "check",
-        help="compare rows, records and metadata of a store with their checksums",
-        description="Compare rows, records and metadata of a store with their checksums. Without --repair, takes no "
+        help="compare a store, or the folder of a run, with its checksums",
+        description="Compare rows, entries, records and metadata with their checksums. Without --repair, takes no "
         "lock and writes nothing. Exits with 0 if nothing is damaged, else with 1.",
     )
     check.add_argument(

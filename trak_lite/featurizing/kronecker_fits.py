@@ -44,18 +44,6 @@ class KroneckerFits:
         method: EKFAC,
         task: AbstractModelOutput,
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            store: The open store.
-            model: Has the weights of a checkpoint loaded when it is fitted.
-            parameters: The kept parameters.
-            method: Its fields set which curvature is fitted, and how accurately.
-            task: Defines the loss whose curvature is fitted.
-
-        Raises:
-            InvalidInputError: If the task does not support the settings of the method.
-        """
         self._store = store
         self._model = model
         self._names = list(parameters)

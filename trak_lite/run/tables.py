@@ -352,7 +352,8 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
         store.drop_entry(entry)
     for path in store.table_names("index"):
         if weights in store.open_table(path).spec.fingerprint["checkpoints"]:
-            store.drop_entry(f"{path.rpartition('/')[0]}/measured")
+            for entry in store.entry_names(path.rpartition("/")[0]):
+                store.drop_entry(entry)
             store.drop_table(path)
     for path in (*targets, *store.table_names(fisher_folder(found[0])), found[0]):
         store.drop_table(path)

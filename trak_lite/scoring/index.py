@@ -11,8 +11,9 @@ train rows with the effective rows Z and the gram matrix :math:`G = Z (H + \lamb
 
 so the index is computed, shared between processes and resumed like a table of scores.
 
-The share of the strongest rows that are among the c best candidates (recall) is measured on targets whose exact rows
-are known. Its lower bound (Hoeffding, J. Am. Stat. Assoc. 58, 1963, theorem 1) sets c.
+The share of the strongest rows that are among the c best candidates (recall) is measured on some targets of each set,
+whose exact rows are found. Its lower bound (Hoeffding, J. Am. Stat. Assoc. 58, 1963, theorem 1) sets c for this set:
+of targets of another set it says nothing.
 
 Shapes: N train rows, M targets, C checkpoints, K feature width, s sampled rows, R directions, k top rows, c candidates.
 """
@@ -20,7 +21,6 @@ Shapes: N train rows, M targets, C checkpoints, K feature width, s sampled rows,
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ from trak_lite.run.tables import FEATURES, as_tensor, index_paths
 from trak_lite.scoring.matrix import best_of, top_and_bottom, top_and_bottom_of
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
 __all__ = ["IndexedTop", "indexed_top", "mean_lower_bound"]
@@ -63,8 +63,6 @@ _FACTOR: Final = 64
 """Largest number of candidates, as a multiple of k."""
 _LOOKS: Final = (128, 512, 2048)
 """Numbers of measured targets that bounds are computed from; no more are measured than the last one."""
-_MEASURED_AT_ONCE: Final = 576
-"""Targets that one call measures: a few more than 512, because some may be equal."""
 _DOUBT: Final = 0.05 / (2 * len(_LOOKS))
 """Probability that one bound is wrong: of one end, at one number of targets."""
 _NOWHERE: Final = 1 << 40
@@ -92,10 +90,9 @@ class IndexedTop:
     recall: float = 1.0
     """Mean share of the exact k rows that are among the candidates, over the measured targets; of the worse end."""
     at_least: float = 1.0
-    """Lower bound of the expected recall of targets like the measured ones; both ends reach it with a probability of
-    95 %."""
+    """Lower bound of the expected recall of the targets of the set; both ends reach it with a probability of 95 %."""
     measured: int = 0
-    """Number of measured targets."""
+    """Number of measured targets of the set."""
 
     def report(self) -> dict[str, float | int]:
         """Return the numbers to show with the scores; none if the rows are exact."""
@@ -114,8 +111,9 @@ def indexed_top(
 ) -> IndexedTop:
     """Return the strongest rows of every target by the index of its method; build and measure it if needed.
 
-    As long as too few targets were measured for a lower bound of ``recall``, all rows are scored, and the candidates
-    that the index would have found are compared with the exact rows. These measurements are stored.
+    As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some
+    of them, and the candidates that the index would have found are compared with the exact rows. These measurements are
+    stored. All rows are scored for a set that has no more targets than a bound needs.
 
     Args:
         store: Open for writing to build an index; otherwise a complete index is used, or all rows are scored.
@@ -131,25 +129,34 @@ def indexed_top(
         return IndexedTop(top_and_bottom(source, k, terms), None)
     pool = index.pool(k)
     chosen = pool.candidates(k, recall)
-    if chosen is None and len(pool.hashes) < _LOOKS[-1]:
-        sample = _scattered(source.num_targets, _MEASURED_AT_ONCE)
+    needed = _needed(len(pool.targets), recall)
+    if chosen is None and needed is not None:
+        sample = _scattered(source.num_targets, needed)
         part = _of_targets(terms, sample)
         exact = top_and_bottom(source, pool.k, part)
-        pool = pool.with_targets(_hashes(part), index.places(part, exact))
-        index.keep(pool)
-        chosen = pool.candidates(k, recall)
         if len(sample) == source.num_targets:
             return IndexedTop(exact[..., :k], None)
+        pool = pool.with_targets(sample, index.places(part, exact))
+        index.keep(pool)
+        chosen = pool.candidates(k, recall)
     if chosen is None:
         logger.info(
             "The index states no recall of %g for k=%d from %d measured targets: all rows were scored.",
             recall,
             k,
-            len(pool.hashes),
+            len(pool.targets),
         )
         return IndexedTop(top_and_bottom(source, k, terms), None)
     mean, bound = pool.stated(k, chosen)
-    return IndexedTop(index.top(terms, chosen, k), chosen, mean, bound, len(pool.hashes))
+    return IndexedTop(index.top(terms, chosen, k), chosen, mean, bound, len(pool.targets))
+
+
+def _needed(measured: int, recall: float) -> int | None:
+    """Return the next number of targets whose bound reaches a recall if nothing is lost; ``None`` if there is none."""
+    return next(
+        (look for look in _LOOKS if look > measured and mean_lower_bound(np.ones(look), _DOUBT) >= recall),
+        None,
+    )
 
 
 def mean_lower_bound(values: NDArray[np.float64], doubt: float) -> float:
@@ -195,8 +202,8 @@ class _Pool:
 
     k: int
     """Exact rows per end."""
-    hashes: NDArray[np.int64]
-    """``(m,)`` of the targets, so that none is counted twice."""
+    targets: NDArray[np.int64]
+    """``(m,)`` numbers of the targets in their set."""
     places: NDArray[np.int64]
     """``(m, 2, k)``: number of candidates before each exact row; a larger number than any if it is not a candidate."""
 
@@ -209,23 +216,24 @@ class _Pool:
 
     def stated(self, k: int, candidates: int) -> tuple[float, float]:
         """Return the mean and the lower bound of the recall with a number of candidates, of the worse end."""
-        count = max((look for look in _LOOKS if look <= len(self.hashes)), default=0)
+        count = max((look for look in _LOOKS if look <= len(self.targets)), default=0)
         if not count:
             return 0.0, 0.0
         shares = (self.places[:count, :, :k] < candidates).mean(axis=2)
         return float(shares.mean(axis=0).min()), min(mean_lower_bound(end, _DOUBT) for end in shares.T)
 
-    def with_targets(self, hashes: NDArray[np.int64], places: NDArray[np.int64]) -> _Pool:
+    def with_targets(self, targets: NDArray[np.int64], places: NDArray[np.int64]) -> _Pool:
         """Return the pool with more targets, in random order; those that it has are left out."""
-        _, first = np.unique(hashes, return_index=True)
-        new = np.random.default_rng(len(self.hashes)).permutation(first[~np.isin(hashes[first], self.hashes)])
+        new = np.random.default_rng(len(self.targets)).permutation(
+            np.flatnonzero(~np.isin(targets, self.targets))
+        )
         return _Pool(
-            self.k, np.concatenate([self.hashes, hashes[new]]), np.concatenate([self.places, places[new]])
+            self.k, np.concatenate([self.targets, targets[new]]), np.concatenate([self.places, places[new]])
         )
 
     def to_array(self) -> NDArray[np.int64]:
-        """Return hashes and places, ``(m, 1 + 2 k)``."""
-        return np.concatenate([self.hashes[:, None], self.places.reshape(len(self.places), -1)], axis=1)
+        """Return numbers and places, ``(m, 1 + 2 k)``."""
+        return np.concatenate([self.targets[:, None], self.places.reshape(len(self.places), -1)], axis=1)
 
     @classmethod
     def of(cls, array: NDArray[np.int64]) -> _Pool:
@@ -244,14 +252,16 @@ def _factors() -> Iterator[int]:
 
 @final
 class _Index:
-    """A complete index, and the targets that it was measured with."""
+    """A complete index, and the targets of the set that it was measured with."""
 
     def __init__(self, store: AbstractFeatureStore, source: ScoreSource, path: str) -> None:
         self._store = store
         self._source = source
-        self._pool_path = f"{path}/measured"
+        self._pool_path = f"{path}/measured/{source.name}"
         basis = store.open_table(f"{path}/basis")
-        self._key = basis.content_key()
+        # Another set under the same name has other targets, of which the measured ones are no sample.
+        targets = source.target_contents()
+        self._key = Manifest({"basis": basis.content_key(), "targets": targets}).digest()
         self.rows = store.open_table(f"{path}/rows")
         self._sample = _sampled_rows(source)
         self._coefficients = torch.from_numpy(_coefficients_of(basis, self._sample))
@@ -475,12 +485,3 @@ def _of_targets(terms: Sequence[ScoreTerm], targets: NDArray[np.int64]) -> list[
         replace(term, targets=term.targets[torch.from_numpy(targets).to(term.targets.device)])
         for term in terms
     ]
-
-
-def _hashes(terms: Sequence[ScoreTerm]) -> NDArray[np.int64]:
-    """Return a number for each target that depends on its features, ``(M,)``."""
-    parts = [term.targets.cpu().numpy() for term in terms]
-    digests = (hashlib.sha256(b"".join(part[j].tobytes() for part in parts)) for j in range(len(parts[0])))
-    return np.array(
-        [int.from_bytes(digest.digest()[:8], "little", signed=True) for digest in digests], np.int64
-    )

@@ -88,7 +88,10 @@ class UnstoredRows:
 
 @final
 class ScoreSource:
-    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores."""
+    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores.
+
+    All ``ranks`` call :meth:`terms` at the same time and compute the kernels together.
+    """
 
     def __init__(
         self,
@@ -101,21 +104,6 @@ class ScoreSource:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            store: Holds the train tables, the target tables and the gram matrices.
-            train: Feature tables of the train rows, one per checkpoint, complete.
-            name: Name of the target set.
-            method: The method, with every default resolved.
-            layout: Segments of the stored rows.
-            device: Device of the products.
-            ranks: All ranks that call :meth:`terms` at the same time; they compute the kernels together.
-
-        Raises:
-            InvalidInputError: If the number of checkpoint weights is not that of the tables, or the method has both a
-                kernel and a transform.
-        """
         if method.kernel is not None and _transforms(method):
             raise InvalidInputError(
                 f"{method.name} has a kernel and overrides transform(), which is used only without a kernel. Return "
@@ -204,6 +192,10 @@ class ScoreSource:
         """JSON values that identify the targets, and their task if it is not that of the train rows."""
         found: Mapping[str, Any] = self._targets(self._train[0]).spec.fingerprint.get("targets", {})
         return found
+
+    def target_contents(self) -> list[str]:
+        """Return a digest of the stored target rows of every checkpoint."""
+        return [self._targets(table).content_key() for table in self._train]
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.

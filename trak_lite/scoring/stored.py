@@ -327,10 +327,10 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
         *store.table_names(preconditioned_folder(name)),
     ):  # these depend on the train data as well
         store.drop_table(path)
-    for path in found:
-        store.drop_entry(verdict_path(path))
-        store.drop_entry(one_run_path(path))
-        store.drop_entry(predictions_path(path))
+    measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
+    tested = (of(path) for path in found for of in (verdict_path, one_run_path, predictions_path))
+    for entry in (*measured, *tested):
+        store.drop_entry(entry)
 
 
 def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
@@ -385,17 +385,6 @@ class ScoreResult:
         identity: Mapping[str, Any],
         num_targets: int,
     ) -> None:
-        """Determine the path and the fingerprint of the score table.
-
-        Args:
-            store: The store, open for writing if scores have to be computed.
-            train: Train tables by weights digest.
-            name: Name of the target set.
-            method: The method of the scores.
-            base: The attributor's method.
-            identity: JSON values that identify the targets.
-            num_targets: M.
-        """
         tables = list(train.values())
         fingerprint = {
             "checkpoints": list(train),

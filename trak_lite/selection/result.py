@@ -12,15 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import parse_json
-from trak_lite.errors import InvalidInputError, printable
+from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
 from trak_lite.report.page import notebook_table
 from trak_lite.scoring.frames import DataFrame, frame, write_parquet
+from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
 __all__ = ["Selection"]
 
 _SHOWN: Final = 5
 _JSON_ROWS: Final = 250_000
-_VERSION: Final = 1
+_VERSION: Final = 2
+_UNSEALED: Final = 1
+"""Version of files without a checksum."""
+_SEALED_AS: Final = "selection"
 _TYPES: Final = {"row": "int64", "score": "float64", "best_score": "float64", "redundancy": "float64"}
 
 
@@ -148,6 +152,7 @@ class Selection:
             )
         columns = {name: values.tolist() for name, values in self._columns().items()}
         content = {
+            SEAL: BLANK,
             "version": _VERSION,
             "num_rows": self.num_rows,
             "settings": self.settings,
@@ -155,6 +160,7 @@ class Selection:
         }
         out = Path(path)
         out.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        seal(str(out.resolve()), _SEALED_AS)
         return out
 
     @classmethod
@@ -165,8 +171,12 @@ class Selection:
             InvalidInputError: If it is not such a file.
         """
         try:
-            made = cls._of(parse_json(Path(path).read_bytes()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            file = str(Path(path).resolve(strict=True))
+            content = parse_json(sealed_content(file, _SEALED_AS, required=False))
+            if content["version"] != _UNSEALED:
+                sealed_content(file, _SEALED_AS)
+            made = cls._of(content)
+        except (CorruptStoreError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidInputError(
                 f"{path} is not the file of a selection ({type(error).__name__}: {error}). Give the path that "
                 "selection.save(path) wrote."
@@ -180,7 +190,7 @@ class Selection:
             name: np.array(values, dtype=_TYPES.get(name)) for name, values in content["columns"].items()
         }
         rows, num_rows = columns["row"], int(content["num_rows"])
-        if content["version"] != _VERSION:
+        if content["version"] not in (_UNSEALED, _VERSION):
             raise ValueError(f"version {content['version']!r} instead of {_VERSION}")
         if any(values.shape != (len(rows),) for values in columns.values()):
             raise ValueError("columns of different lengths")

@@ -15,12 +15,16 @@ from typing import Any, Final, final
 from trak_lite._validate import one_of, parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store.disk.files import locked_file, named_errors, open_file, read_file, sync_folder, write_all
+from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.store.manifest import compare_fingerprints
 
 __all__ = ["MARKS", "Mark", "MarksFile", "relabelling"]
 
 MARKS: Final = ("keep", "flip", "drop")
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_UNSEALED: Final = 1
+"""Format of files without a checksum."""
+_SEALED_AS: Final = "marks"
 _LABEL_LENGTH: Final = 200
 _MOST_BYTES: Final = 1 << 26
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
@@ -64,7 +68,8 @@ class MarksFile:
             dataset: JSON values that identify the train data, as in the manifest of the store.
             num_rows: Number of train rows.
         """
-        self.path = Path(os.path.abspath(path))
+        path = Path(os.path.abspath(path))
+        self.path = path.parent.resolve() / path.name  # the links of the folder are the user's
         self._dataset = dict(dataset)
         self._num_rows = num_rows
 
@@ -84,9 +89,10 @@ class MarksFile:
         try:
             found = parse_json(content)
             marks = {_row(row, self._num_rows): Mark(**values) for row, values in found["marks"].items()}
-            one_of([str(_FORMAT)], format=str(found["format"]))
+            one_of([str(_UNSEALED), str(_FORMAT)], format=str(found["format"]))
+            sealed_content(str(self.path), _SEALED_AS, required=found["format"] != _UNSEALED)
             dataset = dict(found["dataset"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (CorruptStoreError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptStoreError(
                 f"{self.path} does not hold marks of train rows ({error!r:.200}). Move it away, or restore it."
             ) from error
@@ -120,6 +126,7 @@ class MarksFile:
     def _replace(self, marks: Mapping[int, Mark]) -> None:
         """Replace the file; the caller holds its lock."""
         content = {
+            SEAL: BLANK,
             "format": _FORMAT,
             "dataset": self._dataset,
             "marks": {str(row): asdict(mark) for row, mark in sorted(marks.items())},
@@ -134,6 +141,7 @@ class MarksFile:
             os.fsync(fd)
         finally:
             os.close(fd)
+        seal(str(unfinished), _SEALED_AS)
         unfinished.replace(self.path)
         sync_folder(str(self.path.parent))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -22,8 +23,8 @@ from trak_lite.store.manifest import canonical_json
 
 __all__ = [
     "ARRAY_SUFFIX",
+    "DecodedArray",
     "array_file_name",
-    "array_name",
     "content_digest",
     "decode_array",
     "encode_array",
@@ -58,30 +59,41 @@ def content_digest(spec: TableSpec, checksums: Iterable[Mapping[str, int]]) -> s
     return digest.hexdigest()
 
 
-def encode_array(name: str, key: str, array: NDArray[Any]) -> bytes:
-    """Return the bytes of a safetensors file that holds an array with its name and key.
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedArray:
+    """The content of a file that :func:`encode_array` made."""
 
-    The tensor ``about`` is UTF-8 JSON with the name, the key, and the CRC-32C of name, key, dtype, shape and values.
+    array: NDArray[Any]
+    key: str
+    bound: tuple[str, ...]
+    """Identifier of the store and version of an entry; empty for a cached array."""
+
+
+def encode_array(name: str, key: str, array: NDArray[Any], bound: tuple[str, ...] = ()) -> bytes:
+    """Return the bytes of a safetensors file that holds an array with its name and key, and what it is bound to.
+
+    The tensor ``about`` is UTF-8 JSON with these, and the CRC-32C of them and of dtype, shape and values.
     """
     values = np.asarray(array, order="C")
     values = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    about = {"name": name, "key": key, "crc32c": _array_checksum(name, key, values)}
-    text = json.dumps(about).encode()
+    about = {"name": name, "key": key, "crc32c": _array_checksum(name, key, values, bound)}
+    text = json.dumps({**about, **({"bound": bound} if bound else {})}).encode()
     return safetensors.numpy.save({"array": values, "about": np.frombuffer(text, np.uint8)})
 
 
-def decode_array(content: bytes, name: str, key: str | None = None) -> NDArray[Any] | None:
-    """Return the array encoded by :func:`encode_array`; ``None`` if it is damaged or has another name or key."""
+def decode_array(content: bytes, name: str) -> DecodedArray | None:
+    """Return the content of a file of :func:`encode_array`; ``None`` if it is damaged or has another name."""
     try:
         found = safetensors.numpy.load(content)
         about = parse_json(found["about"])
-        array: NDArray[Any] = found["array"]
-        stored = (about["name"], about["key"], about["crc32c"])
-    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-    if len(found) != 2 or stored[0] != name or not isinstance(stored[1], str) or key not in (None, stored[1]):
-        return None
-    return array if _array_checksum(name, stored[1], array) == stored[2] else None
+        array, key, bound = found["array"], about["key"], tuple(about.get("bound", ()))
+        right = (about["name"], len(found), len(bound)) in ((name, 2, 0), (name, 2, 2))
+        if right and all(isinstance(text, str) for text in (key, *bound)):
+            right = _array_checksum(name, key, array, bound) == about["crc32c"]
+            return DecodedArray(array, key, bound) if right else None
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        pass
+    return None
 
 
 def encoded_size(head: bytes) -> int | None:
@@ -99,11 +111,6 @@ def array_file_name(name: str) -> str:
     return "%".join(path_parts(name, what="cache")) + ARRAY_SUFFIX
 
 
-def array_name(file_name: str) -> str:
-    """Return the array name of a file name; the inverse of :func:`array_file_name`."""
-    return file_name.removesuffix(ARRAY_SUFFIX).replace("%", "/")
-
-
-def _array_checksum(name: str, key: str, array: NDArray[Any]) -> int:
-    what = json.dumps([name, key, array.dtype.str, array.shape]).encode()
+def _array_checksum(name: str, key: str, array: NDArray[Any], bound: tuple[str, ...]) -> int:
+    what = json.dumps([name, key, array.dtype.str, array.shape, *bound]).encode()
     return crc32c(what, np.ascontiguousarray(array))

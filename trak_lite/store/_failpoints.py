@@ -11,6 +11,7 @@ import signal
 
 __all__ = [
     "DROP_FAILPOINTS",
+    "ENTRY_FAILPOINTS",
     "FAILPOINTS",
     "GROWTH_FAILPOINTS",
     "LIST_FAILPOINTS",
@@ -43,6 +44,13 @@ LIST_FAILPOINTS = (
     "table_listed",  # the entry has its final name
 )
 """Failpoints of listing a published table."""
+
+ENTRY_FAILPOINTS = (
+    "entry_announced",  # the mark of an entry allows its next version, which is not written
+    "entry_replaced",  # the entry is written, and its mark allows the one before too
+    "entry_removed",  # a dropped entry is deleted, and its mark is not
+)
+"""Failpoints of storing and dropping an entry."""
 
 REPAIR_FAILPOINTS = (
     "file_set_aside",  # one more file of a damaged chunk is moved to its set-aside folder

@@ -7,6 +7,7 @@ from typing import Literal
 
 from trak_lite.store._check_report import Report
 from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.sealed import RUN, check_run
 from trak_lite.store.disk.zarr_store import ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote
@@ -33,16 +34,18 @@ def open_store(
 
 
 def check_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:
-    """Check a store: rows, records and metadata against their checksums, and tables against the list of tables.
+    """Check a store: rows, records, entries and metadata against their checksums, and tables against their list.
 
     Without ``repair`` it takes no lock and writes nothing. It can run while writers are active, whose unfinished rows
     are not reported, and on a store that is too damaged to open. It reads the committed and staged bytes once.
 
     Args:
-        path: Folder of the store, or its address in an object store. Repair works only in a folder.
+        path: Folder of the store, or its address in an object store, or the folder of a run of
+            :mod:`trak_lite.unrolled`. Repair works only in the folder of a store, also in that of a run.
         repair: Whether to move damaged chunks into ``.set-aside/`` of their table's first column. Their rows become
             pending, and the next featurize recomputes exactly those. A listed table whose folder is lost is removed
-            from the list. Nothing is deleted; chunks locked by a writer are skipped. If killed, repeat the call.
+            from the list, and an entry that is not as it was written is set aside. Nothing is deleted; chunks locked by
+            a writer are skipped. If killed, repeat the call.
 
     Returns:
         The findings; after a repair, the remaining findings and what was set aside.
@@ -56,4 +59,6 @@ def check_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = Fa
     """
     if isinstance(place := resolve_place(path), RemotePlace):
         return check_remote(place.objects, repair=repair)
+    if os.path.lexists(f"{place}/{RUN}") and not os.path.lexists(f"{place}/zarr.json"):
+        return check_run(place, repair=repair)
     return check_folder(place, repair=repair)

@@ -44,6 +44,7 @@ from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import (
     BusyError,
+    CorruptStoreError,
     HeldHereError,
     InvalidInputError,
     ManifestMismatchError,
@@ -534,10 +535,10 @@ class _Replay:
         run, chunk = self._run, self._chunk(len(places))
         bounds = [number for number in run.states.numbers() if number < run.num_steps]
         reached = run.num_steps
-        if file is not None and file.exists():
-            tensors, about = load_tensors(file, run.device)
-            columns, reached = tensors.pop("scores"), int(about["step"])
-            cotangents = unflat(tensors)
+        stored = None if file is None or not file.exists() else _stored(file, run)
+        if stored is not None:
+            columns, reached = stored[0].pop("scores"), stored[1]
+            cotangents = unflat(stored[0])
             done.advance(run.num_steps - reached)
         else:
             cotangents = self._target_gradients(places)
@@ -551,7 +552,8 @@ class _Replay:
                 done.advance(1)
             reached = first
             if file is not None:
-                save_tensors(file, {**flat(cotangents), "scores": columns}, {"step": str(reached)})
+                named = {**flat(cotangents), "scores": columns}
+                save_tensors(file, named, reached, run.identity)
         return columns
 
     def _backwards(self, first: int, state: State, stop: int) -> Iterator[tuple[int, State]]:
@@ -666,6 +668,15 @@ class _Replay:
         count = len(places)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
         return State(stacked, slots)
+
+
+def _stored(file: Path, run: TrainingRun) -> tuple[Named, int] | None:
+    """Return the content of the file of a block, ``None`` if it is damaged."""
+    try:
+        return load_tensors(file, run.device, run.identity)
+    except CorruptStoreError as error:
+        logger.warning("%s The block is replayed from the end of the training.", error)
+        return None
 
 
 def _forget(folder: Path) -> None:

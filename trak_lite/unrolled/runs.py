@@ -39,7 +39,7 @@ from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
-from trak_lite.store.disk.files import named_errors, read_file
+from trak_lite.store.disk.sealed import BLANK, RUN, SEAL, run_identity, seal, sealed_content
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 Spacing = Literal["sqrt", "log", "all"]
 SMOOTH = 0.9
 """Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
-_RECORD = "run.json"
 _SIZE = 1e-3
 """Weight of the norm of stored weights beside their change, as unit of a difference."""
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
@@ -98,13 +97,14 @@ class TrainingRun:
         model = recipe.model(recipe.seed)
         self.program = Program(recipe, model)
         self.device = self.program.device
-        self.states = StateFiles(None if path is None else path / "states", self.device)
         self.num_steps = recipe.num_steps
         like = next(p for name, p in model.named_parameters() if name in self.program.names)
         ones = torch.ones(len(recipe.rows), dtype=like.dtype, device=self.device)
         self.weights = ones if weights is None else weights.to(ones)
         self._first, self.frozen = self.program.start(model)
         self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
+        self.identity = run_identity(self.fingerprint)
+        self.states = StateFiles(None if path is None else path / "states", self.device, self.identity)
         self._made = _made_by(recipe)
         self._smoothness: float | None = None
 
@@ -650,7 +650,7 @@ def _modules_digest(model: nn.Module) -> str:
 
 def _claim(path: Path, record: dict[str, Any]) -> None:
     """Write the record of a new run, or compare the fingerprint in that of a stored one."""
-    if (path / _RECORD).exists():
+    if (path / RUN).exists():
         compare_fingerprints(
             _record(path).get("fingerprint", {}),
             record["fingerprint"],
@@ -662,11 +662,9 @@ def _claim(path: Path, record: dict[str, Any]) -> None:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    file = path / _RECORD
+    file = path / RUN
     try:
-        with named_errors("Reading", str(file)):
-            again = "Delete the folder and train again."
-            found = parse_json(read_file(str(file), most=64 << 20, remedy=again)) if file.exists() else {}
+        found = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
     except ValueError as error:
         raise CorruptStoreError(
             f"{file} cannot be read ({error}). Delete the folder and train again."
@@ -677,5 +675,6 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _write_record(path: Path, record: dict[str, Any]) -> None:
-    with whole_file(path / _RECORD) as partial:
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with whole_file(path / RUN) as partial:
+        partial.write_text(json.dumps({**record, SEAL: BLANK}, indent=1) + "\n", encoding="utf-8")
+        seal(str(partial), RUN)

@@ -17,16 +17,15 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
-from trak_lite.store.disk.files import named_errors, open_file, open_folder, rename
+from trak_lite.store.disk.files import named_errors, open_folder, rename
 from trak_lite.store.disk.folders import make_folders
+from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.unrolled.optimizers import Named, State
 
 __all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat", "whole_file"]
 
 _PARAMETERS = "parameters"
 _SUFFIX = ".safetensors"
-_ORDER = "order"
-"""Entry of the metadata with the names in order, which the format does not keep."""
 
 
 def flat(state: State) -> Named:
@@ -68,49 +67,46 @@ def whole_file(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def save_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write tensors to a file, as :func:`whole_file`."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], step: int, run: str) -> None:
+    """Write tensors of a step to a file with a checksum, as :func:`whole_file`; ``run`` is the identity of the run."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with whole_file(path) as partial:
         try:
-            save_file(plain, partial, {**(metadata or {}), _ORDER: json.dumps(list(plain))})
+            # One member: the order of several is random.
+            save_file(plain, partial, {SEAL: f"{BLANK} {json.dumps([step, list(plain)])}"})
         except SafetensorError as error:
             raise StoreError(
                 f"{path} cannot be written ({error!s:.200}). Check the disk, and make the call again."
             ) from error
+        seal(str(partial), f"{run}/{path.parent.name}/{path.name}")
 
 
-def load_tensors(path: Path, device: torch.device) -> tuple[Named, dict[str, str]]:
-    """Return the tensors of a file on a device, in the order in which they were saved, and its metadata.
+def load_tensors(path: Path, device: torch.device, run: str) -> tuple[Named, int]:
+    """Return the tensors of a file on a device, in the order in which they were saved, and the number of their step.
 
     Raises:
-        CorruptStoreError: If the file is damaged.
+        CorruptStoreError: If the file is damaged, or was written for another run or under another name.
         StoreError: If it cannot be opened.
     """
-    with named_errors("Reading", str(path)):
-        # safetensors says that a file without permission does not exist, and waits for the writer of a pipe.
-        os.close(open_file(str(path), os.O_RDONLY))
+    sealed_content(str(path), f"{run}/{path.parent.name}/{path.name}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:  # the format does not know every device
-            metadata = file.metadata()
             # Bits depend on the order, in which a norm is summed, and on the alignment, which a mapped file has not.
-            names = parse_json(metadata.pop(_ORDER).encode())
+            step, names = parse_json(file.metadata()[SEAL][len(BLANK) :].encode())
             found = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
         raise CorruptStoreError(
             f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."
         ) from error
-    return {name: to_device(tensor, device) for name, tensor in found.items()}, metadata
+    return {name: to_device(tensor, device) for name, tensor in found.items()}, int(step)
 
 
 class StateFiles:
     """The states of a run by step number, in a folder or in memory."""
 
-    def __init__(self, folder: Path | None, device: torch.device) -> None:
-        """Take the folder, which need not exist; ``None`` keeps the states in memory."""
-        self._folder, self._device = folder, device
+    def __init__(self, folder: Path | None, device: torch.device, run: str) -> None:
+        """Take the folder, which need not exist (``None`` keeps the states in memory), and the identity of the run."""
+        self._folder, self._device, self._run = folder, device, run
         self._held: dict[int, State] = {}
 
     def numbers(self) -> list[int]:
@@ -124,13 +120,13 @@ class StateFiles:
         if self._folder is None:
             self._held[number] = state
         else:
-            save_tensors(self._path(number), flat(state))
+            save_tensors(self._path(number), flat(state), number, self._run)
 
     def get(self, number: int) -> State:
         """Return a stored state."""
         if self._folder is None:
             return self._held[number]
-        return unflat(load_tensors(self._path(number), self._device)[0])
+        return unflat(load_tensors(self._path(number), self._device, self._run)[0])
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None  # the callers use it with a folder only

@@ -20,8 +20,9 @@ from trak_lite.store._columns import Column, StoredArray
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.derived import CACHE, ENTRIES, damaged_arrays
+from trak_lite.store.disk.derived import CACHE, HiddenFiles
 from trak_lite.store.disk.documents import identity_of
+from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_of
 from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
@@ -47,7 +48,6 @@ _NEXT_WRITER = "nothing: the next writer does it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
 _NOT_OURS = "remove it if it is not needed"
 _PUT_BACK = "replace it by the folder"
-_RESTORE_ENTRY = "restore the file from a backup, or remove it and repeat the call that stored the entry"
 _RESTORE = "restore zarr.json from a backup, or use another path"
 
 
@@ -72,8 +72,10 @@ class StoreLook:
     """Tables whose list entry a repair sets aside: damaged entries, and those of lost tables."""
     list_damaged: bool = False
     """Whether the folder of the list must be recreated."""
-    origin: str | None = None
-    """Origin of the store, recorded in each table; ``None`` if the store's own metadata is damaged."""
+    record: dict[str, Any] | None = None
+    """Record of the store; ``None`` if its metadata is damaged."""
+    wrong_entries: list[str] = field(default_factory=list)
+    """Entries of the store (arrays, not tables) that are not as they were written."""
     _identities: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -92,6 +94,7 @@ class StoreLook:
             look._group(root, ())
             if not os.path.islink(f"{root}/{TABLES}"):  # reported as a link
                 look._list(names)
+                look._entries()
         if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
             raise missing_store(root)
         for table in look.tables.values():
@@ -123,7 +126,7 @@ class StoreLook:
             )
         try:
             manifest_from_json(record, self.root)
-            self.origin = record["origin"]
+            self.record = record
         except ManifestMismatchError:
             raise  # an unknown format cannot be checked
         except StoreError as error:
@@ -143,10 +146,8 @@ class StoreLook:
             return  # already read by the caller
         if os.path.islink(path):
             self._damage("/".join(inside), "a symbolic link, which is not followed", _PUT_BACK)
-        elif inside == (CACHE,):
-            self._cache(path)
-        elif inside == (ENTRIES,):
-            self._entries(path)
+        elif inside in ((CACHE,), (ENTRIES,)):
+            self._hidden(path, name)
         elif inside == (TABLES,):
             pass  # checked last
         elif os.path.isdir(path) and is_name(name):
@@ -168,7 +169,7 @@ class StoreLook:
         for name in sorted(names):
             if _LEFT.fullmatch(name):
                 self._scratch(f"{tables.folder}/{name}")
-            elif name != _METADATA and listed_path(name) is None and name != SET_ASIDE:
+            elif name != _METADATA and listed_path(name) is None is entry_of(name) and name != SET_ASIDE:
                 self._stray(f"{tables.folder}/{name}")
         paths = sorted({*filter(None, map(listed_path, names)), *self._identities})
         lost = tables.lost(paths)
@@ -198,27 +199,31 @@ class StoreLook:
         """Whether the folder of a table exists but its metadata is damaged."""
         return path not in self._identities and os.path.lexists(f"{self.root}/{path}")
 
-    def _cache(self, path: str) -> None:
+    def _hidden(self, path: str, folder: str) -> None:
+        """Check the folder of cached arrays or of entries; the entries themselves are checked last."""
         try:
             check_hidden(path)
         except StoreError as error:
             self._note(str(error), "remove the file: the next writer creates it again")
-        for name in damaged_arrays(path):
+        for name in sorted(names_in(path)):
+            if _SCRATCH.fullmatch(name):
+                self._scratch(f"{path}/{name}")
+            elif folder == ENTRIES and name != _METADATA and entry_of(name) is None:
+                self._stray(f"{path}/{name}")
+        for name in HiddenFiles(self.root).damaged_arrays() if folder == CACHE else ():
             self._note(f"the derived array {name!r} is damaged", "nothing: it is ignored")
-        for name in sorted(names_in(path)):
-            if _SCRATCH.fullmatch(name):
-                self._scratch(f"{path}/{name}")
 
-    def _entries(self, path: str) -> None:
+    def _entries(self) -> None:
+        """Compare the entries with their marks and with the store."""
+        entries = disk_entries(self.root, self.record)
         try:
-            check_hidden(path)
+            wrong = dict(entries.problems())
         except StoreError as error:
-            self._note(str(error), "remove the file: the next writer creates it again")
-        for name in damaged_arrays(path):
-            self._damage(None, f"the entry {name!r} is damaged", _RESTORE_ENTRY)
-        for name in sorted(names_in(path)):
-            if _SCRATCH.fullmatch(name):
-                self._scratch(f"{path}/{name}")
+            self._damage(None, f"the entries were not checked: {error}", _PUT_BACK)
+            return
+        self.wrong_entries = list(wrong)
+        for name, text in wrong.items():
+            self._damage(None, f"the entry {name!r} {text}", entries.remedy(text))
 
     def _scratch(self, path: str) -> None:
         if _age(path) > ABANDONED_AFTER:
@@ -253,7 +258,7 @@ class StoreLook:
         table = "/".join(inside)
         try:
             # if the store's metadata is damaged (already reported), trust the table's
-            origin = self.origin or str(record.get("store"))
+            origin = str(self.record["origin"] if self.record else record.get("store"))
             spec = table_from_json(record, table, origin, where=f"{path}/{_METADATA}")
             self._identities[table] = identity_of(record)
             attributes_from_json(record, where=f"{path}/{_METADATA}")

@@ -69,16 +69,9 @@ def stored_checksum(path: str, size: int) -> int:
 
 @final
 class ChunkLook:
-    """Checks single chunks of a table."""
+    """Checks single chunks of a table, whose logs are polled after its folders were listed."""
 
     def __init__(self, table: str, files: TableFiles, logs: CommitLogs) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            table: Path of the table, for the findings.
-            files: Files of the table.
-            logs: Commit logs of the table, polled after the folders were listed.
-        """
         self._table = table
         self._files = files
         self._logs = logs

@@ -92,14 +92,6 @@ class TableFiles:
     """Paths of a table."""
 
     def __init__(self, folder: str, spec: TableSpec, *, root: str, identity: str) -> None:
-        """Compute the paths; performs no I/O.
-
-        Args:
-            folder: Folder of the table.
-            spec: Spec of the table.
-            root: Folder of the store, for messages that explain how to repair it.
-            identity: Identity of the table. Row and commit records contain it; records of other tables are ignored.
-        """
         self.folder = folder
         self.spec = spec
         self.root = root

@@ -39,14 +39,6 @@ class ChunkMaps:
     def __init__(
         self, files: TableFiles, index: ChunkIndex, *, check: bool = True, mapped: bool | None = None
     ) -> None:
-        """Initialize an empty cache.
-
-        Args:
-            files: Files of the table.
-            index: Index of committed chunks.
-            check: Whether to compare checksums.
-            mapped: Whether to map files; ``None`` maps them except on a network file system.
-        """
         self._files = files
         self._index = index
         self._check = check

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "identity_of",
     "record_checksum",
     "sealed",
+    "store_id",
     "store_record",
     "table_documents",
     "table_identity",
@@ -78,7 +80,8 @@ def table_identity(path: str, origin: str, spec: TableSpec) -> str:
 def store_record(manifest: Manifest) -> dict[str, Any]:
     """Return the record of a new store.
 
-    Its ``origin`` is the digest of the fingerprint that the store was created with, recorded in every table.
+    Its ``origin`` is the digest of the fingerprint that the store was created with, recorded in every table. Its ``id``
+    is recorded in every entry, because stores of the same fingerprint have different verdicts and columns.
     """
     return sealed(
         {
@@ -86,8 +89,14 @@ def store_record(manifest: Manifest) -> dict[str, Any]:
             "fingerprint": dict(manifest.fingerprint),
             "made_with": dict(manifest.made_with),
             "origin": manifest.digest(),
+            "id": uuid.uuid4().hex,
         }
     )
+
+
+def store_id(record: Mapping[str, Any]) -> str:
+    """Return the identifier in the record of a store; the origin of one that was created without."""
+    return str(record.get("id", record["origin"]))
 
 
 def table_record(path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,15 +210,9 @@ def _no_collection() -> Iterator[None]:
 
 @final
 class CommitLogs:
-    """Incremental reader of the commit logs of all writers of a table."""
+    """Incremental reader of the commit logs of all writers of a table; counts and ignores records of other tables."""
 
     def __init__(self, folder: str, table: str) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            folder: Folder of the logs.
-            table: Identity of the table; records of other tables are counted but ignored.
-        """
         self._folder = folder
         self._table = table
         self._read_to: dict[str, int] = {}

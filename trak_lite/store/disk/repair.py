@@ -7,6 +7,7 @@ lists these rows. If the repair is killed at any step, a writer can still resume
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -19,6 +20,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import StoreLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
+from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_files
 from trak_lite.store.disk.files import file_size, named_errors, new_file, rename, sync_folder, write_file
 from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import TableList
@@ -29,21 +31,27 @@ __all__ = ["check_folder"]
 
 
 def repair_list(root: str, look: StoreLook) -> list[SetAside]:
-    """Set aside damaged entries of the list of tables and those of lost tables; return them.
+    """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them.
 
     Raises:
         StoreError: If files cannot be renamed.
     """
-    tables = TableList(root)
+    tables, entries = TableList(root), disk_entries(root, look.record)
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
             tables.make()
-        if not look.entries:
+        wrong = [name for name in look.wrong_entries if look.record is None or not entries.bind(name)]
+        aside = [*look.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
+        if not aside:
             return []
         folder = f"{tables.folder}/{SET_ASIDE}/{_stamp('tables')}"
         make_folders(folder)
-        tables.set_aside(look.entries, folder)
-    return [SetAside(path, None, (), folder) for path in look.entries]
+        tables.set_aside(aside, folder)
+        for name in wrong:
+            with contextlib.suppress(FileNotFoundError):  # removed without the store
+                file = entry_files(name)[0]
+                rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
+    return [SetAside(path, None, (), folder) for path in aside]
 
 
 @final
@@ -51,12 +59,6 @@ class TableRepair:
     """Repairs one table by making its damaged rows pending."""
 
     def __init__(self, path: str, look: TableLook) -> None:
-        """Initialize with the result of a check.
-
-        Args:
-            path: Path of the table.
-            look: Completed check of the table.
-        """
         self.set_aside: list[SetAside] = []
         self.busy: list[Finding] = []
         """Notes on chunks that were skipped because a writer holds them."""
@@ -177,6 +179,6 @@ def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
         each.run()
     busy = [finding for each in repairs for finding in each.busy]
     moved += [part for each in repairs for part in each.set_aside]
-    if moved or look.list_damaged:
+    if moved or look.list_damaged or look.wrong_entries:
         look = StoreLook.at(root)
     return Report(root, (*look.findings, *busy), look.tally, tuple(moved))

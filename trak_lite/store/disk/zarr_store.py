@@ -38,7 +38,7 @@ from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_t
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
-from trak_lite.store.disk.derived import CACHE, ENTRIES, ArrayFolder
+from trak_lite.store.disk.derived import CACHE, HiddenFiles
 from trak_lite.store.disk.documents import (
     group_document,
     hidden_document,
@@ -47,6 +47,7 @@ from trak_lite.store.disk.documents import (
     table_identity,
 )
 from trak_lite.store.disk.dropping import drop_group, stage_locked
+from trak_lite.store.disk.entries import ENTRIES, disk_entries
 from trak_lite.store.disk.files import make_folder, named_errors
 from trak_lite.store.disk.folders import (
     make_folders,
@@ -104,14 +105,14 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self,
         root: str,
         manifest: Manifest,
+        record: Mapping[str, Any],
         *,
-        origin: str,
         writable: bool,
         check: CheckChunks = "first_touch",
         mapping: MapFiles = "auto",
     ) -> None:
         self._root = root
-        self._origin = origin
+        self._origin = record["origin"]
         self._list = TableList(root)
         self._check = check
         self._mapped = {"auto": None, "always": True, "never": False}[mapping]
@@ -119,8 +120,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._writable = writable
         self._closed = False
         self._tables: dict[str, ZarrRowTable] = {}
-        self._derived = ArrayFolder(f"{root}/{CACHE}")
-        self._entries = ArrayFolder(f"{root}/{ENTRIES}")
+        self._hidden = HiddenFiles(root)
+        self._entries = disk_entries(root, record)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
@@ -196,8 +197,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 f"{root} cannot be written. "
                 "Make the folder writable, open the store with mode='r', or use another path."
             )
-        origin, writable = record["origin"], mode == "r+"
-        store = cls(root, manifest, origin=origin, writable=writable, check=check, mapping=mapping)
+        writable = mode == "r+"
+        store = cls(root, manifest, record, writable=writable, check=check, mapping=mapping)
         store._list.require()
         if writable:
             with named_errors("Removing incomplete tables in", root):
@@ -330,7 +331,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the cached array with this name and key, or ``None``."""
-        return self._derived.get(name, key)
+        return self._hidden.cached(name, key)
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Cache a derived array, replacing any array of the same name."""
@@ -338,17 +339,11 @@ class ZarrFeatureStore(AbstractFeatureStore):
         if not self.writable:
             return
         self._make_hidden(CACHE)
-        self._derived.put(name, key, array)
+        self._hidden.cache(name, key, array)
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
-        found = self._entries.get(name, key)
-        if found is None and self._entries.is_damaged(name):
-            raise CorruptStoreError(
-                f"The entry {name!r} of {self._root} is damaged. Restore {self._root}/{ENTRIES} from a backup, or "
-                "remove the file and repeat the call that stored the entry."
-            )
-        return found
+        return self._entries.get(name, key)
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
@@ -365,7 +360,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
     def drop_entry(self, name: str) -> None:
         """Delete an entry if it exists."""
         self._require_writable()
-        self._entries.remove(name)
+        self._entries.drop(name)
 
     def _make_hidden(self, folder: str) -> None:
         """Create a folder that zarr tools do not list, if it does not exist."""

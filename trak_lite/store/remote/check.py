@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, final
 
 from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._content import ARRAY_SUFFIX, array_name, decode_array
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.derived import ENTRIES
-from trak_lite.store.disk.documents import identity_of
+from trak_lite.store.disk.documents import identity_of, store_id
+from trak_lite.store.disk.entries import ENTRIES, StoreEntries, entry_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
     check_array_document,
@@ -28,7 +27,7 @@ from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["check_remote"]
+__all__ = ["check_remote", "remote_entries"]
 
 _METADATA = "zarr.json"
 _REMOVE = "remove it, then featurize again"
@@ -51,21 +50,26 @@ def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
     return RemoteLook(objects).report()
 
 
+def remote_entries(objects: AbstractObjects, record: Mapping[str, Any] | None) -> StoreEntries:
+    """Return the entries of the remote store with this record; ``None`` if it is damaged."""
+    return StoreEntries(
+        objects,
+        objects.url,
+        store=store_id(record) if record else None,
+        old="id" not in (record or {}),
+    )
+
+
 @final
 class RemoteLook:
     """Checks one remote store from a single listing of its objects."""
 
     def __init__(self, objects: AbstractObjects) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            objects: Objects of the store.
-        """
         self._objects = objects
         self._findings: list[Finding] = []
         self._tally = Tally()
         self._sizes: dict[str, int] = {}
-        self._origin: str | None = None
+        self._record: Mapping[str, Any] | None = None
         self._identities: dict[str, str] = {}
 
     def report(self) -> Report:
@@ -84,33 +88,23 @@ class RemoteLook:
             self._add("damage", None, str(error), _RESTORE)
         else:
             manifest_from_json(record, self._objects.url)
-            self._origin = record["origin"]
+            self._record = record
         self._sizes = self._objects.sizes("")
         tables = {path: self._files(path, spec) for path, spec in self._tables().items()}
         self._list()
         for path, files in tables.items():
             self._table(path, files)
+        entries = remote_entries(self._objects, self._record)
+        for name, wrong in entries.problems():
+            self._add("damage", None, f"the entry {name!r} {wrong}", entries.remedy(wrong))
         for key in sorted(self._sizes):
-            listed = key.startswith(f"{TABLES}/") and listed_path(key.removeprefix(f"{TABLES}/")) is not None
-            if key.startswith(f"{ENTRIES}/") and key.endswith(ARRAY_SUFFIX):
-                self._entry(key)
-                continue
-            known = listed or key.rpartition("/")[2] == _METADATA
+            folder, _, name = key.rpartition("/")
+            listed = folder == TABLES and listed_path(name) is not None
+            entry = folder in (TABLES, ENTRIES) and entry_of(name) is not None
+            known = listed or entry or name == _METADATA
             if not known and not any(_belongs(key, files) for files in tables.values()):
                 self._add("note", None, f"{key!r} belongs to no table", "remove it if it is not needed")
         return Report(self._objects.url, tuple(self._findings), self._tally)
-
-    def _entry(self, key: str) -> None:
-        """Compare an entry with its checksum."""
-        name = array_name(key.removeprefix(f"{ENTRIES}/"))
-        content = self._objects.get(key)
-        if content is not None and decode_array(content, name) is None:
-            self._add(
-                "damage",
-                None,
-                f"the entry {name!r} is damaged",
-                f"restore {key} from a backup, or remove it and repeat the call that stored the entry",
-            )
 
     def _tables(self) -> dict[str, TableSpec]:
         """Return the specs of the tables with valid metadata; report the others."""
@@ -132,9 +126,8 @@ class RemoteLook:
                 if "columns" in record:
                     where = self._where(f"{folder}/{_METADATA}")
                     # if the store's metadata is damaged (already reported), trust the table's
-                    spec = table_from_json(
-                        record, folder, self._origin or str(record.get("store")), where=where
-                    )
+                    origin = str(self._record["origin"] if self._record else record.get("store"))
+                    spec = table_from_json(record, folder, origin, where=where)
                     self._identities[folder] = identity_of(record)
                     for column in spec.columns:
                         for array in column.arrays:

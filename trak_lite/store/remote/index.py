@@ -35,12 +35,6 @@ class RemoteIndex:
     """Committed chunks of a remote table, as of the last refresh."""
 
     def __init__(self, objects: AbstractObjects, files: TableFiles) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            objects: Objects of the store.
-            files: Names of the table's objects; ``folder`` is the path of the table.
-        """
         self.committed: dict[int, CommitRecord] = {}
         self._objects = objects
         self._files = files

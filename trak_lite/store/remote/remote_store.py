@@ -24,7 +24,6 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._check_report import Report
-from trak_lite.store._content import array_file_name, array_name, decode_array, encode_array
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import check_spec, compare_specs, plain_json
@@ -33,7 +32,6 @@ from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_t
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.derived import ENTRIES
 from trak_lite.store.disk.documents import (
     encode_document,
     group_document,
@@ -62,7 +60,7 @@ from trak_lite.store.disk.metadata import (
 )
 from trak_lite.store.disk.zarr_store import CheckChunks, ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
-from trak_lite.store.remote.check import check_remote
+from trak_lite.store.remote.check import check_remote, remote_entries
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 from trak_lite.store.remote.table import RemoteRowTable
@@ -100,13 +98,14 @@ class RemoteFeatureStore(AbstractFeatureStore):
         self,
         place: RemotePlace,
         manifest: Manifest,
+        record: Mapping[str, Any],
         *,
-        origin: str,
         writable: bool,
         check: CheckChunks = "first_touch",
     ) -> None:
-        self._origin = origin
+        self._origin = record["origin"]
         self._objects: AbstractObjects = place.objects
+        self._entries = remote_entries(place.objects, record)
         self._manifest = manifest
         self._writable = writable
         self._check = check
@@ -184,7 +183,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
             )
         if mode == "r+":
             require_exclusive(place.objects)
-        return cls(place, manifest, origin=record["origin"], writable=mode == "r+", check=check)
+        return cls(place, manifest, record, writable=mode == "r+", check=check)
 
     @property
     def manifest(self) -> Manifest:
@@ -311,33 +310,23 @@ class RemoteFeatureStore(AbstractFeatureStore):
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
-        content = self._objects.get(f"{ENTRIES}/{array_file_name(name)}")
-        if content is None:
-            return None
-        found = decode_array(content, name, key)
-        if found is None and decode_array(content, name) is None:
-            raise CorruptStoreError(
-                f"The entry {name!r} of {self.path} is damaged. Restore the object below {ENTRIES} from a backup, or "
-                "remove it and repeat the call that stored the entry."
-            )
-        return found
+        return self._entries.get(name, key)
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
         self._require_writable()
-        self._objects.put(f"{ENTRIES}/{array_file_name(name)}", encode_array(name, key, array))
+        self._entries.put(name, key, array)
 
     def entry_names(self, prefix: str = "") -> list[str]:
         """Return the names of all entries below ``prefix``, sorted."""
         start = f"{prefix}/" if prefix else ""
-        names = (array_name(key.removeprefix(f"{ENTRIES}/")) for key in self._objects.sizes(ENTRIES))
-        return sorted(name for name in names if name.startswith(start))
+        return [name for name in self._entries.names() if name.startswith(start)]
 
     def drop_entry(self, name: str) -> None:
         """Delete an entry if it exists."""
         self._require_writable()
-        self._objects.delete(f"{ENTRIES}/{array_file_name(name)}")
+        self._entries.drop(name)
 
     def check(self, *, repair: bool = False) -> Report:
         """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.

@@ -41,7 +41,8 @@ _KEPT_BYTES = 256 << 20
 class RemoteRowTable(AbstractRowTable):
     """Rows of one table of a :class:`~trak_lite.store.RemoteFeatureStore`.
 
-    A row is done if it is committed in the object store or staged on this machine.
+    A row is done if it is committed in the object store or staged on this machine. Chunks that an earlier run has
+    completed and not uploaded are uploaded when a writer opens the table.
     """
 
     def __init__(
@@ -54,17 +55,6 @@ class RemoteRowTable(AbstractRowTable):
         writable: bool,
         check: bool,
     ) -> None:
-        """Read the commit records; if writable, upload chunks that an earlier run completed but did not upload.
-
-        Args:
-            objects: Objects of the store.
-            files: Names of the table's objects.
-            staging: Files in the staging folder.
-            staged: Function that returns the local table in the staging folder, or ``None`` if there is none; for a
-                writer it always returns a table.
-            writable: Whether rows can be put.
-            check: Whether to compare the checksum of each fetched chunk.
-        """
         self._objects = objects
         self._files = files
         self._staging = staging

@@ -1,0 +1,194 @@
+"""Entries of a store: arrays that cannot be computed again, such as fits, verdicts, columns and run records.
+
+An entry is a file in ``.entries/``. It holds the identifier of its store and a version, which every write draws. The
+mark of the entry in ``.tables/`` lists the versions that the file may have; ``-`` stands for no file. A write adds its
+version to the mark, replaces the file, and removes the other versions from the mark. A killed write thus leaves the old
+entry or the new one, and an entry of another store, an earlier one, or a removed one is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, final
+
+from numpy.typing import NDArray
+
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
+from trak_lite.store._content import ARRAY_SUFFIX, DecodedArray, array_file_name, decode_array, encode_array
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._names import path_parts
+from trak_lite.store.disk.derived import HiddenFiles
+from trak_lite.store.disk.documents import store_id
+from trak_lite.store.disk.listing import TABLES, TableList, decode_entry, encode_entry, entry_name
+
+__all__ = ["ENTRIES", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
+
+ENTRIES = ".entries"
+_UNBOUND: Final = "was written by a version of trak_lite that did not bind entries to their store"
+_NO_FILE: Final = "-"
+_MARK: Final = f"{ENTRIES}%"
+"""Start of the name of a mark; no table has such a name."""
+
+
+class Files(Protocol):
+    """Files or objects of a store by key."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def put(self, key: str, content: bytes) -> None: ...
+    def delete(self, key: str) -> None: ...
+    def sizes(self, folder: str) -> Iterable[str]: ...
+
+
+def entry_files(name: str) -> tuple[str, str]:
+    """Return the keys of an entry and of its mark."""
+    return f"{ENTRIES}/{array_file_name(name)}", f"{TABLES}/{entry_name(f'{ENTRIES}/{name}')}"
+
+
+def entry_of(file: str) -> str | None:
+    """Return the name of an entry by the name of its file or of its mark; ``None`` if it is neither."""
+    name = file.removesuffix(ARRAY_SUFFIX) if file.endswith(ARRAY_SUFFIX) else file.removeprefix(_MARK)
+    try:
+        return None if name == file else "/".join(path_parts(name.replace("%", "/"), what="entry"))
+    except InvalidInputError:
+        return None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StoreEntries:
+    """The entries of one store."""
+
+    files: Files
+    where: str
+    """Path or address of the store, for messages."""
+    store: str | None
+    """Identifier of the store; ``None`` accepts any, because the metadata of the store is damaged."""
+    old: bool
+    """Whether the store was created by a version that did not bind entries."""
+    lock: Callable[[], AbstractContextManager[None]] | None = None
+    """Excludes other writers; an object store has no lock."""
+
+    def get(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the entry with this name and key, or ``None``.
+
+        Raises:
+            CorruptStoreError: If the entry is damaged, was removed or is not the one that the store has written.
+            ManifestMismatchError: If it was written by a version that did not bind entries to their store.
+        """
+        found, wrong = self._read(name)
+        if wrong is not None:
+            kind = ManifestMismatchError if wrong == _UNBOUND else CorruptStoreError
+            raise kind(f"The entry {name!r} of {self.where} {wrong}. What helps: {self.remedy(wrong)}.")
+        return found.array if found is not None and found.key == key else None
+
+    def put(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Store an entry, replacing any of the same name."""
+        file, version = entry_files(name)[0], uuid.uuid4().hex
+        with self.lock() if self.lock else contextlib.nullcontext():
+            self._mark(name, {*(self._versions(name) or {_NO_FILE}), version})
+            failpoint("entry_announced")
+            self.files.put(file, encode_array(name, key, array, (str(self.store), version)))
+            failpoint("entry_replaced")
+            self._mark(name, {version})
+        if self.lock is None:
+            # Another machine may have replaced the entry before the mark was written.
+            last = decode_array(self.files.get(file) or b"", name)
+            if last is not None and last.bound and last.bound[1] != version:
+                self._mark(name, {last.bound[1]})
+
+    def drop(self, name: str) -> None:
+        """Delete an entry if it exists."""
+        file, mark = entry_files(name)
+        with self.lock() if self.lock else contextlib.nullcontext():
+            if (known := self._versions(name)) is not None:
+                self._mark(name, {*known, _NO_FILE})
+            self.files.delete(file)
+            failpoint("entry_removed")
+            self.files.delete(mark)
+
+    def bind(self, name: str) -> bool:
+        """Take over an entry if it is not bound to a store; return whether it was."""
+        found, wrong = self._read(name)
+        if found is None or wrong != _UNBOUND:
+            return False
+        self.put(name, found.key, found.array)
+        return True
+
+    def names(self) -> list[str]:
+        """Return the names of all entries, sorted; also of those that were removed without the store."""
+        keys = (*self.files.sizes(ENTRIES), *self.files.sizes(TABLES))
+        return sorted({name for key in keys if (name := entry_of(key.rpartition("/")[2])) is not None})
+
+    def remedy(self, wrong: str) -> str:
+        """Return what to do about an entry."""
+        if self.lock is None:
+            return f"restore its objects below {ENTRIES} and {TABLES}, or remove them, and store it again"
+        if wrong == _UNBOUND:
+            return "check_store(path, repair=True) binds it; before, make sure that it is no other store's"
+        return f"restore {ENTRIES} and {TABLES}, or call check_store(path, repair=True), and store it again"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of entries that are not as they were written, and what is wrong."""
+        for name in self.names():
+            try:
+                wrong = self._read(name)[1]
+            except StoreError as error:
+                wrong = f"cannot be read: {error}"
+            if wrong is not None:
+                yield name, wrong
+
+    def _read(self, name: str) -> tuple[DecodedArray | None, str | None]:
+        """Return an entry, and what is wrong with it."""
+        keys = entry_files(name)
+        while True:
+            content, mark = seen = tuple(self.files.get(key) for key in keys)
+            found = None if content is None else decode_array(content, name)
+            wrong = self._wrong(name, found, content, mark)
+            if wrong is None or seen == tuple(self.files.get(key) for key in keys):
+                return found, wrong
+            # Otherwise a writer changed it between the two reads: read again.
+
+    def _wrong(
+        self, name: str, found: DecodedArray | None, content: bytes | None, mark: bytes | None
+    ) -> str | None:
+        allowed = {_NO_FILE} if mark is None else self._decoded(name, mark)
+        if allowed is None:
+            return f"has a damaged mark in {TABLES}"
+        if content is None:
+            return None if _NO_FILE in allowed else "was removed, but not by the store"
+        if found is None:
+            return "is damaged"
+        if not found.bound:
+            return _UNBOUND if self.old and mark is None else "belongs to another store"
+        if self.store not in (None, found.bound[0]):
+            return "belongs to another store"
+        return None if found.bound[1] in allowed else "is not the one that the store lists"
+
+    def _versions(self, name: str) -> set[str] | None:
+        """Return the versions in a mark; ``None`` without one, or if it is damaged."""
+        mark = self.files.get(entry_files(name)[1])
+        return None if mark is None else self._decoded(name, mark)
+
+    def _decoded(self, name: str, mark: bytes) -> set[str] | None:
+        try:
+            return set(decode_entry(mark, f"{ENTRIES}/{name}", where=self.where).split())
+        except CorruptStoreError:
+            return None
+
+    def _mark(self, name: str, versions: set[str]) -> None:
+        self.files.put(entry_files(name)[1], encode_entry(f"{ENTRIES}/{name}", " ".join(sorted(versions))))
+
+
+def disk_entries(root: str, record: Mapping[str, Any] | None) -> StoreEntries:
+    """Return the entries of the disk store with this record; ``None`` if it is damaged."""
+    return StoreEntries(
+        HiddenFiles(root),
+        root,
+        store=store_id(record) if record else None,
+        old="id" not in (record or {}),
+        lock=TableList(root).locked,
+    )

@@ -1,0 +1,136 @@
+"""Files with a checksum of their own, and the check of a run folder, which consists of them.
+
+Such a file is JSON, or a safetensors file, with the member ``"crc32c"`` (of its metadata), which begins with eight hex
+digits: the CRC-32C of what the file is and of all its bytes, in which these digits count as zeros.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite._validate import parse_json
+from trak_lite.errors import CorruptStoreError, StoreError
+from trak_lite.store._check_report import Finding, Report, Tally
+from trak_lite.store._checksums import crc32c
+from trak_lite.store.disk.files import file_size, map_file, named_errors, open_file, write_all
+from trak_lite.store.disk.folders import names_in
+from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.manifest import Manifest
+
+__all__ = ["BLANK", "RUN", "SEAL", "check_run", "run_identity", "seal", "sealed_content"]
+
+SEAL: Final = "crc32c"
+BLANK: Final = "0" * 8
+"""Start of the member before :func:`seal` fills it in."""
+RUN: Final = "run.json"
+"""The record of a run, in its folder."""
+_SEAL = re.compile(rb'"crc32c": ?"([0-9a-f]{8})[ "]')
+_NEXT_RUN = "delete it: the next recipe.train(path) or replay makes it again"
+
+
+def seal(path: str, what: str) -> None:
+    """Write the checksum of a file into it.
+
+    Args:
+        path: The file, whose member begins with :data:`BLANK`.
+        what: Name of the content: a file that is read as another one has another checksum.
+    """
+    place, digits = _seal_of(_mapped(path), what) or (0, b"")
+    fd = open_file(_plain(path), os.O_WRONLY)
+    try:
+        write_all(fd, digits, place)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np.uint8]:
+    """Return the content of a file whose checksum is right; without ``required``, also of one that has none.
+
+    Raises:
+        CorruptStoreError: If its checksum is wrong, or it has none.
+        StoreError: If it cannot be read.
+    """
+    with named_errors("Reading", path):
+        content = _mapped(path)
+    found = _seal_of(content, what)
+    if found is None and required:
+        raise CorruptStoreError(
+            f"{path} has no checksum: it is damaged, or an earlier version of trak_lite wrote it. Delete it, and make "
+            "the call again."
+        )
+    if found is not None and content[found[0] :][:8].tobytes() != found[1]:
+        raise CorruptStoreError(
+            f"{path} does not match its checksum: it is damaged, or was exchanged. Delete it, and make the call again."
+        )
+    return content
+
+
+def check_run(root: str, *, repair: bool) -> Report:
+    """Check the folder of a run: its record, states, unfinished blocks, and its store of scores.
+
+    Args:
+        root: The folder.
+        repair: Whether to repair the store of scores.
+    """
+    found: list[Finding] = []
+    tally = Tally()
+    try:
+        identity = run_identity(parse_json(sealed_content(f"{root}/{RUN}", RUN))["fingerprint"])
+    except (StoreError, ValueError, KeyError, TypeError) as error:
+        text = "the states and blocks were not checked: the record of the run must be restored first"
+        found = [
+            Finding("damage", None, str(error), _NEXT_RUN),
+            Finding("note", None, text, "check again afterwards"),
+        ]
+    else:
+        for folder in ("states", *(f"replays/{name}" for name in sorted(names_in(f"{root}/replays")))):
+            if os.path.islink(f"{root}/{folder}") or not os.path.isdir(f"{root}/{folder}"):
+                continue
+            for name in sorted(name for name in names_in(f"{root}/{folder}") if not name.startswith(".")):
+                try:
+                    content = sealed_content(
+                        f"{root}/{folder}/{name}", f"{identity}/{os.path.basename(folder)}/{name}"
+                    )
+                    tally.bytes += len(content)
+                except StoreError as error:
+                    found.append(Finding("damage", None, str(error), _NEXT_RUN))
+    if not os.path.lexists(f"{root}/scores.zarr"):
+        return Report(root, tuple(found), tally)
+    scores = check_folder(f"{root}/scores.zarr", repair=repair)
+    tally.add(scores.tally)
+    return Report(root, (*found, *scores.findings), tally, scores.set_aside)
+
+
+def run_identity(fingerprint: dict[str, Any]) -> str:
+    """Return what the files of a run are bound to: a digest of the settings of its training."""
+    return Manifest(fingerprint).digest()[:16]
+
+
+def _plain(path: str) -> str:
+    """Return the path with the links of its folder, which the user has named, resolved; the file must be no link."""
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
+def _mapped(path: str) -> NDArray[np.uint8]:
+    size = file_size(_plain(path))
+    if size is None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", path)
+    return map_file(_plain(path), size)
+
+
+def _seal_of(content: NDArray[np.uint8], what: str) -> tuple[int, bytes] | None:
+    """Return the place of the checksum in a file and its right digits; ``None`` if the file has no checksum."""
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    head = content if content[:1].tobytes() == b"{" else content[: 8 + length]  # no search through tensors
+    found = _SEAL.search(head.data)
+    if found is None:
+        return None
+    start, stop = found.span(1)
+    return start, b"%08x" % crc32c(what.encode(), content[:start], BLANK.encode(), content[stop:])
