@@ -72,16 +72,8 @@ class ChunkLook:
     """Checks single chunks of a table."""
 
     def __init__(self, table: str, files: TableFiles, logs: CommitLogs) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            table: Path of the table, for the findings.
-            files: Files of the table.
-            logs: Commit logs of the table, polled after the folders were listed.
-        """
-        self._table = table
-        self._files = files
-        self._logs = logs
+        self._table, self._files = table, files
+        self._logs = logs  # polled after the folders were listed
 
     def settled(self, chunk: int) -> ChunkState:
         """Return the state of a chunk that a writer may be changing.

@@ -46,7 +46,6 @@ class ArrayFolder:
     """The arrays in one folder."""
 
     def __init__(self, folder: str) -> None:
-        """Initialize; performs no I/O."""
         self._folder = folder
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:

@@ -114,11 +114,6 @@ class TableList:
     """The list of tables of one disk store."""
 
     def __init__(self, root: str) -> None:
-        """Initialize; performs no I/O.
-
-        Args:
-            root: Folder of the store.
-        """
         self.folder = f"{root}/{TABLES}"
         self._root = root
 

@@ -51,12 +51,6 @@ class TableRepair:
     """Repairs one table by making its damaged rows pending."""
 
     def __init__(self, path: str, look: TableLook) -> None:
-        """Initialize with the result of a check.
-
-        Args:
-            path: Path of the table.
-            look: Completed check of the table.
-        """
         self.set_aside: list[SetAside] = []
         self.busy: list[Finding] = []
         """Notes on chunks that were skipped because a writer holds them."""
