@@ -54,7 +54,7 @@ def test_what_a_killed_creation_left_is_removed_later(tmp_path, victims):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
 def test_a_creation_that_fails_cleans_up(tmp_path, monkeypatch, error):
-    def fail(source, target):
+    def fail(*arguments, **keywords):
         raise error
 
     monkeypatch.setattr(os, "rename", fail)
@@ -80,10 +80,10 @@ def test_whoever_is_second_opens_what_the_first_made(tmp_path, monkeypatch):
     path = str(tmp_path / "run.zarr")
     rename = os.rename
 
-    def too_late(source, target):
+    def too_late(source, target, **folders):
         monkeypatch.setattr(os, "rename", rename)
         ZarrFeatureStore.create(path, MANIFEST)
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", too_late)
     with pytest.raises(ManifestMismatchError, match="seed is 0 there, 7 here"):

@@ -21,9 +21,10 @@ def steps(monkeypatch):
         time.sleep(0.005)
         seen.append(("sync", path))
 
-    def record_rename(source, target):
-        seen.append(("rename", source, target))
-        rename(source, target)
+    def record_rename(source, target, *, src_dir_fd, dst_dir_fd):
+        old, new = (os.readlink(f"/proc/self/fd/{fd}") for fd in (src_dir_fd, dst_dir_fd))
+        seen.append(("rename", f"{old}/{source}", f"{new}/{target}"))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "rename", record_rename)

@@ -72,9 +72,7 @@ class ChunkLook:
     """Checks single chunks of a table, whose logs are polled after its folders were listed."""
 
     def __init__(self, table: str, files: TableFiles, logs: CommitLogs) -> None:
-        self._table = table
-        self._files = files
-        self._logs = logs
+        self._table, self._files, self._logs = table, files, logs
 
     def settled(self, chunk: int) -> ChunkState:
         """Return the state of a chunk that a writer may be changing.
