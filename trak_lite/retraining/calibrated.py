@@ -66,12 +66,6 @@ class SubsetSums:
     """Sums of train features over subsets, for each checkpoint."""
 
     def __init__(self, rows: ScoredRows, masks: NDArray[np.bool_]) -> None:
-        """Read the train rows of every checkpoint once.
-
-        Args:
-            rows: The stored rows.
-            masks: Rows of each subset, ``(S, N)``.
-        """
         members = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
         mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
         self.by_checkpoint: list[dict[str, Tensor]] = []

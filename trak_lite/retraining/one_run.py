@@ -45,19 +45,8 @@ def verify_run(
 ) -> OneRunVerdict:
     """Test scores against repetitions of a run; :func:`~trak_lite.verify` calls this with ``protocol="one-run"``.
 
-    The verdict is stored with the scores, if these are stored.
-
-    Args:
-        scores: ``(N, M)``, of any method.
-        run: The run. Its repetitions are stored in its folder, so a second call trains nothing.
-        targets: The M targets that were scored.
-        task: Defines f.
-        shares: Shares of the train rows to leave out.
-        budget: Subsets per share; each costs one training.
-        models_at_once: Trainings side by side.
-        subset_seed: Seed of the subsets.
-        confidence: Nominal coverage of the intervals.
-        progress: Show a bar; ``None`` shows it on a terminal only.
+    The verdict is stored with the scores, if these are stored. The repetitions are stored in the folder of the run: a
+    second call trains one of each share again, to compare it.
 
     Raises:
         InvalidInputError: If scores, run and targets differ in size, the scores were made from other train rows or with

@@ -186,7 +186,7 @@ def retrain(
         [[3.5], [6.5]]
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id)
-    return _filled(path, plan, lambda jobs: _one_by_one(jobs, train_fn, output_fn), progress)
+    return _filled(path, plan, functools.partial(_one_by_one, train_fn, output_fn), progress)
 
 
 def retrain_many(
@@ -222,7 +222,8 @@ def retrain_many(
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
     plan = _plan(training, masks, output_fn, seeds, train_id)
-    return _many(path, plan, training, output_fn, models_at_once, progress)
+    run = functools.partial(_side_by_side, training, output_fn, models_at_once)
+    return _filled(path, plan, run, progress, models_at_once=models_at_once)
 
 
 def retrain_run(
@@ -236,25 +237,17 @@ def retrain_run(
     digest: str,
     progress: bool | None,
 ) -> Retrained:
-    """Repeat a run without some rows, side by side if its model allows this.
+    """Repeat a run without some rows, as :func:`retrain_many`, or one by one if its model does not allow this.
 
-    Args:
-        training: ``TrainingRun.leave_out_fn``.
-        masks: ``(S, N)``, rows that are kept.
-        output_fn: As in :func:`retrain_many`.
-        models_at_once: As in :func:`retrain_many`.
-        path: Folder for the results.
-        seed: Seed of the run.
-        digest: Identifies the results. Stored ones are compared with a repetition all the same, unless the recipe has a
-            ``train_id``.
-        progress: As in :func:`retrain`.
+    ``digest`` identifies the results. Stored ones are compared with a repetition, unless the recipe has a ``train_id``.
     """
     plan = replace(_plan(training, masks, output_fn, (seed,), digest), train_id=training.recipe.train_id)
+    run = functools.partial(_side_by_side, training, output_fn, models_at_once)
     try:
-        return _many(path, plan, training, output_fn, models_at_once, progress)
+        return _filled(path, plan, run, progress, models_at_once=models_at_once)
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
-    return _filled(path, plan, lambda jobs: _one_by_one(jobs, training, output_fn), progress)
+    return _filled(path, plan, functools.partial(_one_by_one, training, output_fn), progress)
 
 
 def retrain_into(
@@ -271,22 +264,10 @@ def retrain_into(
 ) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
-    Args:
-        workspace: Open for writing.
-        group: Group of tables; each combination of masks, seeds and functions has its own table.
-        train_fn: As in :func:`retrain`.
-        masks: ``(S, N)``.
-        output_fn: As in :func:`retrain`.
-        seeds: As in :func:`retrain`.
-        train_id: As in :func:`retrain`.
-        progress: As in :func:`retrain`.
-        settings: Further JSON values that identify the results.
+    In a group, each combination of masks, seeds, functions and ``settings`` (JSON values) has its own table.
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
-
-    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
-        return _one_by_one(jobs, train_fn, output_fn)
-
+    run = functools.partial(_one_by_one, train_fn, output_fn)
     path, compared = _own_table(workspace, group, plan, run)
     return _fill(workspace, path, plan, run, progress, compared)
 
@@ -331,35 +312,20 @@ def _plan(
     return _Plan(array, numbers, fingerprint, train_id)
 
 
-def _many(
-    path: str | PathLike[str] | RemotePlace | None,
-    plan: _Plan,
-    training: SubsetTraining,
-    output_fn: OutputFunction,
-    models_at_once: int,
-    progress: bool | None,
-) -> Retrained:
-    positive_int(models_at_once=models_at_once)
-
-    def run(jobs: Iterable[_Job]) -> Iterator[_Trained]:
-        return _side_by_side(list(jobs), training, output_fn, models_at_once)
-
-    return _filled(path, plan, run, progress, at_once=models_at_once)
-
-
 def _filled(
     path: str | PathLike[str] | RemotePlace | None,
     plan: _Plan,
     run: _Run,
     progress: bool | None,
     *,
-    at_once: int = 1,
+    models_at_once: int = 1,
 ) -> Retrained:
     """Return the outputs of a store that holds one training, and train what is missing.
 
     Raises:
         ManifestMismatchError: If the store holds another training.
     """
+    positive_int(models_at_once=models_at_once)
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
         is_same, compared = _compared(workspace, OUTPUTS, plan, _repeating(plan, run))
@@ -367,7 +333,7 @@ def _filled(
             raise ManifestMismatchError(
                 f"{compared} Undo the change, or retrain under another path or train_id."
             )
-        return _fill(workspace, OUTPUTS, plan, run, progress, compared, at_once=at_once)
+        return _fill(workspace, OUTPUTS, plan, run, progress, compared, at_once=models_at_once)
 
 
 def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> tuple[str, str]:
@@ -421,7 +387,7 @@ def _compared(workspace: Workspace, path: str, plan: _Plan, repeat: _Repeat) -> 
     stored = done_rows(table, _one_per_seed(table, len(plan.seeds)))
     if stored is None:
         return True, ""
-    made_here = workspace.store().attributes(path).get(_CONDITIONS) == _conditions(1)
+    made_here = workspace.store().attributes(path).get(_CONDITIONS) == conditions(models_at_once=1)
     places, farthest = [], 0.0
     for row, outputs in zip(stored.rows[: len(plan.seeds)].tolist(), stored.values[OUTPUTS], strict=False):
         # Other processes, perhaps on other machines, may have trained the rows after the first.
@@ -463,10 +429,6 @@ def _one_per_seed(table: AbstractRowTable, seeds: int) -> NDArray[np.int64] | No
     return np.array(chosen, np.int64) if chosen else None
 
 
-def _conditions(models_at_once: int) -> dict[str, Any]:
-    return {**conditions(), "models at once": models_at_once}
-
-
 def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Return the distance of two outputs relative to their spread over targets, or to their norm if constant."""
     if one.shape != other.shape:
@@ -482,7 +444,9 @@ def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int
     lazy: LazyTable | None = None
     for job, outputs in run(plan.jobs(first)):
         if lazy is None:
-            lazy = workspace.lazy_table(path, plan.spec(len(outputs)), {_CONDITIONS: _conditions(at_once)})
+            lazy = workspace.lazy_table(
+                path, plan.spec(len(outputs)), {_CONDITIONS: conditions(models_at_once=at_once)}
+            )
         _require_width(lazy, job, outputs)
         try:
             lazy.put(np.array([job.row]), {OUTPUTS: outputs[None]})
@@ -530,7 +494,7 @@ def _fill(
 
 
 def _one_by_one(
-    jobs: Iterable[_Job], train_fn: TrainFunction, output_fn: OutputFunction
+    train_fn: TrainFunction, output_fn: OutputFunction, jobs: Iterable[_Job]
 ) -> Iterator[_Trained]:
     for job in jobs:
         try:
@@ -544,7 +508,7 @@ def _one_by_one(
 
 
 def _side_by_side(
-    jobs: Sequence[_Job], training: SubsetTraining, output_fn: OutputFunction, models_at_once: int
+    training: SubsetTraining, output_fn: OutputFunction, models_at_once: int, jobs: Iterable[_Job]
 ) -> Iterator[_Trained]:
     by_size: dict[int, list[_Job]] = {}
     for job in jobs:

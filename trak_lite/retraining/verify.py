@@ -189,7 +189,11 @@ def verify(
     run, name = scores.run, scores.name
     refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
     _check_budget(budget, calibrate=calibrate)
-    _require_stored(scores)
+    if not scores.stored:
+        raise StateError(
+            f"The scores {scores.name!r} are computed when they are read, and verify needs a stored matrix. Call "
+            "score(..., dense=True)."
+        )
     rows = run.targets(targets)
 
     def decide() -> Verdict:
@@ -197,7 +201,14 @@ def verify(
         path = score_path(name, scores.method, run.settings.method)
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
             store = workspace.store()
-            _refuse_other_targets(store, path, identity)
+            scored = dict(store.open_table(path).spec.fingerprint["targets"])
+            scored.pop("curvature", None)  # belongs to the scores, not to the data
+            compare_fingerprints(
+                {"targets": scored},
+                {"targets": identity},
+                where=path,
+                remedy="Pass the targets that were scored under this name.",
+            )
             source = scored_rows(store, scores, run.settings)
             if calibrate:
                 source.require_kernel()
@@ -222,27 +233,6 @@ def verify(
     # Rank 0 computes the verdict; the other ranks wait and receive it.
     with run.joined(f"verify {name!r}") as ranks:
         return Verdict.from_json(ranks.broadcast("the verdict", lambda: decide().to_json()))
-
-
-def _require_stored(scores: Scores) -> None:
-    """Raise if the scores have no stored matrix."""
-    if not scores.stored:
-        raise StateError(
-            f"The scores {scores.name!r} are computed when they are read, and verify needs a stored matrix. Call "
-            "score(..., dense=True)."
-        )
-
-
-def _refuse_other_targets(store: AbstractFeatureStore, path: str, identity: Mapping[str, Any]) -> None:
-    """Raise if targets differ from those of a table of scores."""
-    scored = dict(store.open_table(path).spec.fingerprint["targets"])
-    scored.pop("curvature", None)  # belongs to the scores, not to the data
-    compare_fingerprints(
-        {"targets": scored},
-        {"targets": identity},
-        where=path,
-        remedy="Pass the targets that were scored under this name.",
-    )
 
 
 def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> Scores:
@@ -282,15 +272,7 @@ def evaluate(
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
     confidence: float,
 ) -> Verdict:
-    """Return the verdict: scores and baselines compared with retrained models.
-
-    Args:
-        scores: ``(N, M)``.
-        rows: The stored rows that the scores were computed from.
-        retrained: Models trained on subsets, and their outputs for the M targets.
-        calibrate: Fit the kernel's weights on every other subset and test them on the rest.
-        texts: Train texts and target texts, for BM25.
-        confidence: Nominal coverage of every interval.
+    """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models.
 
     Raises:
         InvalidInputError: If there are too few subsets, the outputs of all targets are constant, or there is not one
@@ -333,17 +315,15 @@ def _target_outputs(
 ) -> Tensor:
     """Return the model output f of every target with the weights of ``trained``, ``(M,)``.
 
-    Args:
-        model: The weights are loaded into it; it is restored afterwards.
-        task: Computes f.
-        targets: M rows.
-        device: Device of the computation.
-        trained: A module of the same architecture, which may be ``model`` itself, or its state dict.
+    The weights are loaded into ``model``, which is restored afterwards and may be ``trained`` itself.
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
         # Copy the values: if trained is model, borrow_model and load_into overwrite them.
-        copies = {name: _copied(value) for name, value in state.items()}
+        copies = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
         state = with_versions(copies, module_versions(state))
     with borrow_model(model, device):
         load_into(model, Checkpoint("retrained", None, lambda: state))
@@ -372,14 +352,7 @@ def _check_budget(budget: int, *, calibrate: bool) -> None:
 
 
 def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
-    """Store the scores' predictions for the subsets and the retrained models' outputs, for some targets.
-
-    Args:
-        store: Store of the scores.
-        path: Table of the scores, as in :func:`store_verdict`.
-        scores: ``(N, M)``.
-        retrained: Models trained on subsets, and their outputs for the M targets.
-    """
+    """Store the scores' predictions for the subsets and the retrained models' outputs, for some targets."""
     some = every_nth(scores.shape[1], _KEPT_TARGETS)
     pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
     store.put_entry(predictions_path(path), verdict_key(store, path), pairs)
@@ -411,7 +384,3 @@ def _baselines(
                 f"{len(texts[1])}."
             )
         yield "BM25 of the texts", summed_scores(bm25(*texts), masks)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -76,14 +76,15 @@ def compare(
     return Comparison(min(apart, distance(second, stored)), distance(second, first), exact)
 
 
-def conditions() -> dict[str, Any]:
-    """Return JSON values for what the bits of a computation depend on, besides its function."""
+def conditions(**others: Any) -> dict[str, Any]:
+    """Return JSON values for what the bits of a computation depend on, besides its function, and others."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
     return {
         "torch": torch.__version__,
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if in_use else None,
+        **others,
     }
 
 

@@ -191,7 +191,8 @@ def _scores_of_run(
     spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
     path = score_path(name, method, method)
     folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
-    now = {_OUTPUTS: _outputs(run, resolved, rows).tolist(), "conditions": conditions()}
+    outputs = outputs_of_model(run.model(), resolved, rows, run.device)
+    now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
     with workspace.opened(made):
         lazy = workspace.lazy_table(path, spec, now)
         if not _has_outputs(workspace, path, now, run.recipe.train_id):
@@ -219,10 +220,6 @@ def _scores_of_run(
         location=f"{workspace.path}:{path}",
         one_run=kept_in(workspace, made, path),
     )
-
-
-def _outputs(run: TrainingRun, task: AbstractModelOutput, rows: Rows) -> Tensor:
-    return outputs_of_model(run.model(), task, rows, run.device)
 
 
 def _has_outputs(workspace: Workspace, path: str, now: Mapping[str, Any], train_id: str | None) -> bool:

@@ -139,12 +139,7 @@ class TrainingRun:
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
 
     def require_repeatable(self, first: int, before: State, last: int) -> None:
-        """Raise if the steps from one stored state to another do not lead there.
-
-        Args:
-            first: Number of the stored state to start from.
-            before: The state before step ``last - 1``, repeated from there.
-            last: Number of the stored state to reach.
+        """Raise if the steps between two stored states, the last one from ``before``, do not lead to the second.
 
         Raises:
             StateError: If the repeated state differs by more than rounding.
