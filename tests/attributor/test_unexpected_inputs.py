@@ -57,7 +57,7 @@ def exported() -> nn.Module:
         (lambda: attributor().featurize(frame()[::-1]), "DataFrame"),
         (lambda: attributor().featurize((X.numpy(), Y.numpy())), r"tuple of arrays.*TensorDataset"),
         (lambda: attributor().featurize([X.numpy(), Y.numpy()]), r"list of arrays.*TensorDataset"),
-        (lambda: attributor().featurize([X, Y[:, None]]), "list of arrays"),
+        (lambda: attributor().featurize([X, Y[:, None]]), "list of tensors"),
         (lambda: Rows((X.numpy(), Y.numpy())), "tuple of arrays"),
         (lambda: attributor().featurize(TensorDataset(X.to("meta"), Y)), "meta device.*Load the values"),
         (lambda: attributor({}), "model is a dict, expected a trained torch.nn.Module"),
