@@ -63,7 +63,10 @@ def exported() -> nn.Module:
         (lambda: attributor({}), "model is a dict, expected a trained torch.nn.Module"),
         (lambda: attributor(np.linalg), "model is a module, expected"),
         (lambda: attributor(nn.Linear), "model is the class Linear"),
-        (lambda: attributor(torch.export.export(net(), (X,))), r"ExportedProgram.*Pass its .module\(\)"),
+        (
+            lambda: attributor(torch.export.export(net(), (X,))),
+            "ExportedProgram.*Pass the module that was exported",
+        ),
         (lambda: TRAKer(model=object(), task="image_classification", train_set_size=1), "model is a object"),
         (lambda: attributor(exported()).featurize(TRAIN), r"eval mode.*Pass the module that was exported"),
         (lambda: attributor(nn.Sequential(exported())).featurize(TRAIN), "of torch"),
