@@ -361,11 +361,13 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
         )
     is_frame = type(dataset).__module__.partition(".")[0] in ("pandas", "polars")
     if is_frame or isinstance(dataset, Tensor | Mapping) or _are_columns(dataset):
+        parts = dataset if isinstance(dataset, tuple | list) else ()
+        of = "arrays" if any(isinstance(part, np.ndarray) for part in parts) else "tensors"
         wrapped = "torch.as_tensor(inputs), torch.as_tensor(labels)"
         if is_frame:
             wrapped = "torch.tensor(frame[inputs].to_numpy()), torch.tensor(frame[label].to_numpy())"
         raise InvalidInputError(
-            f"{what} is a {type(dataset).__name__}{'' if is_frame else ' of arrays'}, not a dataset of samples. "
+            f"{what} is a {type(dataset).__name__}{'' if is_frame else f' of {of}'}, not a dataset of samples. "
             f"Wrap it: torch.utils.data.TensorDataset({wrapped}), inputs in the dtype of the model."
         )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

@@ -70,7 +70,9 @@ def _refuse_without_values(model: Any) -> None:
     """Raise unless this is a module with values."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        hint = " Pass its .module()." if isinstance(model, torch.export.ExportedProgram) else ""
+        hint = (
+            " Pass the module that was exported." if isinstance(model, torch.export.ExportedProgram) else ""
+        )
         raise InvalidInputError(
             f"model is {what}, expected a trained torch.nn.Module: scores are made from its gradients.{hint}"
         )
