@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from zoo_cases import Architecture
-from zoo_path import run_whole_path
+from zoo_path import gradients_by_precision, run_whole_path
 from zoo_published import PUBLISHED
 
 import trak_lite.errors
@@ -67,6 +67,20 @@ def test_a_published_architecture_is_right_from_featurize_to_report(name: str, t
 
     assert measured["engine"] == measured["engine in its own dtype"] == TABLE[name]["engine"]
     assert (measured["modules"] > 100) == (name in MORE_THAN_100)
+
+
+def test_a_mixture_of_experts_has_its_gradients_in_every_precision_at_an_even_and_an_odd_length() -> None:
+    hub()
+    from zoo_mixtures import mixtures
+
+    entry = next(entry for entry in mixtures() if entry.name.startswith("mixtral"))
+    found = gradients_by_precision(entry.make(), entry.task, entry.output, entry.samples(2, 1))
+
+    assert {name: row.get("engine", row) for name, row in found.items()} == {
+        f"{dtype}, {length}": "hook"
+        for length in ("as drawn", "one token less")
+        for dtype in ("float64", "float32", "bfloat16")
+    }
 
 
 def test_the_table_has_every_architecture() -> None:

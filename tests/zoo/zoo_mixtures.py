@@ -59,18 +59,19 @@ SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
 }
-LOW_RANK = {"head_dim": OMITTED}
+LOW_RANK = {"head_dim": OMITTED, "num_key_value_heads": 4}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "axk1": LOW_RANK,
     "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": LOW_RANK,
     "falcon_h1": {"mamba_d_ssm": 64},
     "glm4_moe_lite": LOW_RANK,
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "olmoe": LOW_RANK,
+    "olmoe": {"head_dim": OMITTED},
     "qwen3_5_moe_text": FOUR_LAYERS,
     "qwen3_5_text": FOUR_LAYERS,
     "qwen3_next": FOUR_LAYERS,
