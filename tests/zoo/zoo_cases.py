@@ -62,6 +62,18 @@ def label(generator: torch.Generator, classes: int = CLASSES) -> Tensor:
     return torch.randint(classes, (), generator=generator)
 
 
+def shortened(sample: Any) -> Any:
+    """Return a sample of text without its last token, so that its length is odd; others as they are."""
+    if not isinstance(sample, dict):
+        return sample
+    return {
+        key: value[:-1]
+        if value.dim() == 1 and len(value) == TOKENS and not value.is_floating_point()
+        else value
+        for key, value in sample.items()
+    }
+
+
 def padded(values: Tensor, length: int, fill: int) -> Tensor:
     """Return the values with everything from ``length`` on replaced."""
     return torch.where(torch.arange(len(values)) < length, values, torch.tensor(fill))

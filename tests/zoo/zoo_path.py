@@ -40,6 +40,8 @@ COLUMNS = ("features", "out_to_loss", "loss_curvature")
 GRADIENT_TOLERANCE = 1e-5
 """Of a sample's whole gradient, in float64: published models compute parts (norms, rotations) in float32 whatever
 their dtype is, which leaves 1e-7 times a condition."""
+FLOAT32_TOLERANCE = 2e-3
+"""Of a sample's whole gradient, in float32: the rounding of some hundred operations, and of a maximum's ties."""
 ROW_TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "int8": 2e-2, "int4": 0.3}
 """Of a stored row, whose gradients are float32 passes."""
 
@@ -215,6 +217,22 @@ def check_float64_gradients(
         error < GRADIENT_TOLERANCE, f"gradients of the {chosen.name} engine are off by {error:.2g} in float64"
     )
     return chosen.name, error, replaced
+
+
+def check_float32_gradients(
+    model: nn.Module, task: Any, output: OutputFunction, samples: Samples
+) -> tuple[str, float]:
+    """Compare the engine that ``"auto"`` takes in float32 with the loop in float64; return its name and error."""
+    expected = reference.flatten(loop_gradients(model, output, samples))
+    batch = samples.batch(range(len(samples)))
+    resolved = resolve_task(task)
+    resolved.prepare(model.eval())
+    chosen = choose_gradient_computer(model, resolved, batch)
+    error = float(relative_errors(computed_gradients(chosen.computer, batch), expected).max())
+    require(
+        error < FLOAT32_TOLERANCE, f"gradients of the {chosen.name} engine are off by {error:.2g} in float32"
+    )
+    return chosen.name, error
 
 
 # --- Rows and scores -------------------------------------------------------------------------------------
