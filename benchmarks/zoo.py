@@ -109,13 +109,13 @@ def measured_mixture(kind: str) -> dict[str, Any]:
     """Run one mixture or hybrid in each dtype and at each length; return the engines and errors."""
     torch.set_num_threads(1)
     let_torchvision_import()
-    from zoo_mixtures import built, compared, every_run
+    from zoo_mixtures import built, compared, every_run, next_tokens
 
     outcome: dict[str, Any] = {"outcome": "right"}
     try:
-        built(kind, torch.float32)
+        next_tokens(built(kind, torch.float32), {"input_ids": torch.ones(2, 8, dtype=torch.long)})
     except Exception as error:
-        return {"outcome": "not built", "message": f"{type(error).__name__}: {error}"[:200]}
+        return {"outcome": "does not run by itself", "message": f"{type(error).__name__}: {error}"[:200]}
     for dtype, length in every_run():
         key = f"{str(dtype).removeprefix('torch.')}, {length} tokens"
         try:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from zoo_cases import Architecture
 from zoo_path import run_whole_path
 from zoo_published import PUBLISHED
@@ -82,3 +83,12 @@ def test_every_architecture_of_the_table_is_right_or_refused_by_a_named_error_th
             assert row["outcome"] == "refused", name
             assert issubclass(getattr(trak_lite.errors, row["error"]), trak_lite.errors.TrakLiteError)
             assert f"| {name} | `{row['error']}` |" in page
+
+
+@pytest.mark.parametrize("length", [8, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_of_experts_is_right_at_even_and_odd_lengths(dtype: torch.dtype, length: int) -> None:
+    hub()
+    from zoo_mixtures import compared
+
+    assert compared("mixtral", dtype, length)[0] == "hook"
