@@ -22,8 +22,8 @@ from trak_lite.modelout_functions import resolve_task
 VOCABULARY, SAMPLES = 40, 3
 LENGTHS = (8, 9)
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Of a sample's whole gradient: float32 from a loop in float64 (in float32 if the model takes no float64), bfloat16 from a loop in bfloat16, in which the batch's
-products round in another order than a sample's (an eighth of a percent per operation, over 30 operations)."""
+"""Of a sample's whole gradient. float32 is compared with a loop in float64 (in float32 if the model takes no float64),
+bfloat16 with a loop in bfloat16, in which the products of a batch may round in another order than those of a sample."""
 _TRAITS = ("expert", "moe", "mamba", "linear_conv", "linear_key", "conv_kernel", "linear_attn", "ssm")
 
 _TINY: dict[str, Any] = {
