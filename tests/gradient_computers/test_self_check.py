@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -511,6 +512,67 @@ def test_a_model_that_draws_random_numbers_is_compared_with_the_same_numbers() -
         collect_gradients(kind(model, task, self_check=False), batch)
         assert torch.equal(after, torch.get_rng_state())
     assert choose_gradient_computer(model, task, batch).name == "functional"
+
+
+class Sampling(nn.Module):
+    """Draws in eval mode: a mask, positions, or an order that the result does not depend on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if self.kind == "dropout":
+            h = nn.functional.dropout(h, 0.5)
+        elif self.kind == "randint":
+            h = h + h[:, torch.randint(6, (2,))].mean(1, keepdim=True)
+        else:
+            h = h[:, torch.randperm(6)].sum(1, keepdim=True) * h
+        return self.b(h)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
+@pytest.mark.parametrize("kind", ["dropout", "randint"])
+def test_a_model_that_is_random_in_eval_mode_is_refused_by_every_computer_at_once(
+    kind: str, computer: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, data = Sampling(kind), TensorDataset(torch.randn(5, 4), torch.randint(3, (5,)))
+    attributor = Attributor(
+        model, "image_classification", None, proj_dim=8, gradient_computer=computer, device="cpu"
+    )
+    before = torch.get_rng_state()
+
+    with pytest.raises(UnsupportedModelError, match=rf"draws random numbers in eval mode \({kind}\)"):
+        attributor.featurize(data)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_whose_f_does_not_depend_on_what_it_draws_is_taken() -> None:
+    torch.manual_seed(0)
+    model, task, x = Sampling("order").eval(), resolve_task(squares), torch.randn(5, 4)
+    rows = [torch.autograd.grad(squares(model, (row[None],)).sum(), [*model.parameters()]) for row in x]
+    expected = {
+        name: torch.stack([row[k] for row in rows]) for k, (name, _) in enumerate(model.named_parameters())
+    }
+
+    close(choose_gradient_computer(model, task, (x,)).computer, (x,), expected, 1e-4)
+
+
+@pytest.mark.parametrize("computer", ["auto", "hook", "iterative"])
+def test_a_reentrant_checkpoint_is_refused_in_the_words_of_torch(computer: str) -> None:
+    class Recomputed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self[1], self[0](x), use_reentrant=True)
+
+    torch.manual_seed(0)
+    model = Recomputed(nn.Linear(4, 4), nn.Linear(4, 3))
+    attributor = Attributor(model, "image_classification", None, proj_dim=8, gradient_computer=computer)
+
+    with pytest.raises(UnsupportedModelError, match=r"torch says: .*use_reentrant"):
+        attributor.featurize(TensorDataset(torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
 
 
 class Caching(nn.Module):

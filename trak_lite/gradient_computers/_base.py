@@ -24,11 +24,12 @@ from trak_lite.gradient_computers.self_check import (
     Samples,
     SelfCheck,
     compare,
+    refuse_random,
     structure_of,
 )
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models._adapters import adapter_parameters
-from trak_lite.models.sharded import refuse_sharded, reshard
+from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import (
     Batch,
@@ -244,6 +245,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self.float32_products = one_of(("ieee", "tf32"), float32_products=float32_products)  # type: ignore[assignment]
         self.self_check = self_check
         self.checks = SelfCheck()
+        self._is_repeatable = False
+        """Whether f of the same samples is known to be the same in eval mode."""
         self._tree: ModelTree | None = None
         """The model, during a pass."""
         self._choice: tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = None
@@ -257,7 +260,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         """Use this model for all later calls; every call reads its current parameter values."""
         self.checks.restart()
-        self._choice = None
+        self._choice, self._is_repeatable = None, False
         self.model = model
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
@@ -358,11 +361,19 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             kept = self._kept(tree)
             if count:
                 with self._products():
+                    self._refuse_random(tree, batch)
                     return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)
         return OutputTerms(empty, empty, empty)
+
+    def _refuse_random(self, tree: ModelTree, batch: Batch) -> None:
+        """Refuse a model whose f is random in eval mode, before its first batch."""
+        checked = self.self_check and self.differentiates_the_model and not is_sharded(tree)
+        if checked and not (self._is_repeatable or any(module.training for module in tree.modules)):
+            refuse_random(self, map_tensors(Tensor.detach, take_rows(batch, slice(0, 8))))
+            self._is_repeatable = True
 
     @contextmanager
     def _walked(self) -> Iterator[ModelTree]:

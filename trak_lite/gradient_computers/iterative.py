@@ -29,7 +29,7 @@ from trak_lite.gradient_computers._base import (
     joined_terms,
     refuse_detached,
 )
-from trak_lite.gradient_computers.self_check import naming_kept_graphs
+from trak_lite.gradient_computers.self_check import naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["IterativeGradientComputer"]
@@ -76,7 +76,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         terms = self._terms_alone(one, batch)
         grads = {}
         if terms.output.requires_grad:
-            with naming_kept_graphs(self.model):
+            with naming_graph_failures(type(self.model).__name__):
                 grads = gradients_of(terms.output[0], kept)
         else:
             refuse_detached(self.model, self.modelout_fn, one, kept)

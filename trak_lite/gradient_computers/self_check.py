@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ __all__ = [
     "SelfCheckError",
     "compare",
     "draws_masks",
-    "naming_kept_graphs",
+    "naming_graph_failures",
+    "refuse_random",
     "structure_of",
 ]
 
@@ -459,10 +461,37 @@ def _repeat(
 def _draws_numbers(computer: CheckedComputer, one: Batch) -> bool:
     """Whether the model draws random numbers for a sample."""
     device = next(computer.model.parameters()).device
-    with _same_draws(device), torch.no_grad():
+    with _same_draws(device), torch.enable_grad():
         before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
         computer.terms(one)
         return any(not torch.equal(state, rng_state(drawn)) for drawn, state in before.items())
+
+
+def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
+    """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
+
+    Raises:
+        UnsupportedModelError: If f changes; the message names the operations that draw.
+    """
+    device = next(computer.model.parameters()).device
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not _draws_numbers(computer, batch):
+            return
+        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
+        draws = stack.enter_context(_Draws(device))
+        values = []
+        for seed in range(4):
+            with _same_draws(device, seed):
+                values.append(computer.terms(batch).output.detach().to(wide_dtype(device)))
+    found = torch.stack(values)
+    if float((found - found[0]).abs().max()) > 1e-3 * float(found.abs().max()):  # false if any is NaN
+        raise UnsupportedModelError(
+            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(draws.names)}), and f of "
+            "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
+            "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
+        )
 
 
 def _differences(
@@ -513,7 +542,7 @@ def _reference(
         if output.requires_grad:
             for name, p in kept.items():
                 handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
-            with naming_kept_graphs(computer.model), _ContiguousArguments():  # type: ignore[no-untyped-call]
+            with naming_graph_failures(type(computer.model).__name__), _ContiguousArguments():  # type: ignore[no-untyped-call]
                 torch.autograd.grad(output, list(kept.values()), allow_unused=True)
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
@@ -651,6 +680,22 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(shape)])
 
 
+class _Draws(TorchFunctionMode):
+    """Records the names of the operations that draw random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.devices, self.names = (torch.device("cpu"), device), dict[str, None]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = [rng_state(device) for device in self.devices]
+        result = func(*args, **(kwargs or {}))
+        after = [rng_state(device) for device in self.devices]
+        if not all(map(torch.equal, before, after)):
+            self.names[getattr(func, "__name__", "an operation")] = None
+        return result
+
+
 class _DtypesSeen(TorchFunctionMode):
     """Records the floating-point dtypes of all results."""
 
@@ -700,12 +745,12 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
+def _same_draws(device: torch.device, seed: int = 0) -> Iterator[None]:
     """Seed the generators inside the block, and restore their states afterwards."""
     before = {drawn: rng_state(drawn) for drawn in (torch.device("cpu"), device)}
     try:
         for drawn in before:
-            seed_rng(drawn, 0)
+            seed_rng(drawn, seed)
         yield
     finally:
         for drawn, state in before.items():
@@ -713,21 +758,31 @@ def _same_draws(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def naming_kept_graphs(model: nn.Module) -> Iterator[None]:
-    """Replace torch's error for a backward pass through an earlier pass's graph by one that names the cause.
+def naming_graph_failures(model: str = "The model") -> Iterator[None]:
+    """Replace torch's errors about the graph of a backward pass by ones that name the cause.
+
+    Args:
+        model: Name of the model's class.
 
     Raises:
-        UnsupportedModelError: If the model holds a tensor with the graph of an earlier forward pass.
+        UnsupportedModelError: If the model holds a tensor with an earlier pass's graph, or uses a reentrant checkpoint.
     """
     try:
         yield
+    except UnsupportedModelError:
+        raise
     except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            raise UnsupportedModelError(
+                f"{model} uses checkpoint(..., use_reentrant=True), which hides its operations until a backward pass "
+                f"over all leaves. Use checkpoint(..., use_reentrant=False). torch says: {error}"
+            ) from error
         if "through the graph a second time" not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(model).__name__} stores a tensor with its graph in one forward pass and uses it in the next, such "
-            "as a bias that it computes once in eval mode. Expected independent passes. Detach the tensor, or clear "
-            "it in the output function."
+            f"{model} stores a tensor with its graph in one forward pass and uses it in the next, such as a bias that "
+            "it computes once in eval mode. Expected independent passes. Detach the tensor, or clear it in the output "
+            "function."
         ) from error
 
 

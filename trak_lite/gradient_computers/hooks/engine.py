@@ -30,7 +30,7 @@ from trak_lite.gradient_computers.hooks.plan.interception import (
     Function,
     undispatched,
 )
-from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe, refusing_reentrant_checkpoints
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe
 from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 from trak_lite.gradient_computers.hooks.plan.steps import Step
@@ -48,6 +48,7 @@ from trak_lite.gradient_computers.hooks.routing import (
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
 from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
+from trak_lite.gradient_computers.self_check import naming_graph_failures
 from trak_lite.models.sharded import class_of
 from trak_lite.types import BlockSink
 
@@ -705,7 +706,7 @@ class GradientPass(AbstractInterceptor):
     def _run_backward(
         self, total: Tensor, inputs: Sequence[Tensor | GradientEdge], weights: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        with refusing_reentrant_checkpoints():
+        with naming_graph_failures():
             return undispatched(torch.autograd.grad)(  # type: ignore[misc, no-any-return]
                 total, inputs, weights, retain_graph=weights is not None, allow_unused=True
             )

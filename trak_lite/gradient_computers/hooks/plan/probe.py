@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
 from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder
+from trak_lite.gradient_computers.self_check import naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
 
@@ -30,7 +30,6 @@ __all__ = [
     "describe",
     "make_plan",
     "mixed",
-    "refusing_reentrant_checkpoints",
     "sample_on_path",
 ]
 
@@ -358,7 +357,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
     tensors = [record.outputs[_first(site)] for site, record in batched]
     orders = [_orders(site) for site, _ in batched]
     for sample in range(len(outputs)):
-        with refusing_reentrant_checkpoints():
+        with naming_graph_failures():
             grads = torch.autograd.grad(outputs[sample], tensors, retain_graph=True, allow_unused=True)
         for place, grad in enumerate(grads):
             if grad is not None:
@@ -369,20 +368,6 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         if possible[0].multiple > 1 or not possible[0].sample_major:
             site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
         site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)
-
-
-@contextmanager
-def refusing_reentrant_checkpoints() -> Iterator[None]:
-    """Replace torch's error for a reentrant checkpoint by one with advice."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error) or isinstance(error, UnsupportedModelError):
-            raise
-        raise UnsupportedModelError(
-            "The model uses checkpoint(..., use_reentrant=True), which hides its operations until the backward "
-            "pass. Use checkpoint(..., use_reentrant=False)."
-        ) from error
 
 
 def _first(site: Site) -> int:
