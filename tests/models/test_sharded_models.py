@@ -206,7 +206,7 @@ def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
         "FSDP1": "FSDP1",
         "tensor parallel": "tensor or expert parallelism",
         "meshes": "another device mesh",
-        "elsewhere": "is on meta",
+        "elsewhere": "meta device",
         "precision": "MixedPrecisionPolicy",
         "output precision": "MixedPrecisionPolicy",
         "sorting": "selects, sorts or moves rows depending on values",
@@ -215,13 +215,12 @@ def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
         "checkpoint": "does not fit Sequential",
         "parts": "fully_shard on the module itself",
     }
+    kinds = {"checkpoint": "CheckpointError", "device": "InvalidInputError", "elsewhere": "InvalidInputError"}
     here = {"sorting elsewhere": expected["sorting"]}  # where the samples are that are refused
     for rank, found in enumerate(look["refused"] for look in looks):
         assert list(found) == list(expected)
         for name, text in expected.items():
-            kind = {"device": "InvalidInputError", "checkpoint": "CheckpointError"}.get(
-                name, "UnsupportedModelError"
-            )
+            kind = kinds.get(name, "UnsupportedModelError")
             assert found[name].startswith(kind), (name, found[name])
             assert (here.get(name, text) if rank == 0 else text) in found[name], name
 

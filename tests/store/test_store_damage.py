@@ -34,7 +34,7 @@ from trak_lite.errors import (
     ManifestMismatchError,
     MissingStoreError,
 )
-from trak_lite.store import ZarrFeatureStore
+from trak_lite.store import ZarrFeatureStore, check_store
 from trak_lite.store.disk.documents import sealed
 from trak_lite.store.disk.files import map_file
 
@@ -372,6 +372,9 @@ def test_no_link_inside_a_store_is_followed(full, tmp_path, what):
     shutil.move(target, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", target)
 
+    if what == "stage":  # nothing of a complete table is staged
+        assert "symbolic link" in str(check_store(full))
+        return
     with pytest.raises(CorruptStoreError, match=r"symbolic link|not a plain file"), reading(full) as table:
         table.read_chunk(0, "q")
 

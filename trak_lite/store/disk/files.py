@@ -129,9 +129,8 @@ def _parent(path: str) -> Iterator[tuple[int, str]]:
     try:
         for folder in folders:
             reached = os.path.join(reached, folder)
-            inner = _inner_folder(fd, folder, _ON_THE_WAY, reached)
-            os.close(fd)
-            fd = inner
+            outer, fd = fd, _inner_folder(fd, folder, _ON_THE_WAY, reached)
+            os.close(outer)  # after fd is another one: an interrupt here must not close it twice
         reached = path
         yield fd, name
     except StoreError:
