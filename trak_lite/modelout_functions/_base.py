@@ -104,6 +104,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     """Incremented whenever the values of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
     """False if the loss is linear in f or its curvature is unknown; w is then zero and is not used as a weight."""
+    _setting_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes that :meth:`settings` returns."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Choose between the native and the original TRAK's interface by the methods that the subclass defines.
@@ -219,7 +221,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that affect the results (a temperature, a choice of f) as JSON values."""
-        return {}
+        values = {name: getattr(self, name) for name in self._setting_names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_digest(self) -> str | None:
         """Return a digest of stored tensors that may differ per checkpoint; ``None`` if there are none."""

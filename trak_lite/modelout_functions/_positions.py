@@ -54,6 +54,7 @@ class PositionwiseModelOutput(AbstractModelOutput):
     """Sum over the labelled positions of a sample of log p, or of the margin."""
 
     ignore_index: int = IGNORED
+    _setting_names = ("output",)
 
     def __init__(self, *, output: PositionOutput = "log_prob") -> None:
         """Store the definition of f.
@@ -106,10 +107,6 @@ class PositionwiseModelOutput(AbstractModelOutput):
     def log_likelihood(self) -> Self:
         """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
         return type(self)(**{**self.settings(), "output": "log_prob"})
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f."""
-        return {"output": self.output}
 
 
 def _sum_of(terms: Tensor, predicted: Tensor, count: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "multilabel_classification"
+    _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["margin", "log_prob"] = "margin") -> None:
         """Store the settings.
@@ -96,10 +97,6 @@ class MultiLabelModelOutput(AbstractModelOutput):
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
         return MultiLabelModelOutput(output="log_prob")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f."""
-        return {"output": self.output}
 
 
 def _one_column(tensor: Tensor, *, what: str) -> Tensor:

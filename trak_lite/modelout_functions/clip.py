@@ -65,6 +65,7 @@ class CLIPModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "clip"
+    _setting_names = ("temperature", "simulated_batch_size", "seed", "input_names")
 
     def __init__(
         self,
@@ -207,15 +208,6 @@ class CLIPModelOutput(AbstractModelOutput):
         mean = output.detach() * scale / 2
         wrong = torch.sigmoid(-mean)
         return OutputTerms(output, wrong, wrong * torch.sigmoid(mean) * scale / 2)
-
-    def settings(self) -> dict[str, Any]:
-        """Return temperature, number of negatives, seed and input names."""
-        return {
-            "temperature": self.temperature,
-            "simulated_batch_size": self.simulated_batch_size,
-            "seed": self.seed,
-            "input_names": None if self.input_names is None else list(self.input_names),
-        }
 
     def state_digest(self) -> str | None:
         """Return the SHA-256 of the negatives in hex; ``None`` if none have been set."""

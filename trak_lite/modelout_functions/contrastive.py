@@ -55,6 +55,7 @@ class ContrastiveModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "contrastive"
+    _setting_names = ("temperature", "similarity", "pooling")
 
     def __init__(
         self,
@@ -93,14 +94,6 @@ class ContrastiveModelOutput(AbstractModelOutput):
         """Draw which candidate is the positive; see :meth:`AbstractModelOutput.sample_labels`."""
         fields, _ = _parts(batch)
         return {**fields, _LABELS: sampled_classes(self._similarities(model_call, fields), noise)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return temperature, similarity and pooling."""
-        return {
-            "temperature": self.temperature,
-            "similarity": self.similarity,
-            "pooling": self.pooling,
-        }
 
     def _similarities(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         """Return the similarities of query and candidates over the temperature, ``(B, 1 + n)``."""

@@ -71,6 +71,7 @@ class DiffusionModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "diffusion"
+    _setting_names = ("prediction", "schedule", "num_steps", "draws")
     has_curvature: bool = False
 
     def __init__(
@@ -127,15 +128,6 @@ class DiffusionModelOutput(AbstractModelOutput):
                 "Targets can only be drawn for batches with named columns. Use a dict batch with 'sample' and 'seed'."
             )
         return {**fields, _TARGET: sampled_values(predicted, noise)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return what is predicted, the schedule and the number of draws."""
-        return {
-            "prediction": self.prediction,
-            "schedule": self.schedule,
-            "num_steps": self.num_steps,
-            "draws": self.draws,
-        }
 
     def _denoised(self, model_call: ModelCall, rows: _Rows, draw: int) -> tuple[Tensor, Tensor]:
         """Return the prediction and the target of one draw."""

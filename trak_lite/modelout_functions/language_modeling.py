@@ -47,6 +47,7 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "causal_language_modeling"
+    _setting_names = ("output", "shift")
 
     def __init__(self, *, output: PositionOutput = "log_prob", shift: bool = True) -> None:
         """Store the settings.
@@ -63,10 +64,6 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
         if not isinstance(shift, bool):
             raise InvalidInputError(f"shift must be True or False, got {shift!r}.")
         self.shift = shift
-
-    def settings(self) -> dict[str, Any]:
-        """Return the choice of f and of alignment."""
-        return {"output": self.output, "shift": self.shift}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = token_inputs(batch)
@@ -109,6 +106,7 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "sequence_to_sequence"
+    _setting_names = ("output", "decoder_start_token_id", "pad_token_id")
 
     def __init__(
         self,
@@ -136,14 +134,6 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
                 raise InvalidInputError(f"{name} must be a token id (0 or more) or None, got {token!r}.")
         self.decoder_start_token_id = decoder_start_token_id
         self.pad_token_id = pad_token_id
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f and the special tokens."""
-        return {
-            "output": self.output,
-            "decoder_start_token_id": self.decoder_start_token_id,
-            "pad_token_id": self.pad_token_id,
-        }
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         kwargs, labels = self._inputs(model_call.model, batch)

@@ -55,6 +55,7 @@ class PolicyGradientModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "policy_gradient"
+    _setting_names = ("clip", "kl_weight", "reduction", "temperature", "kl_correction")
     has_curvature: bool = False
 
     def __init__(
@@ -115,16 +116,6 @@ class PolicyGradientModelOutput(AbstractModelOutput):
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p of the tokens, without advantages."""
         return _AnswerLogLikelihood(self.temperature)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the clipping range, the divergence, the reduction and the temperature."""
-        return {
-            "clip": None if self.clip is None else list(self.clip),
-            "kl_weight": self.kl_weight,
-            "reduction": self.reduction,
-            "temperature": self.temperature,
-            "kl_correction": self.kl_correction,
-        }
 
     def _needed(self) -> list[str]:
         old = [] if self.clip is None else [_OLD]

@@ -102,6 +102,7 @@ class DPOModelOutput(_PreferenceModelOutput):
     """
 
     name: ClassVar[str] = "dpo"
+    _setting_names = ("beta",)
     needed: ClassVar[tuple[str, ...]] = (
         "chosen_input_ids",
         "chosen_labels",
@@ -120,10 +121,6 @@ class DPOModelOutput(_PreferenceModelOutput):
             InvalidInputError: If it is not a finite number above 0.
         """
         self.beta = positive_real(beta=beta)
-
-    def settings(self) -> dict[str, Any]:
-        """Return beta."""
-        return {"beta": self.beta}
 
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = _answers_log_probs(model_call, fields)

@@ -38,6 +38,7 @@ class RegressionModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "regression"
+    _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["prediction", "neg_squared_error"] = "prediction") -> None:
         """Store the settings.
@@ -68,10 +69,6 @@ class RegressionModelOutput(AbstractModelOutput):
         args, kwargs, targets = split_labels(batch)
         predictions, _ = _aligned(logits_of(model_call(*args, **kwargs)), targets)
         return with_labels(batch, sampled_values(predictions, noise))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f."""
-        return {"output": self.output}
 
     @staticmethod
     def _one_number(predictions: Tensor) -> Tensor:
