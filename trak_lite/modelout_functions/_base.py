@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise"]
+__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise", "evaluating"]
 
 UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 """``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
@@ -81,6 +82,19 @@ class ModelCall:
             for module, parameters, buffers in before:
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the block in eval mode and without gradients; the modes of all modules are restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts

@@ -33,6 +33,7 @@ __all__ = [
     "refuse_invalid",
     "shape_texts",
     "split_labels",
+    "tensor_of",
 ]
 
 LABEL_KEYS = ("labels", "label")
@@ -117,18 +118,31 @@ def logits_of(answer: Any) -> Tensor:
     Raises:
         InvalidInputError: If the logits are missing or not a floating point tensor.
     """
+    return tensor_of(answer, "logits")
+
+
+def tensor_of(answer: Any, *names: str) -> Tensor:
+    """Return a tensor that a model gave, in float32 or wider.
+
+    Args:
+        answer: The tensor, a mapping or object that has it under one of the names, or a tuple with it as first element.
+        names: The names, of which the first that holds a tensor is used.
+
+    Raises:
+        InvalidInputError: If the tensor is missing or not of a real floating point dtype.
+    """
     found = answer
-    if isinstance(answer, Mapping):
-        found = answer.get("logits")
-    elif not isinstance(answer, Tensor):
-        found = getattr(answer, "logits", None)
-        if found is None and isinstance(answer, tuple | list) and answer:
+    if not isinstance(answer, Tensor):
+        mapped = isinstance(answer, Mapping)
+        values = [answer.get(name) if mapped else getattr(answer, name, None) for name in names]
+        found = next((value for value in values if isinstance(value, Tensor)), None)
+        if isinstance(answer, tuple | list) and answer and all(value is None for value in values):
             found = answer[0]
     if not isinstance(found, Tensor):
         keys = f" with the keys {list(answer)}" if isinstance(answer, Mapping) else ""
         raise InvalidInputError(
-            f"The model gave a {type(answer).__name__}{keys}. Expected a tensor, a tuple whose first element "
-            "is one, or an object or mapping with `logits`."
+            f"The model gave a {type(answer).__name__}{keys}. Expected a tensor, a tuple whose first element is one, "
+            f"or an object or mapping with {' or '.join(f'`{name}`' for name in names)}."
         )
     return precise(found, what="The model's output")
 

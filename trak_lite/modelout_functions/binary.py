@@ -5,7 +5,7 @@ Shapes: B samples, C binary labels per sample. A logit is that of class 1.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 from torch import Tensor
 from torch.nn import functional as F

@@ -33,7 +33,7 @@ __all__ = [
 class _Classifier(AbstractModelOutput):
     """Margin of the label; a subclass says how the model is called with a batch."""
 
-    _setting_names = ("temperature",)
+    _setting_names: ClassVar[tuple[str, ...]] = ("temperature",)
 
     def __init__(self, temperature: float = 1.0) -> None:
         """Store the settings.

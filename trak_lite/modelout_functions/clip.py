@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import (
     fields_of,
     nan_unless,
@@ -259,26 +259,19 @@ class CLIPModelOutput(AbstractModelOutput):
         prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
     ) -> tuple[Tensor, Tensor]:
         """Return image and text embeddings of at least ``size`` pairs, or of all pairs if there are fewer."""
-        modes = {module: module.training for module in model.modules()}
-        place = next(
-            (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
-        )
+        tensors = (*model.parameters(), *model.buffers())
+        device = tensors[0].device if tensors else torch.device("cpu")
         images: list[Tensor] = []
         texts: list[Tensor] = []
-        model.eval()
-        try:
-            with torch.no_grad():
-                for batch in loader:
-                    if isinstance(batch, tuple | list) and len(batch) == 2:
-                        batch = [step(part) for step, part in zip(prepare, batch, strict=True)]
-                    pairs = _pairs_of(self._call(model, move_batch(batch, place)))
-                    images.append(pairs.image)
-                    texts.append(pairs.text)
-                    if sum(map(len, images)) >= size:
-                        break
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with evaluating(model):
+            for batch in loader:
+                if isinstance(batch, tuple | list) and len(batch) == 2:
+                    batch = [step(part) for step, part in zip(prepare, batch, strict=True)]
+                pairs = _pairs_of(self._call(model, move_batch(batch, device)))
+                images.append(pairs.image)
+                texts.append(pairs.text)
+                if sum(map(len, images)) >= size:
+                    break
         if not images:
             raise InvalidInputError(
                 "The loader gave no batch. Expected at least one batch of pairs to embed."

@@ -14,7 +14,7 @@ from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, U
 from trak_lite.modelout_functions._columns import columns_of, real_column, token_column
 from trak_lite.modelout_functions._inputs import positive_real
 from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_log_probs
+from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
 from trak_lite.types import Batch, OutputTerms
 
@@ -91,7 +91,7 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         fields = columns_of(batch, self._needed())
         logits, labels = _run(model_call, fields, self.temperature)
-        log_probs, count = label_log_probs(logits, labels)
+        log_probs, count = label_terms(logits, labels)
         predicted = labels != IGNORED
         ratio = self._ratio(fields, log_probs, predicted)
         terms = self._objective(fields, log_probs, ratio, predicted)
@@ -152,7 +152,7 @@ class _AnswerLogLikelihood(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
-        return linear_terms(label_log_probs(logits, labels)[0].sum(1))
+        return linear_terms(label_terms(logits, labels)[0].sum(1))
 
 
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise, evaluating
 from trak_lite.modelout_functions._columns import columns_of, prefixed, real_column
 from trak_lite.modelout_functions._inputs import (
     logits_of,
@@ -27,7 +27,7 @@ from trak_lite.modelout_functions._inputs import (
     refuse_invalid,
     shape_texts,
 )
-from trak_lite.modelout_functions._positions import aligned_tokens, label_log_probs
+from trak_lite.modelout_functions._positions import aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_answers
 from trak_lite.types import Batch, OutputTerms
 
@@ -52,32 +52,29 @@ class _PreferenceModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        fields, sign, margin = self._parts(batch)
-        output = self._difference(model_call, fields)
-        if margin is not None:
-            margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
-            output = output * valid
-        if sign is not None:
-            sign = _signs(sign, output)
-            output = output * sign
-            margin = None if margin is None else margin * sign
-        logit = self.beta * output.detach() - (0.0 if margin is None else margin)
+        output, margin, preferred = self._parts(model_call, batch)
+        if preferred is not None:
+            sign = _signs(preferred, output)
+            output, margin = output * sign, margin * sign
+        logit = self.beta * output.detach() - margin
         wrong, right = torch.sigmoid(-logit), torch.sigmoid(logit)
         return OutputTerms(output, self.beta * wrong, self.beta**2 * wrong * right)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw the column ``preferred``; see :meth:`AbstractModelOutput.sample_labels`."""
-        fields, _, margin = self._parts(batch)
-        output = self._difference(model_call, fields)
-        if margin is not None:
-            margin = real_column({_MARGIN: margin}, _MARGIN, output)[0]
-        drawn = sampled_answers(self.beta * output - (0.0 if margin is None else margin), noise)
+        output, margin, _ = self._parts(model_call, batch)
+        drawn = sampled_answers(self.beta * output - margin, noise)
         return {**columns_of(batch, self.needed), _PREFERRED: drawn}
 
-    def _parts(self, batch: Batch) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
-        """Return the columns without the preference and the margin, which follow."""
+    def _parts(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        """Return f ``(B,)`` of rows whose chosen answer is preferred, the margin, and the column ``preferred``."""
         fields = columns_of(batch, self.needed)
-        return fields, fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
+        preferred, margin = fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
+        output = self._difference(model_call, fields)
+        if margin is None:
+            return output, 0.0, preferred
+        margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
+        return output * valid, margin, preferred
 
 
 @final
@@ -198,18 +195,12 @@ def reference_columns(
     """
     place = next(reference.parameters()).device if device is None else torch.device(device)
     needed = AnswerDifferenceModelOutput.needed
-    modes = {module: module.training for module in reference.modules()}
     found: list[tuple[Tensor, Tensor]] = []
-    reference.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                fields = columns_of(move_batch(batch, place), needed)
-                answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
-                found.append(_answers_log_probs(ModelCall(reference), answers))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluating(reference):
+        for batch in batches:
+            fields = columns_of(move_batch(batch, place), needed)
+            answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
+            found.append(_answers_log_probs(ModelCall(reference), answers))
     if not found:
         raise InvalidInputError("There is no batch. Expected the rows in order, in at least one batch.")
     columns = (torch.cat([pair[side].cpu() for pair in found]) for side in range(2))
@@ -230,7 +221,7 @@ def _answer_log_probs(model_call: ModelCall, fields: dict[str, Any], side: str, 
         raise InvalidInputError(f"The column '{side}labels' is a {type(labels).__name__}. Expected a tensor.")
     answer = model_call(**inputs)
     logits, labels = aligned_tokens(answer, labels, shift=True, what=f"{side}labels")
-    return label_log_probs(logits, labels)[0].sum(1)
+    return label_terms(logits, labels)[0].sum(1)
 
 
 def _one_score(answer: Any) -> Tensor:
