@@ -26,8 +26,10 @@ __all__ = [
     "fields_of",
     "is_transformed",
     "is_unread",
+    "labels_tensor",
     "logits_of",
     "nan_unless",
+    "one_column",
     "positive_real",
     "precise",
     "refuse_invalid",
@@ -101,11 +103,7 @@ def split_labels(batch: Batch) -> Labelled:
             f"The batch is a {type(batch).__name__}{size}. Expected (inputs..., labels) as a tuple or list, "
             f"or a dict or dataclass with one of {list(LABEL_KEYS)}."
         )
-    if not isinstance(labels, Tensor):
-        raise InvalidInputError(
-            f"The labels are a {type(labels).__name__}. Expected a tensor, one row per sample."
-        )
-    return Labelled(args, fields, labels)
+    return Labelled(args, fields, labels_tensor(labels, "one row per sample"))
 
 
 def logits_of(answer: Any) -> Tensor:
@@ -145,6 +143,20 @@ def tensor_of(answer: Any, *names: str) -> Tensor:
             f"or an object or mapping with {' or '.join(f'`{name}`' for name in names)}."
         )
     return precise(found, what="The model's output")
+
+
+def one_column(tensor: Tensor, seen: str, *, hint: str) -> Tensor:
+    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``; the message for other shapes says what was seen, and the hint."""
+    if tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[1] == 1):
+        return tensor.reshape(-1)
+    raise InvalidInputError(f"{seen} {shape_texts(tensor.shape)[0]}. Expected (B,) or (B, 1){hint}")
+
+
+def labels_tensor(labels: Any, shape: str, seen: str = "The labels are") -> Tensor:
+    """Return labels; raise if they are no tensor."""
+    if not isinstance(labels, Tensor):
+        raise InvalidInputError(f"{seen} a {type(labels).__name__}. Expected a tensor, {shape}.")
+    return labels
 
 
 def precise(tensor: Tensor, *, what: str) -> Tensor:

@@ -171,8 +171,8 @@ class CLIPModelOutput(AbstractModelOutput):
         """
         del batch_size
         size = positive_int(size=size)
-        prepare = (preprocess_fn_img or _same, preprocess_fn_txt or _same)
-        image, text = self._embed(model, loader, size=size, prepare=prepare)
+        steps = (preprocess_fn_img, preprocess_fn_txt)
+        image, text = self._embed(model, loader, size=size, steps=steps)
         if embedding_dim is not None and image.shape[1] != embedding_dim:
             raise InvalidInputError(
                 f"The embeddings have width {image.shape[1]}, expected embedding_dim = {embedding_dim}."
@@ -256,7 +256,7 @@ class CLIPModelOutput(AbstractModelOutput):
         loader: Iterable[Batch],
         *,
         size: int,
-        prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+        steps: tuple[Callable[[Any], Any] | None, ...],
     ) -> tuple[Tensor, Tensor]:
         """Return image and text embeddings of at least ``size`` pairs, or of all pairs if there are fewer."""
         tensors = (*model.parameters(), *model.buffers())
@@ -266,7 +266,9 @@ class CLIPModelOutput(AbstractModelOutput):
         with evaluating(model):
             for batch in loader:
                 if isinstance(batch, tuple | list) and len(batch) == 2:
-                    batch = [step(part) for step, part in zip(prepare, batch, strict=True)]
+                    batch = [
+                        part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
+                    ]
                 pairs = _pairs_of(self._call(model, move_batch(batch, device)))
                 images.append(pairs.image)
                 texts.append(pairs.text)
@@ -277,10 +279,6 @@ class CLIPModelOutput(AbstractModelOutput):
                 "The loader gave no batch. Expected at least one batch of pairs to embed."
             )
         return torch.cat(images), torch.cat(texts)
-
-
-def _same(part: Any) -> Any:
-    return part
 
 
 def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:

@@ -18,6 +18,7 @@ from trak_lite.modelout_functions._columns import columns_of, prefixed
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     fields_of,
+    labels_tensor,
     positive_real,
     shape_texts,
     tensor_of,
@@ -86,9 +87,9 @@ class ContrastiveModelOutput(AbstractModelOutput):
         logits = self._similarities(model_call, fields)
         if labels is None:
             labels = torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
-        if not isinstance(labels, Tensor):
-            raise InvalidInputError(f"The labels are a {type(labels).__name__}. Expected a tensor, (B,).")
-        labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
+        labels = class_labels(
+            labels_tensor(labels, "(B,)"), shape=logits.shape[:1], num_classes=logits.shape[1]
+        )
         return multiclass_terms(logits, labels, temperature=1.0)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:

@@ -12,7 +12,7 @@ from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._columns import columns_of, real_column, token_column
-from trak_lite.modelout_functions._inputs import positive_real
+from trak_lite.modelout_functions._inputs import labels_tensor, positive_real
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
@@ -158,9 +158,7 @@ class _AnswerLogLikelihood(AbstractModelOutput):
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
     """Call the model; return logits ``(B, T - 1, V)`` over temperature, and the labels ``(B, T - 1)`` they predict."""
     own = {"labels", _ADVANTAGES, _OLD, _REFERENCE}
-    labels = fields["labels"]
-    if not isinstance(labels, Tensor):
-        raise InvalidInputError(f"The labels are a {type(labels).__name__}. Expected a tensor, (B, T).")
+    labels = labels_tensor(fields["labels"], "(B, T)")
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels

@@ -21,11 +21,12 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise, evaluating
 from trak_lite.modelout_functions._columns import columns_of, prefixed, real_column
 from trak_lite.modelout_functions._inputs import (
+    labels_tensor,
     logits_of,
     nan_unless,
+    one_column,
     positive_real,
     refuse_invalid,
-    shape_texts,
 )
 from trak_lite.modelout_functions._positions import aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_answers
@@ -147,7 +148,12 @@ class RewardModelOutput(_PreferenceModelOutput):
 
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = (
-            _one_score(model_call(**prefixed(fields, side, [other]))) for side, other in _SIDES
+            one_column(
+                logits_of(model_call(**prefixed(fields, side, [other]))),
+                "The model gave scores of shape",
+                hint=": one score per text (num_labels=1).",
+            )
+            for side, other in _SIDES
         )
         return chosen - rejected
 
@@ -216,25 +222,10 @@ def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[T
 
 def _answer_log_probs(model_call: ModelCall, fields: dict[str, Any], side: str, other: str) -> Tensor:
     inputs = prefixed(fields, side, [other])
-    labels = inputs.pop("labels")
-    if not isinstance(labels, Tensor):
-        raise InvalidInputError(f"The column '{side}labels' is a {type(labels).__name__}. Expected a tensor.")
+    labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
     answer = model_call(**inputs)
     logits, labels = aligned_tokens(answer, labels, shift=True, what=f"{side}labels")
     return label_terms(logits, labels)[0].sum(1)
-
-
-def _one_score(answer: Any) -> Tensor:
-    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)`` logits."""
-    scores = logits_of(answer)
-    if scores.dim() == 2 and scores.shape[1] == 1:
-        return scores.squeeze(1)
-    if scores.dim() != 1:
-        raise InvalidInputError(
-            f"The model gave scores of shape {shape_texts(scores.shape)[0]}. Expected (B,) or (B, 1): one score per "
-            "text (num_labels=1)."
-        )
-    return scores
 
 
 def _signs(preferred: Any, like: Tensor) -> Tensor:
