@@ -109,7 +109,10 @@ class Job:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with scratch_folder(folder) as scratch:  # also removes the folders of killed trainings
             number = 0
-            trained = train(np.arange(_num_samples(self.train_data)), self.config.values["train_seed"])
+            samples = getattr(
+                self.train_data, "dataset", self.train_data
+            )  # the length of a loader counts batches
+            trained = train(np.arange(len(samples)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
                 file = f"{scratch}/checkpoint-{number}.safetensors"
                 save_file(state, file, {SEAL: BLANK})
@@ -375,8 +378,3 @@ def _is_store(place: str | RemotePlace) -> bool:
 def _has_entries(path: str) -> bool:
     """Whether the path is a file or a folder that is not empty."""
     return os.path.isfile(path) or (os.path.isdir(path) and bool(os.listdir(path)))
-
-
-def _num_samples(data: Any) -> int:
-    """Return the number of samples of a dataset or a DataLoader. The length of a DataLoader counts batches."""
-    return len(getattr(data, "dataset", data))

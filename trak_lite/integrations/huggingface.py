@@ -18,7 +18,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -38,7 +38,6 @@ from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
 from trak_lite.run.settings import Task
 from trak_lite.store import RemotePlace
-from trak_lite.types import Batch
 
 __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
 
@@ -158,7 +157,11 @@ def task_of(model: nn.Module) -> str:
     Raises:
         InvalidInputError: If there is no task for the class.
     """
-    base: Any = _base_model(model)
+    base: Any = model
+    if is_peft_available():
+        from peft import PeftModel
+
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
     names = {cls.__name__ for cls in type(base).__mro__}
     if names & set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()):
         kind = base.config.problem_type
@@ -174,17 +177,6 @@ def task_of(model: nn.Module) -> str:
         "causal language modelling. Pass task=..., a name or a function "
         "f(model_call, batch) -> (B,)."
     )
-
-
-def _base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside a PEFT model, or the model itself."""
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            base: nn.Module = model.get_base_model()
-            return base
-    return model
 
 
 def _without_autocast(model: nn.Module) -> nn.Module:
@@ -230,7 +222,12 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
             "entry per sample, in order: use a collator that pads, not one that packs or flattens."
         )
     attributor.task.prepare(attributor.model)
-    together, *apart = (_outputs(attributor, part) for part in (batch, *single))
+    call = ModelCall(attributor.model)
+    with torch.no_grad():
+        together, *apart = (
+            attributor.task.evaluate(call, move_batch(part, attributor.device)).output
+            for part in (batch, *single)
+        )
     if not alone:
         _refuse_neighbours(attributor.model, pair, together.tolist(), torch.cat(apart).tolist(), rows.what)
 
@@ -240,13 +237,6 @@ def _length(sample: Any) -> int:
     if not isinstance(sample, Mapping):
         return 0
     return sum(len(ids) for name, ids in sample.items() if name.endswith("_ids") and isinstance(ids, Sized))
-
-
-def _outputs(attributor: Attributor, batch: Batch) -> Tensor:
-    """Return f of a batch, ``(B,)``."""
-    with torch.no_grad():
-        moved = move_batch(batch, attributor.device)
-        return attributor.task.evaluate(ModelCall(attributor.model), moved).output
 
 
 def _refuse_neighbours(

@@ -111,7 +111,12 @@ class DiffusionModelOutput(AbstractModelOutput):
             self.schedule: str | list[float] = one_of(sorted(_SCHEDULES), schedule=schedule)
             self._levels = list(accumulate((1 - beta for beta in _SCHEDULES[schedule](num_steps)), mul))
         else:
-            self.schedule = self._levels = _checked_levels(schedule)
+            self.schedule = self._levels = [float(level) for level in schedule]
+            if not self._levels or not all(0.0 <= level <= 1.0 for level in self._levels):
+                raise InvalidInputError(
+                    "schedule must be the name of a schedule, or the cumulative products of 1 - beta for every "
+                    "timestep, each from 0 to 1."
+                )
             self.num_steps = len(self._levels)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
@@ -224,14 +229,3 @@ _SCHEDULES: dict[str, Callable[[int], list[float]]] = {
     "cosine": _cosine,
 }
 """Betas by the name of their schedule."""
-
-
-def _checked_levels(levels: Sequence[float]) -> list[float]:
-    """Return the levels as floats; raise if there are none, or one is not in [0, 1]."""
-    found = [float(level) for level in levels]
-    if not found or not all(0.0 <= level <= 1.0 for level in found):
-        raise InvalidInputError(
-            "schedule must be the name of a schedule, or the cumulative products of 1 - beta for every timestep, each "
-            "from 0 to 1."
-        )
-    return found

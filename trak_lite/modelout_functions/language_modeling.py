@@ -153,17 +153,15 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
             )
         _, kwargs, labels = split_labels(batch)
         if "decoder_input_ids" not in kwargs and "decoder_inputs_embeds" not in kwargs:
-            kwargs["decoder_input_ids"] = self._shifted(model, labels)
+            start = self._token(model, "decoder_start_token_id")
+            if labels.dim() != 2 or labels.is_floating_point():
+                raise InvalidInputError(
+                    f"The labels have shape {tuple(labels.shape)} and dtype {labels.dtype}. Expected (B, T) integers."
+                )
+            shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+            pad = self._token(model, "pad_token_id")
+            kwargs["decoder_input_ids"] = shifted.masked_fill(shifted == IGNORED, pad)
         return kwargs, labels
-
-    def _shifted(self, model: nn.Module, labels: Tensor) -> Tensor:
-        start = self._token(model, "decoder_start_token_id")
-        if labels.dim() != 2 or labels.is_floating_point():
-            raise InvalidInputError(
-                f"The labels have shape {tuple(labels.shape)} and dtype {labels.dtype}. Expected (B, T) integers."
-            )
-        shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == IGNORED, self._token(model, "pad_token_id"))
 
     def _token(self, model: nn.Module, name: str) -> int:
         token = getattr(self, name)

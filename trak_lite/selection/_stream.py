@@ -123,7 +123,13 @@ def best_rows(
             rows, tile = rows[here], tile[here]
         if not len(rows):
             continue
-        _check_finite(rows, tile)
+        if not np.isfinite(tile).all():
+            row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
+            raise NonFiniteError(
+                f"The score of train row {rows[row]} for target {target} is {tile[row, target]}. select needs finite "
+                "scores of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use "
+                "scores without k and refine, or check the features and the kernel."
+            )
         values, strongest, means = targets.of(tile)
         labels = np.zeros(len(tile), np.int64) if places is None else places[rows]
         best.add(Candidates(rows, values, strongest, means, labels))
@@ -173,14 +179,3 @@ def _tiles(
         step = max(1, _TILE_VALUES // tile.shape[1])
         for first in range(0, len(tile), step):
             yield start + first, tile[first : first + step]
-
-
-def _check_finite(rows: NDArray[np.int64], tile: NDArray[np.float32]) -> None:
-    if np.isfinite(tile).all():
-        return
-    row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
-    raise NonFiniteError(
-        f"The score of train row {rows[row]} for target {target} is {tile[row, target]}. select needs finite scores "
-        "of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use scores without "
-        "k and refine, or check the features and the kernel."
-    )

@@ -289,7 +289,7 @@ class Pages:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
         text, live = _text(params), self._live()
         name = live.name(text)
-        if self.sets.held(name) is not None and not live.is_stored(name):
+        if self.sets.held(name) is not None and name not in live.stored_names():
             self.sets.forget(name)  # another process has removed it
         scores = self.sets.held(name)
         if scores is None:
