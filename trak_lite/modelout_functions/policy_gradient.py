@@ -131,7 +131,12 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         self, fields: dict[str, Any], log_probs: Tensor, ratio: Tensor, predicted: Tensor
     ) -> Tensor:
         """Return the term of every token without the divergence, ``(B, T')``; 0 where none is predicted."""
-        advantages = _advantages(fields, predicted, log_probs)
+        column = fields[_ADVANTAGES]
+        if isinstance(column, Tensor) and column.dim() == 2:
+            advantages = token_column(fields, _ADVANTAGES, predicted, log_probs)
+        else:
+            values, valid = real_column(fields, _ADVANTAGES, log_probs[:, 0])
+            advantages = (values * valid).unsqueeze(1) * predicted
         if _OLD not in fields:
             return log_probs * advantages
         terms = ratio * advantages
@@ -162,15 +167,6 @@ def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> t
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels
-
-
-def _advantages(fields: dict[str, Any], predicted: Tensor, like: Tensor) -> Tensor:
-    """Return the advantage of every token, ``(B, 1)`` or ``(B, T - 1)``; 0 where none is predicted."""
-    column = fields[_ADVANTAGES]
-    if isinstance(column, Tensor) and column.dim() == 2:
-        return token_column(fields, _ADVANTAGES, predicted, like)
-    values, valid = real_column(fields, _ADVANTAGES, like[:, 0])
-    return (values * valid).unsqueeze(1) * predicted
 
 
 def _clip_range(clip: float | Sequence[float] | None) -> tuple[float, float] | None:
