@@ -430,9 +430,9 @@ class Answer(nn.Module):
     [
         ("reward_modeling-plain", torch.zeros(B, 2), r"scores of shape \(4, 2\). Expected \(B,\)"),
         ("diffusion-epsilon", torch.zeros(B, 2), r"predicted shape \(4, 2\) for samples of shape \(4, 5\)"),
-        ("diffusion-epsilon", {"logits": torch.zeros(B, 5)}, "model gave a dict. Expected a tensor"),
+        ("diffusion-epsilon", {"logits": torch.zeros(B, 5)}, "model gave a dict with the keys"),
         ("contrastive-mean", torch.zeros(B), "embeddings of shape"),
-        ("contrastive-mean", {"logits": torch.zeros(B)}, "model gave a dict. Expected a tensor"),
+        ("contrastive-mean", {"logits": torch.zeros(B)}, "model gave a dict with the keys"),
         ("dense_classification-tokens", torch.zeros(B, 2), "for one label per sample"),
         ("dpo-plain", torch.zeros(B, 2), r"logits of shape \(4, 2\). Expected \(B, T, V\)"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -109,7 +109,10 @@ class Job:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with scratch_folder(folder) as scratch:  # also removes the folders of killed trainings
             number = 0
-            trained = train(np.arange(_num_samples(self.train_data)), self.config.values["train_seed"])
+            samples = getattr(
+                self.train_data, "dataset", self.train_data
+            )  # the length of a loader counts batches
+            trained = train(np.arange(len(samples)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
                 file = f"{scratch}/checkpoint-{number}.safetensors"
                 save_file(state, file, {SEAL: BLANK})
@@ -238,7 +241,7 @@ def run(job: Job) -> Iterator[str]:
     if num_trained:
         yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"
     yield from featurize(job)
-    yield from score(job)
+    yield from job.shown(job.score())
 
 
 def featurize(job: Job) -> Iterator[str]:
@@ -250,23 +253,14 @@ def featurize(job: Job) -> Iterator[str]:
     )
 
 
-def score(job: Job) -> Iterator[str]:
-    """Score the targets. Yield the lines to print."""
-    yield from job.shown(job.score())
-
-
-def unroll(job: Job) -> Iterator[str]:
-    """Train, replay the training for the targets, and yield the lines to print."""
-    yield from job.shown(job.unroll())
-
-
-def verify_scores(job: Job) -> Iterator[str]:
-    """Test the scores by retraining. Yield the lines to print."""
-    yield str(job.verify())
-
-
-COMMANDS = {"run": run, "featurize": featurize, "score": score, "verify": verify_scores, "unroll": unroll}
-"""The commands that need model and data."""
+COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
+    "run": run,
+    "featurize": featurize,
+    "score": lambda job: job.shown(job.score()),
+    "verify": lambda job: [str(job.verify())],
+    "unroll": lambda job: job.shown(job.unroll()),
+}
+"""The commands that need model and data; each returns the lines to print."""
 
 
 def conditions(texts: Sequence[str]) -> dict[str, list[str]] | None:
@@ -339,7 +333,7 @@ def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Ite
         else of_rows(recipe.bound(function, config.recipe_arguments), config.values[data]["indices"])
         for function, data in (("render", "train_data"), ("render_target", "target_data"))
     )
-    place = _report_path(config) if out is None else out
+    place = beside(config, ".html", "report.html") if out is None else out
     page = write_report(
         scores, place, train_render=render, target_render=render_target, where=conditions(where)
     )
@@ -367,11 +361,6 @@ def of_rows(render: Render | None, indices: Sequence[int] | NDArray[np.int64] | 
     return lambda row: render(int(indices[row]))
 
 
-def _report_path(config: RunConfig) -> Path:
-    """Return the default path of the report: beside the store, or in the current folder for an object store."""
-    return beside(config, ".html", "report.html")
-
-
 def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:
     """Return the store's path with another suffix; for an object store ``remote``, in the current folder."""
     place = config.path
@@ -389,8 +378,3 @@ def _is_store(place: str | RemotePlace) -> bool:
 def _has_entries(path: str) -> bool:
     """Whether the path is a file or a folder that is not empty."""
     return os.path.isfile(path) or (os.path.isdir(path) and bool(os.listdir(path)))
-
-
-def _num_samples(data: Any) -> int:
-    """Return the number of samples of a dataset or a DataLoader. The length of a DataLoader counts batches."""
-    return len(getattr(data, "dataset", data))

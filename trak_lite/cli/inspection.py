@@ -23,13 +23,15 @@ def inspection(place: str | RemotePlace) -> str:
         StoreError: If it cannot be read.
     """
     with open_store(place) as store:
+        entries = [f"  {_line(name)}" for name in store.entry_names()]
+        scored = [path for path in all_score_paths(store) if store.open_table(path).complete]
         lines = [
             f"{place}: a store of format {store.manifest.format}",
             *_manifest_lines(store),
             "tables:",
             *(f"  {line}" for line in done_lines(store)),
-            *_entry_lines(store),
-            *_verdict_lines(store),
+            *(["entries (verdicts, fits, runs):", *entries] if entries else []),
+            *(f"verdict on {path}: {_tested(store, path)}" for path in scored),
             *_run_lines(store),
         ]
     return "\n".join(lines)
@@ -49,13 +51,6 @@ def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
         yield "none yet"
 
 
-def _entry_lines(store: AbstractFeatureStore) -> Iterator[str]:
-    names = store.entry_names()
-    if names:
-        yield "entries (verdicts, fits, runs):"
-    yield from (f"  {_line(name)}" for name in names)
-
-
 def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
     made_with = dict(store.manifest.made_with)
     settings = made_with.pop("settings", {})
@@ -66,12 +61,6 @@ def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
     yield from _block("rows are determined by", fingerprint)
     if isinstance(parameters, Mapping):
         yield f"  parameters: {len(parameters)} tensors"
-
-
-def _verdict_lines(store: AbstractFeatureStore) -> Iterator[str]:
-    for path in all_score_paths(store):
-        if store.open_table(path).complete:
-            yield f"verdict on {path}: {_tested(store, path)}"
 
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:

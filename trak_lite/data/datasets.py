@@ -213,10 +213,7 @@ class Rows:
         if plain and self.collate is default_collate:
             return found
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
-        samples = []
-        for index in self._in_dataset(probed).tolist():
-            with _naming([index], self.what):
-                samples.append(self.dataset[index])
+        samples = _loaded(self.dataset, self._in_dataset(probed).tolist(), self.what)
         if not plain:
             found["samples"] = _digest(samples)
         if self.collate is not default_collate:
@@ -259,26 +256,20 @@ def rows_of(
     )
 
 
+@dataclasses.dataclass(eq=False)
 class _Samples(Dataset[Any]):
     """Wraps the user's dataset and collate function for torch's loader; their exceptions name the samples."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Batch],
-        worker_init: Callable[[int], None] | None,
-        what: str,
-    ) -> None:
-        self._dataset = dataset
-        self._collate = collate
-        self._worker_init = worker_init
-        self._what = what
+    _dataset: Any
+    _collate: Callable[[list[Any]], Batch]
+    _worker_init: Callable[[int], None] | None
+    _what: str
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """Return the collated batch of some samples."""
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch is None:
-            samples = [self._sample(index) for index in indices]
+            samples = _loaded(self._dataset, indices, self._what)
         else:
             with _naming(indices, self._what):
                 samples = fetch(indices)
@@ -294,9 +285,14 @@ class _Samples(Dataset[Any]):
             with _naming([], self._what):
                 self._worker_init(worker)
 
-    def _sample(self, index: int) -> Any:
-        with _naming([index], self._what):
-            return self._dataset[index]
+
+def _loaded(dataset: Any, indices: Sequence[int], what: str) -> list[Any]:
+    """Return samples that are loaded one by one."""
+    samples = []
+    for index in indices:
+        with _naming([index], what):
+            samples.append(dataset[index])
+    return samples
 
 
 @contextmanager

@@ -57,42 +57,29 @@ def fit_weights(
         )
     y = outputs[:, usable] / spread[usable]
     parts = predictions[:, :, usable] / default_spread[usable]
-    errors = (
-        _errors_over_subsets(parts, y, prior)
-        if across == "subsets"
-        else _errors_over_targets(parts, y, prior)
-    )
+    if across == "targets" and y.shape[1] < 2:
+        raise InvalidInputError("Calibration across targets needs at least 2 targets with outputs that vary.")
+    errors = _errors(parts, y, prior, across)
     best = int(np.flatnonzero(errors == errors.min())[-1])
     scale = _scale(parts, y, prior)
     weights: Array = _ridge_path(parts, y, prior)[best] / scale
     return weights
 
 
-def _errors_over_subsets(parts: Array, y: Array, prior: Array) -> Array:
-    """Return the squared errors of every penalty on subsets that are left out one by one."""
+def _errors(parts: Array, y: Array, prior: Array, across: Literal["subsets", "targets"]) -> Array:
+    """Return the squared errors of every penalty on subsets, or targets, that are left out one by one."""
+    before = () if across == "subsets" else (slice(None),)  # axes of y before that of what is left out
+    everything = np.arange(y.shape[len(before)])
     errors = np.zeros(len(_PENALTIES))
-    everything = np.arange(len(y))
     for left_out in everything:
-        fitted = everything != left_out
-        path = _ridge_path(parts[:, fitted], y[fitted], prior)
-        truth = y[left_out] - y[fitted].mean(axis=0)
-        seen = parts[:, left_out] - parts[:, fitted].mean(axis=1)
-        errors += ((truth - path @ seen) ** 2).sum(axis=1)
-    return errors
-
-
-def _errors_over_targets(parts: Array, y: Array, prior: Array) -> Array:
-    """Return the squared errors of every penalty on targets that are left out one by one."""
-    if y.shape[1] < 2:
-        raise InvalidInputError("Calibration across targets needs at least 2 targets with outputs that vary.")
-    errors = np.zeros(len(_PENALTIES))
-    everything = np.arange(y.shape[1])
-    for left_out in everything:
-        fitted = everything != left_out
-        path = _ridge_path(parts[:, :, fitted], y[:, fitted], prior)
-        truth = y[:, left_out] - y[:, left_out].mean()
-        seen = parts[:, :, left_out] - parts[:, :, left_out].mean(axis=1, keepdims=True)
-        errors += ((truth - path @ seen) ** 2).sum(axis=1)
+        others, own = (*before, everything != left_out), (*before, left_out)
+        path = _ridge_path(parts[:, *others], y[others], prior)
+        # A subset is compared with the mean of the other subsets, a target with its own mean over subsets.
+        if across == "subsets":
+            mean, mean_parts = y[others].mean(axis=0), parts[:, *others].mean(axis=1)
+        else:
+            mean, mean_parts = y[own].mean(), parts[:, *own].mean(axis=1, keepdims=True)
+        errors += ((y[own] - mean - path @ (parts[:, *own] - mean_parts)) ** 2).sum(axis=1)
     return errors
 
 

@@ -10,7 +10,7 @@ Shapes: N train rows, M targets, S subsets. Numerics: float64; ranks are exact m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import final
@@ -206,15 +206,15 @@ def linear_datamodeling_score(
     """
     predicted = _predictions(scores, masks)
     actual = _ranked_outputs([predicted], outputs)
-    bootstrap = _Bootstrap(positive_int(num_resamples=num_resamples), seed, coverage(confidence))
     ranked = _Ranked(predicted)
+    mean, (low, high) = _bootstrapped(
+        lambda subsets, targets: _mean(_correlations(ranked, actual, subsets), targets),
+        predicted.shape,
+        num_resamples=num_resamples,
+        seed=seed,
+        confidence=confidence,
+    )
     per_target = _correlations(ranked, actual, np.ones(len(predicted)))
-    means = [
-        _mean(_correlations(ranked, actual, subsets), targets)
-        for subsets, targets in bootstrap.draws(predicted.shape)
-    ]
-    mean = _mean(per_target, np.ones(len(per_target)))
-    low, high = bootstrap.interval(mean, means)
     return LinearDatamodelingScore(
         mean=mean,
         per_target=per_target,
@@ -254,19 +254,17 @@ def compare_datamodeling_scores(
     """
     summed = [_predictions(scores, masks) for scores in (first, second)]
     actual = _ranked_outputs(summed, outputs)
-    bootstrap = _Bootstrap(positive_int(num_resamples=num_resamples), seed, coverage(confidence))
     one, other = (_Ranked(predicted) for predicted in summed)
-
-    def difference(subsets: NDArray[np.float64], targets: NDArray[np.float64]) -> float:
-        return _mean(
-            _correlations(one, actual, subsets) - _correlations(other, actual, subsets),
-            targets,
-        )
-
-    num_subsets, num_targets = summed[0].shape
-    draws = [difference(*drawn) for drawn in bootstrap.draws((num_subsets, num_targets))]
-    mean = difference(np.ones(num_subsets), np.ones(num_targets))
-    return ScoreDifference(mean, bootstrap.interval(mean, draws), confidence)
+    mean, interval = _bootstrapped(
+        lambda subsets, targets: _mean(
+            _correlations(one, actual, subsets) - _correlations(other, actual, subsets), targets
+        ),
+        summed[0].shape,
+        num_resamples=num_resamples,
+        seed=seed,
+        confidence=confidence,
+    )
+    return ScoreDifference(mean, interval, confidence)
 
 
 def leave_one_out_correlation(
@@ -334,32 +332,24 @@ class _Ranked:
         return ranks
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Bootstrap:
-    """Resamples of subsets and targets, and the interval of a statistic over them."""
-
-    num_resamples: int
-    seed: int
-    confidence: float
-
-    def draws(self, shape: tuple[int, ...]) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Yield per resample the counts of each subset ``(S,)`` and each target ``(M,)``."""
-        rng = np.random.default_rng(self.seed)
-        for _ in range(self.num_resamples):
-            subsets, targets = (
-                np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
-                for count in shape
-            )
-            yield subsets, targets
-
-    def interval(self, mean: float, draws: Sequence[float]) -> tuple[float, float]:
-        """Return the normal interval; NaN resamples (one subset drawn S times) are left out."""
-        there = [value for value in draws if not math.isnan(value)]
-        if not there:
-            return float("nan"), float("nan")
-        half = NormalDist().inv_cdf((1.0 + self.confidence) / 2.0) * float(np.std(there))
-        return mean - half, mean + half
+def _bootstrapped(
+    statistic: Callable[[NDArray[np.float64], NDArray[np.float64]], float],
+    shape: tuple[int, ...],
+    *,
+    num_resamples: int,
+    seed: int,
+    confidence: float,
+) -> tuple[float, tuple[float, float]]:
+    """Return a statistic of the counts of each subset ``(S,)`` and each target ``(M,)``, and its normal interval."""
+    rng, quantile = np.random.default_rng(seed), NormalDist().inv_cdf((1.0 + coverage(confidence)) / 2.0)
+    draws = [
+        statistic(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))
+        for _ in range(positive_int(num_resamples=num_resamples))
+    ]
+    mean = statistic(*map(np.ones, shape))
+    there = [value for value in draws if not math.isnan(value)]  # NaN if one subset is drawn S times
+    half = quantile * float(np.std(there)) if there else math.nan
+    return mean, (mean - half, mean + half)
 
 
 def _correlations(predicted: _Ranked, actual: _Ranked, counts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -53,7 +53,11 @@ def subset_masks(
     """
     positive_int(num_rows=num_rows)
     positive_int(num_subsets=num_subsets)
-    size = _subset_size(num_rows, alpha)
+    size = round(alpha * num_rows) if 0.0 < alpha < 1.0 else 0
+    if not 0 < size < num_rows:
+        raise InvalidInputError(
+            f"alpha must lie between 0 and 1 and select at least one of the {num_rows} rows but not all, got {alpha!r}."
+        )
     groups = _groups(num_rows, strata)
     sizes = _apportion([len(group) for group in groups], alpha, size)
     possible = math.prod(math.comb(len(group), count) for group, count in zip(groups, sizes, strict=True))
@@ -140,16 +144,6 @@ def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDA
             f"rows must contain at least one of the rows 0 to {num_rows - 1}, got {numbers[:5].tolist()}."
         )
     return numbers.astype(np.int64)
-
-
-def _subset_size(num_rows: int, alpha: float) -> int:
-    """Return ``round(alpha * N)``, at least 1 and below N."""
-    size = round(alpha * num_rows) if 0.0 < alpha < 1.0 else 0
-    if not 0 < size < num_rows:
-        raise InvalidInputError(
-            f"alpha must lie between 0 and 1 and select at least one of the {num_rows} rows but not all, got {alpha!r}."
-        )
-    return size
 
 
 def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:

@@ -93,7 +93,12 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
             stacklevel=3,
         )
     if kind == DPO:
-        return _dpo_task(trainer, rows)
+        if any(name not in rows[0] for name in REFERENCES):
+            raise InvalidInputError(
+                f"The rows lack the reference's log-probabilities {list(REFERENCES)}. Compute them once: rows = "
+                "preference_rows(trainer); pass rows=rows here and to featurize."
+            )
+        return DPOModelOutput(beta=args.beta)
     if kind == GRPO:
         return _grpo_task(trainer, rows)
     return "reward_modeling" if kind == REWARD else "causal_language_modeling"
@@ -123,15 +128,6 @@ def trl_collate(
         token = getattr(trainer.processing_class, "pad_token_id", None)
         return RolloutCollator(0 if token is None else token)
     return collate
-
-
-def _dpo_task(trainer: Any, rows: Any) -> Task:
-    if any(name not in rows[0] for name in REFERENCES):
-        raise InvalidInputError(
-            f"The rows lack the reference's log-probabilities {list(REFERENCES)}. Compute them once: rows = "
-            "preference_rows(trainer); pass rows=rows here and to featurize."
-        )
-    return DPOModelOutput(beta=trainer.args.beta)
 
 
 def _grpo_task(trainer: Any, rows: Any) -> Task:

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -38,7 +38,6 @@ from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
 from trak_lite.run.settings import Task
 from trak_lite.store import RemotePlace
-from trak_lite.types import Batch
 
 __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
 
@@ -128,7 +127,11 @@ def attributor_from_trainer(
             f"The trainer is a {type(trainer).__name__}. Expected a transformers.Trainer; for any other one build the "
             "Attributor from the model, the task and collate=...."
         )
-    _refuse_sharded(trainer)
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise InvalidInputError(
+            "The trainer shards its model (FSDP or DeepSpeed), so no process has all weights. Featurize the "
+            "saved checkpoints afterwards: Attributor(model, task, path).featurize(data, checkpoints=...)."
+        )
     # Use the trainer's private method, because subclasses override which columns to remove.
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
     data = trainer.train_dataset if rows is None else rows
@@ -154,7 +157,11 @@ def task_of(model: nn.Module) -> str:
     Raises:
         InvalidInputError: If there is no task for the class.
     """
-    base: Any = _base_model(model)
+    base: Any = model
+    if is_peft_available():
+        from peft import PeftModel
+
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
     names = {cls.__name__ for cls in type(base).__mro__}
     if names & set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()):
         kind = base.config.problem_type
@@ -170,25 +177,6 @@ def task_of(model: nn.Module) -> str:
         "causal language modelling. Pass task=..., a name or a function "
         "f(model_call, batch) -> (B,)."
     )
-
-
-def _base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside a PEFT model, or the model itself."""
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            base: nn.Module = model.get_base_model()
-            return base
-    return model
-
-
-def _refuse_sharded(trainer: Trainer) -> None:
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise InvalidInputError(
-            "The trainer shards its model (FSDP or DeepSpeed), so no process has all weights. Featurize the "
-            "saved checkpoints afterwards: Attributor(model, task, path).featurize(data, checkpoints=...)."
-        )
 
 
 def _without_autocast(model: nn.Module) -> nn.Module:
@@ -216,26 +204,32 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
         rows: The train rows; two of them are tested.
         alone: Whether all batches have one row.
     """
-    pair = _two_rows(rows)
+    by_length = sorted(range(min(_NUM_PROBES, len(rows))), key=lambda row: _length(rows.dataset[row]))
+    pair = list(dict.fromkeys([by_length[0], by_length[-1]]))  # one row if both are the same
     plan = [pair, pair, *([row] for row in pair)]
-    batches = [batch for _, batch in rows.batches(np.asarray(part, dtype=np.int64) for part in plan)]
-    _refuse_chance(batches[0], batches[1], pair, rows.what)
-    if batch_size(batches[0]) != len(pair):
+    batch, again, *single = (
+        batch for _, batch in rows.batches(np.asarray(part, dtype=np.int64) for part in plan)
+    )
+    first, second = (flatten_batch(part)[0] for part in (batch, again))
+    if len(first) != len(second) or not all(map(torch.equal, first, second)):
         raise InvalidInputError(
-            f"Collating {len(pair)} samples of {rows.what} gave a batch of {batch_size(batches[0])}. Expected one "
+            f"Loading and collating rows {pair} of {rows.what} twice gave different batches. Expected rows that are "
+            "not random. Pass collate=... without random masking or augmentation, or mask once beforehand."
+        )
+    if batch_size(batch) != len(pair):
+        raise InvalidInputError(
+            f"Collating {len(pair)} samples of {rows.what} gave a batch of {batch_size(batch)}. Expected one "
             "entry per sample, in order: use a collator that pads, not one that packs or flattens."
         )
     attributor.task.prepare(attributor.model)
-    together, *single = (_outputs(attributor, batch) for batch in (batches[0], *batches[2:]))
+    call = ModelCall(attributor.model)
+    with torch.no_grad():
+        together, *apart = (
+            attributor.task.evaluate(call, move_batch(part, attributor.device)).output
+            for part in (batch, *single)
+        )
     if not alone:
-        _refuse_neighbours(attributor.model, together, torch.cat(single), pair, rows.what)
-
-
-def _two_rows(rows: Rows) -> list[int]:
-    """Return the shortest and the longest of the first rows; one row if they are the same."""
-    first = range(min(_NUM_PROBES, len(rows)))
-    by_length = sorted(first, key=lambda row: _length(rows.dataset[row]))
-    return list(dict.fromkeys([by_length[0], by_length[-1]]))
+        _refuse_neighbours(attributor.model, pair, together.tolist(), torch.cat(apart).tolist(), rows.what)
 
 
 def _length(sample: Any) -> int:
@@ -245,36 +239,15 @@ def _length(sample: Any) -> int:
     return sum(len(ids) for name, ids in sample.items() if name.endswith("_ids") and isinstance(ids, Sized))
 
 
-def _outputs(attributor: Attributor, batch: Batch) -> Tensor:
-    """Return f of a batch, ``(B,)``."""
-    with torch.no_grad():
-        moved = move_batch(batch, attributor.device)
-        return attributor.task.evaluate(ModelCall(attributor.model), moved).output
-
-
-def _refuse_chance(batch: Batch, again: Batch, pair: list[int], what: str) -> None:
-    first, second = (flatten_batch(part)[0] for part in (batch, again))
-    if len(first) != len(second) or not all(map(torch.equal, first, second)):
-        raise InvalidInputError(
-            f"Loading and collating rows {pair} of {what} twice gave different batches. Expected rows that are not "
-            "random. Pass collate=... without random masking or augmentation, or mask once beforehand."
-        )
-
-
 def _refuse_neighbours(
-    model: nn.Module, together: Tensor, single: Tensor, pair: list[int], what: str
+    model: nn.Module, pair: list[int], together: list[float], apart: list[float], what: str
 ) -> None:
-    wrong = (together - single).abs() > _tolerance(model) * (1 + single.abs())
-    for row, beside, own in zip(pair, together.tolist(), single.tolist(), strict=True):
-        if bool(wrong[pair.index(row)]):
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
+    for row, beside, own in zip(pair, together, apart, strict=True):
+        if abs(beside - own) > tolerance * (1 + abs(own)):
             raise InvalidInputError(
                 f"Row {row} of {what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so its "
                 "gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
                 "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
             )
-
-
-def _tolerance(model: nn.Module) -> float:
-    """Return the square root of the largest machine epsilon of the dtypes of the weights."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    return math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise"]
+__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise", "evaluating"]
 
 UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 """``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
@@ -83,6 +84,19 @@ class ModelCall:
                 module._buffers.update(buffers)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the block in eval mode and without gradients; the modes of all modules are restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two contracts
     r"""Model output function :math:`f(z; \theta)`, its out-to-loss gradient q and its loss curvature w.
 
@@ -104,6 +118,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     """Incremented whenever the values of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
     """False if the loss is linear in f or its curvature is unknown; w is then zero and is not used as a weight."""
+    _setting_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes that :meth:`settings` returns."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Choose between the native and the original TRAK's interface by the methods that the subclass defines.
@@ -219,7 +235,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that affect the results (a temperature, a choice of f) as JSON values."""
-        return {}
+        values = {name: getattr(self, name) for name in self._setting_names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_digest(self) -> str | None:
         """Return a digest of stored tensors that may differ per checkpoint; ``None`` if there are none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
@@ -50,15 +49,7 @@ def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor
     Raises:
         InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number is not finite.
     """
-    column = fields[name]
-    if not isinstance(column, Tensor) or column.shape != like.shape or column.is_complex():
-        seen = type(column).__name__
-        if isinstance(column, Tensor):
-            seen = f"{column.dtype} tensor of shape {shape_texts(column.shape, like.shape)[0]}"
-        raise InvalidInputError(
-            f"The column {name!r} is a {seen}. Expected one real number per sample, (B,)."
-        )
-    column = column.to(like.dtype)
+    column = _of_shape(fields, name, like.shape, "one real number per sample").to(like.dtype)
     valid = column.isfinite()
     refuse_invalid(valid, column, expected="a finite number", what=name)
     return column, nan_unless(valid, column)
@@ -79,17 +70,21 @@ def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Ten
         InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number at a predicted position
             is not finite.
     """
-    column = fields[name]
-    wanted = torch.Size([predicted.shape[0], predicted.shape[1] + 1])
-    if not isinstance(column, Tensor) or column.shape != wanted or column.is_complex():
-        seen, expected = type(column).__name__, shape_texts(wanted)[0]
-        if isinstance(column, Tensor):
-            shape, expected = shape_texts(column.shape, wanted)
-            seen = f"{column.dtype} tensor of shape {shape}"
-        raise InvalidInputError(
-            f"The column {name!r} is a {seen}. Expected {expected}: one number per token, aligned with the labels."
-        )
+    shape = (predicted.shape[0], predicted.shape[1] + 1)
+    column = _of_shape(fields, name, shape, "one number per token, aligned with the labels")
     column = column[:, 1:].to(like.dtype).masked_fill(~predicted, 0.0)
     valid = column.isfinite()
     refuse_invalid(valid, column, expected="a finite number", what=name)
     return column * nan_unless(valid, column)
+
+
+def _of_shape(fields: dict[str, Any], name: str, wanted: Sequence[int], what: str) -> Tensor:
+    """Return a column; raise if it is not a tensor of real numbers of the shape."""
+    column = fields[name]
+    if isinstance(column, Tensor) and column.shape == wanted and not column.is_complex():
+        return column
+    seen, expected = type(column).__name__, shape_texts(wanted)[0]
+    if isinstance(column, Tensor):
+        shape, expected = shape_texts(column.shape, wanted)
+        seen = f"{column.dtype} tensor of shape {shape}"
+    raise InvalidInputError(f"The column {name!r} is a {seen}. Expected {expected}: {what}.")

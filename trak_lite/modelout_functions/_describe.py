@@ -15,6 +15,7 @@ import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
@@ -126,19 +127,15 @@ def _functions_of(member: Any) -> list[Any]:
 
 
 @final
+@dataclass(eq=False, slots=True)
 class _Description:
     """One recursive description of a task's values; ``path`` is the expression that names a value in messages."""
 
-    def __init__(self, *, lenient: bool = False) -> None:
-        """Start a description.
-
-        Args:
-            lenient: Describe a value by its type instead of raising if it cannot be described. Used for a
-                class, whose ``settings()`` already return the relevant values.
-        """
-        self._lenient = lenient
-        self._open: list[int] = []
-        self._classes: dict[type, dict[str, Any]] = {}
+    lenient: bool = False
+    """Describe a value by its type instead of raising if it cannot be described. Used for a class, whose ``settings()``
+    already return the relevant values."""
+    _open: list[int] = field(init=False, default_factory=list)
+    _classes: dict[type, dict[str, Any]] = field(init=False, default_factory=dict)
 
     def value(self, value: Any, path: str) -> Any:
         """Return JSON that differs whenever two values differ in content or type."""
@@ -176,7 +173,7 @@ class _Description:
             self._open.pop()
 
     def _refused(self, value: Any, path: str, why: str) -> dict[str, Any]:
-        if self._lenient:
+        if self.lenient:
             return {"undescribed": _name(type(value))}
         raise InvalidInputError(
             f"The task captures {path}, a {_name(type(value))}, which cannot be described ({why}), so its rows could "

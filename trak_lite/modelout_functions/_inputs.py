@@ -26,13 +26,16 @@ __all__ = [
     "fields_of",
     "is_transformed",
     "is_unread",
+    "labels_tensor",
     "logits_of",
     "nan_unless",
+    "one_column",
     "positive_real",
     "precise",
     "refuse_invalid",
     "shape_texts",
     "split_labels",
+    "tensor_of",
 ]
 
 LABEL_KEYS = ("labels", "label")
@@ -100,11 +103,7 @@ def split_labels(batch: Batch) -> Labelled:
             f"The batch is a {type(batch).__name__}{size}. Expected (inputs..., labels) as a tuple or list, "
             f"or a dict or dataclass with one of {list(LABEL_KEYS)}."
         )
-    if not isinstance(labels, Tensor):
-        raise InvalidInputError(
-            f"The labels are a {type(labels).__name__}. Expected a tensor, one row per sample."
-        )
-    return Labelled(args, fields, labels)
+    return Labelled(args, fields, labels_tensor(labels, "one row per sample"))
 
 
 def logits_of(answer: Any) -> Tensor:
@@ -117,20 +116,47 @@ def logits_of(answer: Any) -> Tensor:
     Raises:
         InvalidInputError: If the logits are missing or not a floating point tensor.
     """
+    return tensor_of(answer, "logits")
+
+
+def tensor_of(answer: Any, *names: str) -> Tensor:
+    """Return a tensor that a model gave, in float32 or wider.
+
+    Args:
+        answer: The tensor, a mapping or object that has it under one of the names, or a tuple with it as first element.
+        names: The names, of which the first that holds a tensor is used.
+
+    Raises:
+        InvalidInputError: If the tensor is missing or not of a real floating point dtype.
+    """
     found = answer
-    if isinstance(answer, Mapping):
-        found = answer.get("logits")
-    elif not isinstance(answer, Tensor):
-        found = getattr(answer, "logits", None)
-        if found is None and isinstance(answer, tuple | list) and answer:
+    if not isinstance(answer, Tensor):
+        mapped = isinstance(answer, Mapping)
+        values = [answer.get(name) if mapped else getattr(answer, name, None) for name in names]
+        found = next((value for value in values if isinstance(value, Tensor)), None)
+        if isinstance(answer, tuple | list) and answer and all(value is None for value in values):
             found = answer[0]
     if not isinstance(found, Tensor):
         keys = f" with the keys {list(answer)}" if isinstance(answer, Mapping) else ""
         raise InvalidInputError(
-            f"The model gave a {type(answer).__name__}{keys}. Expected a tensor, a tuple whose first element "
-            "is one, or an object or mapping with `logits`."
+            f"The model gave a {type(answer).__name__}{keys}. Expected a tensor, a tuple whose first element is one, "
+            f"or an object or mapping with {' or '.join(f'`{name}`' for name in names)}."
         )
     return precise(found, what="The model's output")
+
+
+def one_column(tensor: Tensor, seen: str, *, hint: str) -> Tensor:
+    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``; the message for other shapes says what was seen, and the hint."""
+    if tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[1] == 1):
+        return tensor.reshape(-1)
+    raise InvalidInputError(f"{seen} {shape_texts(tensor.shape)[0]}. Expected (B,) or (B, 1){hint}")
+
+
+def labels_tensor(labels: Any, shape: str, seen: str = "The labels are") -> Tensor:
+    """Return labels; raise if they are no tensor."""
+    if not isinstance(labels, Tensor):
+        raise InvalidInputError(f"{seen} a {type(labels).__name__}. Expected a tensor, {shape}.")
+    return labels
 
 
 def precise(tensor: Tensor, *, what: str) -> Tensor:

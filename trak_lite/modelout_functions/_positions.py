@@ -13,7 +13,7 @@ Shapes: B samples, ``*P`` positions, C classes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ __all__ = [
     "PositionOutput",
     "PositionwiseModelOutput",
     "aligned_tokens",
-    "count_labelled",
-    "label_log_probs",
+    "label_terms",
+    "pooled",
     "token_inputs",
 ]
 
@@ -54,6 +54,7 @@ class PositionwiseModelOutput(AbstractModelOutput):
     """Sum over the labelled positions of a sample of log p, or of the margin."""
 
     ignore_index: int = IGNORED
+    _setting_names: ClassVar[tuple[str, ...]] = ("output",)
 
     def __init__(self, *, output: PositionOutput = "log_prob") -> None:
         """Store the definition of f.
@@ -74,25 +75,17 @@ class PositionwiseModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        terms, predicted = self._terms(model_call, batch)
-        count = count_labelled(predicted, self.ignore_index)
-        total = _sum_of(terms, predicted, count)
+        logits, labels = self._logits_and_labels(model_call, batch)
+        terms, count = label_terms(logits, labels, ignored=self.ignore_index, output=self.output)
+        total = terms.flatten(1).sum(1)
         if self.output == "log_prob":
             return linear_terms(total)
         return margin_terms(total, count.to(total.dtype))
 
     def position_outputs(self, model_call: ModelCall, batch: Batch) -> Tensor:
         """Return the term of f of every position ``(B, *P)``, 0 where nothing is predicted."""
-        terms, predicted = self._terms(model_call, batch)
-        return terms.masked_fill(~predicted, 0.0)
-
-    def _terms(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the terms of f ``(B, *P)``, also of ignored labels, and which positions are predicted."""
         logits, labels = self._logits_and_labels(model_call, batch)
-        predicted = labels != self.ignore_index
-        # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
-        margins = class_margins(logits, labels.masked_fill(~predicted, 0))
-        return (F.logsigmoid(margins) if self.output == "log_prob" else margins), predicted
+        return label_terms(logits, labels, ignored=self.ignore_index, output=self.output)[0]
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw the label of every labelled position; see :meth:`AbstractModelOutput.sample_labels`.
@@ -107,45 +100,26 @@ class PositionwiseModelOutput(AbstractModelOutput):
         """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
         return type(self)(**{**self.settings(), "output": "log_prob"})
 
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f."""
-        return {"output": self.output}
 
-
-def _sum_of(terms: Tensor, predicted: Tensor, count: Tensor) -> Tensor:
-    """Return the sum over labelled positions ``(B,)``; NaN, with a NaN gradient, for a sample that has none."""
-    some = count > 0
-    # A sample without labelled positions keeps all terms, so that its gradient becomes NaN as well.
-    dropped = ~predicted & some.reshape(-1, *[1] * (predicted.dim() - 1))
-    total = terms.masked_fill(dropped, 0.0).flatten(1).sum(1)
-    return total * nan_unless(some, total)
-
-
-def label_log_probs(logits: Tensor, labels: Tensor, *, ignored: int = IGNORED) -> tuple[Tensor, Tensor]:
-    """Return log p of every label and the number of labelled positions.
+def label_terms(
+    logits: Tensor, labels: Tensor, *, ignored: int = IGNORED, output: str = "log_prob"
+) -> tuple[Tensor, Tensor]:
+    """Return log p, or the margin, of every label and the number of labelled positions.
 
     Args:
-        logits: ``(B, T, C)``.
-        labels: ``(B, T)`` int64.
+        logits: ``(B, *P, C)``.
+        labels: ``(B, *P)`` int64.
         ignored: Label of positions that are not predicted.
+        output: ``"log_prob"`` or ``"margin"``.
 
     Returns:
-        ``(B, T)``, 0 where the label is ignored; and ``(B,)``. In a sample without labels every entry is NaN, also its
+        ``(B, *P)``, 0 where the label is ignored; and ``(B,)``. In a sample without labels every entry is NaN, also its
         gradient.
 
     Raises:
         InvalidInputError: If a sample has no labelled position (when run eagerly).
     """
     predicted = labels != ignored
-    count = count_labelled(predicted, ignored)
-    margins = class_margins(logits, labels.masked_fill(~predicted, 0))
-    some = (count > 0).unsqueeze(1)
-    terms = F.logsigmoid(margins).masked_fill(~predicted & some, 0.0)
-    return terms * nan_unless(some, terms), count
-
-
-def count_labelled(predicted: Tensor, ignored: int = IGNORED) -> Tensor:
-    """Return n ``(B,)``, the number of labelled positions per sample; raise (when run eagerly) if one has none."""
     count = predicted.flatten(1).sum(1)
     if not is_unread(count) and not bool((count > 0).all()):
         sample = int((count == 0).nonzero()[0])
@@ -153,7 +127,34 @@ def count_labelled(predicted: Tensor, ignored: int = IGNORED) -> Tensor:
             f"sample {sample} has no token to predict: all its labels that the logits align with are "
             f"{ignored}. Expected at least one label that is not; drop the sample or check the masking."
         )
-    return count
+    # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
+    margins = class_margins(logits, labels.masked_fill(~predicted, 0))
+    some = (count > 0).reshape(-1, *[1] * (labels.dim() - 1))
+    terms = F.logsigmoid(margins) if output == "log_prob" else margins
+    # A sample without labelled positions keeps all terms, so that its gradient becomes NaN as well.
+    terms = terms.masked_fill(~predicted & some, 0.0)
+    return terms * nan_unless(some, terms), count
+
+
+def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """Return the mean, the sum, the first or the last of states over the positions that count.
+
+    Args:
+        states: ``(B, T, d)``.
+        mask: ``(B, T)``, not 0 at positions that count; ``None`` if all do.
+        how: ``"mean"``, ``"sum"``, ``"first"`` or ``"last"``.
+
+    Returns:
+        ``(B, d)``.
+    """
+    kept = torch.ones_like(states[..., 0]) if mask is None else (mask != 0).to(states.dtype)
+    if how in ("mean", "sum"):
+        total = (states * kept.unsqueeze(-1)).sum(1)
+        return total if how == "sum" else total / kept.sum(1, keepdim=True).clamp(min=1.0)
+    places = torch.arange(1, states.shape[1] + 1, device=states.device)
+    ranks = kept * (places if how == "last" else places.flip(0))
+    place = ranks.argmax(1).reshape(-1, 1, 1).expand(-1, 1, states.shape[2])
+    return states.gather(1, place).squeeze(1)
 
 
 def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:

@@ -5,7 +5,7 @@ Shapes: B samples, C binary labels per sample. A logit is that of class 1.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,12 +13,23 @@ from torch.nn import functional as F
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._inputs import logits_of, refuse_invalid, shape_texts, split_labels
+from trak_lite.modelout_functions._inputs import (
+    logits_of,
+    one_column,
+    refuse_invalid,
+    shape_texts,
+    split_labels,
+)
 from trak_lite.modelout_functions._margins import linear_terms, margin_terms, two_class_margins
 from trak_lite.modelout_functions._sampling import sampled_answers, with_labels
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["BinaryClassificationModelOutput", "MultiLabelModelOutput"]
+
+_OTHERS = (
+    "; for several classes use 'image_classification' or 'text_classification', for several labels "
+    "'multilabel_classification'."
+)
 
 
 @final
@@ -34,15 +45,15 @@ class BinaryClassificationModelOutput(AbstractModelOutput):
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         args, kwargs, labels = split_labels(batch)
-        logits = _one_column(logits_of(model_call(*args, **kwargs)), what="logits")
-        labels = _one_column(labels, what="labels")
+        logits = one_column(logits_of(model_call(*args, **kwargs)), "The logits have shape", hint=_OTHERS)
+        labels = one_column(labels, "The labels have shape", hint=_OTHERS)
         _check_zero_one(logits, labels)
         return margin_terms(two_class_margins(logits, labels))
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw labels from the sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
         args, kwargs, _ = split_labels(batch)
-        logits = _one_column(logits_of(model_call(*args, **kwargs)), what="logits")
+        logits = one_column(logits_of(model_call(*args, **kwargs)), "The logits have shape", hint=_OTHERS)
         return with_labels(batch, sampled_answers(logits, noise))
 
 
@@ -60,6 +71,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "multilabel_classification"
+    _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["margin", "log_prob"] = "margin") -> None:
         """Store the settings.
@@ -96,22 +108,6 @@ class MultiLabelModelOutput(AbstractModelOutput):
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
         return MultiLabelModelOutput(output="log_prob")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f."""
-        return {"output": self.output}
-
-
-def _one_column(tensor: Tensor, *, what: str) -> Tensor:
-    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``."""
-    if tensor.dim() == 1:
-        return tensor
-    if tensor.dim() == 2 and tensor.shape[1] == 1:
-        return tensor.squeeze(1)
-    raise InvalidInputError(
-        f"The {what} have shape {shape_texts(tensor.shape)[0]}. Expected (B,) or (B, 1); for several classes use "
-        "'image_classification' or 'text_classification', for several labels 'multilabel_classification'."
-    )
 
 
 def _check_zero_one(logits: Tensor, labels: Tensor) -> None:

@@ -33,6 +33,8 @@ __all__ = [
 class _Classifier(AbstractModelOutput):
     """Margin of the label; a subclass says how the model is called with a batch."""
 
+    _setting_names: ClassVar[tuple[str, ...]] = ("temperature",)
+
     def __init__(self, temperature: float = 1.0) -> None:
         """Store the settings.
 
@@ -62,10 +64,6 @@ class _Classifier(AbstractModelOutput):
         return with_labels(
             batch, sampled_classes(logits_of(model_call(*args, **kwargs)) / self.temperature, noise)
         )
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that determine f, q and w."""
-        return {"temperature": self.temperature}
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Return the model's arguments and the labels."""
@@ -127,6 +125,7 @@ class TextClassificationModelOutput(_Classifier):
     """
 
     name: ClassVar[str] = "text_classification"
+    _setting_names = ("temperature", "input_names")
 
     def __init__(
         self,
@@ -150,10 +149,6 @@ class TextClassificationModelOutput(_Classifier):
                 f"input_names is {input_names!r}. Expected a sequence of distinct keyword names, such as "
                 "('input_ids',)."
             )
-
-    def settings(self) -> dict[str, Any]:
-        """Return the temperature and the input names."""
-        return {**super().settings(), "input_names": list(self.input_names)}
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Return the model's keyword arguments and the labels."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import (
     fields_of,
     nan_unless,
@@ -65,6 +65,7 @@ class CLIPModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "clip"
+    _setting_names = ("temperature", "simulated_batch_size", "seed", "input_names")
 
     def __init__(
         self,
@@ -170,8 +171,8 @@ class CLIPModelOutput(AbstractModelOutput):
         """
         del batch_size
         size = positive_int(size=size)
-        prepare = (preprocess_fn_img or _same, preprocess_fn_txt or _same)
-        image, text = self._embed(model, loader, size=size, prepare=prepare)
+        steps = (preprocess_fn_img, preprocess_fn_txt)
+        image, text = self._embed(model, loader, size=size, steps=steps)
         if embedding_dim is not None and image.shape[1] != embedding_dim:
             raise InvalidInputError(
                 f"The embeddings have width {image.shape[1]}, expected embedding_dim = {embedding_dim}."
@@ -207,15 +208,6 @@ class CLIPModelOutput(AbstractModelOutput):
         mean = output.detach() * scale / 2
         wrong = torch.sigmoid(-mean)
         return OutputTerms(output, wrong, wrong * torch.sigmoid(mean) * scale / 2)
-
-    def settings(self) -> dict[str, Any]:
-        """Return temperature, number of negatives, seed and input names."""
-        return {
-            "temperature": self.temperature,
-            "simulated_batch_size": self.simulated_batch_size,
-            "seed": self.seed,
-            "input_names": None if self.input_names is None else list(self.input_names),
-        }
 
     def state_digest(self) -> str | None:
         """Return the SHA-256 of the negatives in hex; ``None`` if none have been set."""
@@ -264,38 +256,29 @@ class CLIPModelOutput(AbstractModelOutput):
         loader: Iterable[Batch],
         *,
         size: int,
-        prepare: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+        steps: tuple[Callable[[Any], Any] | None, ...],
     ) -> tuple[Tensor, Tensor]:
         """Return image and text embeddings of at least ``size`` pairs, or of all pairs if there are fewer."""
-        modes = {module: module.training for module in model.modules()}
-        place = next(
-            (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
-        )
+        tensors = (*model.parameters(), *model.buffers())
+        device = tensors[0].device if tensors else torch.device("cpu")
         images: list[Tensor] = []
         texts: list[Tensor] = []
-        model.eval()
-        try:
-            with torch.no_grad():
-                for batch in loader:
-                    if isinstance(batch, tuple | list) and len(batch) == 2:
-                        batch = [step(part) for step, part in zip(prepare, batch, strict=True)]
-                    pairs = _pairs_of(self._call(model, move_batch(batch, place)))
-                    images.append(pairs.image)
-                    texts.append(pairs.text)
-                    if sum(map(len, images)) >= size:
-                        break
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with evaluating(model):
+            for batch in loader:
+                if isinstance(batch, tuple | list) and len(batch) == 2:
+                    batch = [
+                        part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
+                    ]
+                pairs = _pairs_of(self._call(model, move_batch(batch, device)))
+                images.append(pairs.image)
+                texts.append(pairs.text)
+                if sum(map(len, images)) >= size:
+                    break
         if not images:
             raise InvalidInputError(
                 "The loader gave no batch. Expected at least one batch of pairs to embed."
             )
         return torch.cat(images), torch.cat(texts)
-
-
-def _same(part: Any) -> Any:
-    return part
 
 
 def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:

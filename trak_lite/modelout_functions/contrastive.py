@@ -5,7 +5,6 @@ Shapes: B samples, n negatives of a row, d embedding width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -19,11 +18,13 @@ from trak_lite.modelout_functions._columns import columns_of, prefixed
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     fields_of,
+    labels_tensor,
     positive_real,
-    precise,
     shape_texts,
+    tensor_of,
 )
 from trak_lite.modelout_functions._margins import multiclass_terms
+from trak_lite.modelout_functions._positions import pooled
 from trak_lite.modelout_functions._sampling import sampled_classes
 from trak_lite.types import Batch, OutputTerms
 
@@ -31,6 +32,7 @@ __all__ = ["ContrastiveModelOutput"]
 
 _QUERY, _POSITIVE, _NEGATIVE, _LABELS = "query_", "positive_", "negative_", "labels"
 _PREFIXES = (_QUERY, _POSITIVE, _NEGATIVE)
+_STATES = ("sentence_embedding", "embeddings", "last_hidden_state")
 
 
 @final
@@ -55,6 +57,7 @@ class ContrastiveModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "contrastive"
+    _setting_names = ("temperature", "similarity", "pooling")
 
     def __init__(
         self,
@@ -84,23 +87,15 @@ class ContrastiveModelOutput(AbstractModelOutput):
         logits = self._similarities(model_call, fields)
         if labels is None:
             labels = torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
-        if not isinstance(labels, Tensor):
-            raise InvalidInputError(f"The labels are a {type(labels).__name__}. Expected a tensor, (B,).")
-        labels = class_labels(labels, shape=logits.shape[:1], num_classes=logits.shape[1])
+        labels = class_labels(
+            labels_tensor(labels, "(B,)"), shape=logits.shape[:1], num_classes=logits.shape[1]
+        )
         return multiclass_terms(logits, labels, temperature=1.0)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw which candidate is the positive; see :meth:`AbstractModelOutput.sample_labels`."""
         fields, _ = _parts(batch)
         return {**fields, _LABELS: sampled_classes(self._similarities(model_call, fields), noise)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return temperature, similarity and pooling."""
-        return {
-            "temperature": self.temperature,
-            "similarity": self.similarity,
-            "pooling": self.pooling,
-        }
 
     def _similarities(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         """Return the similarities of query and candidates over the temperature, ``(B, 1 + n)``."""
@@ -123,9 +118,9 @@ class ContrastiveModelOutput(AbstractModelOutput):
         """Return embeddings ``(B, d)``, of length 1 for cosines."""
         given = dict(inputs)
         args = (given.pop(""),) if "" in given else ()
-        states = _states_of(model_call(*args, **given))
+        states = tensor_of(model_call(*args, **given), *_STATES)
         if states.dim() == 3:
-            states = _pooled(states, given.get("attention_mask"), self.pooling)
+            states = pooled(states, given.get("attention_mask"), self.pooling)
         if states.dim() != 2:
             raise InvalidInputError(
                 f"The model gave embeddings of shape {shape_texts(states.shape)[0]}. Expected (B, d), or states "
@@ -161,32 +156,3 @@ def _num_negatives(negatives: dict[str, Any], own: set[str]) -> int:
             "with n of at least 1."
         )
     return counts.pop()
-
-
-def _states_of(answer: Any) -> Tensor:
-    """Return embeddings or states of a model output, in float32 or wider."""
-    found = answer
-    if not isinstance(answer, Tensor):
-        names = ("sentence_embedding", "embeddings", "last_hidden_state")
-        mapped = isinstance(answer, Mapping)
-        values = (answer.get(name) if mapped else getattr(answer, name, None) for name in names)
-        found = next((value for value in values if isinstance(value, Tensor)), None)
-        if found is None and isinstance(answer, tuple | list) and answer:
-            found = answer[0]
-    if not isinstance(found, Tensor):
-        raise InvalidInputError(
-            f"The model gave a {type(answer).__name__}. Expected a tensor, a tuple whose first element is one, or an "
-            "object or mapping with `sentence_embedding`, `embeddings` or `last_hidden_state`."
-        )
-    return precise(found, what="The model's output")
-
-
-def _pooled(states: Tensor, mask: Any, pooling: str) -> Tensor:
-    """Return ``(B, d)`` from states ``(B, T, d)`` over the positions where the mask ``(B, T)`` is not 0."""
-    kept = torch.ones_like(states[..., 0]) if mask is None else (mask != 0).to(states.dtype)
-    if pooling == "mean":
-        return (states * kept.unsqueeze(-1)).sum(1) / kept.sum(1, keepdim=True).clamp(min=1.0)
-    places = torch.arange(states.shape[1], device=states.device)
-    ranks = kept * (states.shape[1] - places if pooling == "first" else places + 1)
-    place = ranks.argmax(1).reshape(-1, 1, 1).expand(-1, 1, states.shape[2])
-    return states.gather(1, place).squeeze(1)

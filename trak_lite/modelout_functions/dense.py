@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,6 +37,7 @@ class DenseClassificationModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "dense_classification"
+    _setting_names = ("output", "class_axis", "ignore_index", "upsample")
 
     def __init__(
         self,
@@ -70,15 +71,6 @@ class DenseClassificationModelOutput(PositionwiseModelOutput):
                 f"upsample must be True or False, and True only with class_axis=1, got {upsample!r}."
             )
         self.class_axis, self.ignore_index, self.upsample = class_axis, ignore_index, upsample
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f, the axis of the classes, the ignored label and the resizing."""
-        return {
-            "output": self.output,
-            "class_axis": self.class_axis,
-            "ignore_index": self.ignore_index,
-            "upsample": self.upsample,
-        }
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = split_labels(batch)

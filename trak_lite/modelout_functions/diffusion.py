@@ -3,7 +3,9 @@ r"""Model output function of denoising diffusion models. Shapes: B samples, S st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import torch
@@ -14,7 +16,14 @@ from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._columns import columns_of
-from trak_lite.modelout_functions._inputs import fields_of, nan_unless, precise, refuse_invalid, shape_texts
+from trak_lite.modelout_functions._inputs import (
+    fields_of,
+    nan_unless,
+    precise,
+    refuse_invalid,
+    shape_texts,
+    tensor_of,
+)
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._sampling import sampled_values
 from trak_lite.types import Batch, OutputTerms
@@ -39,7 +48,7 @@ class _Rows(NamedTuple):
     """``(B,)``, whether all timesteps were in range."""
     target: Tensor | None
     """``(B, D, ...)`` in place of the true targets."""
-    conditions: tuple[Any, ...]
+    conditions: Sequence[Any]
     """Further positional arguments of the model."""
     named: dict[str, Any]
     """Keyword arguments of the model."""
@@ -71,6 +80,7 @@ class DiffusionModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "diffusion"
+    _setting_names = ("prediction", "schedule", "num_steps", "draws")
     has_curvature: bool = False
 
     def __init__(
@@ -99,9 +109,14 @@ class DiffusionModelOutput(AbstractModelOutput):
         self.num_steps = positive_int(num_steps=num_steps)
         if isinstance(schedule, str):
             self.schedule: str | list[float] = one_of(sorted(_SCHEDULES), schedule=schedule)
-            self._levels = _levels_of(_SCHEDULES[schedule](num_steps))
+            self._levels = list(accumulate((1 - beta for beta in _SCHEDULES[schedule](num_steps)), mul))
         else:
-            self.schedule = self._levels = _checked_levels(schedule)
+            self.schedule = self._levels = [float(level) for level in schedule]
+            if not self._levels or not all(0.0 <= level <= 1.0 for level in self._levels):
+                raise InvalidInputError(
+                    "schedule must be the name of a schedule, or the cumulative products of 1 - beta for every "
+                    "timestep, each from 0 to 1."
+                )
             self.num_steps = len(self._levels)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
@@ -128,15 +143,6 @@ class DiffusionModelOutput(AbstractModelOutput):
             )
         return {**fields, _TARGET: sampled_values(predicted, noise)}
 
-    def settings(self) -> dict[str, Any]:
-        """Return what is predicted, the schedule and the number of draws."""
-        return {
-            "prediction": self.prediction,
-            "schedule": self.schedule,
-            "num_steps": self.num_steps,
-            "draws": self.draws,
-        }
-
     def _denoised(self, model_call: ModelCall, rows: _Rows, draw: int) -> tuple[Tensor, Tensor]:
         """Return the prediction and the target of one draw."""
         sample, timesteps = rows.sample, rows.timesteps[:, draw]
@@ -145,7 +151,7 @@ class DiffusionModelOutput(AbstractModelOutput):
         signal, spread = level.sqrt(), (1 - level).sqrt()
         noise = seeded_normals(rows.seeds, sample.shape[1:], stream=2 * draw + 1).to(sample.dtype)
         noisy = signal * sample + spread * noise
-        predicted = _prediction_of(model_call(noisy, timesteps, *rows.conditions, **rows.named))
+        predicted = tensor_of(model_call(noisy, timesteps, *rows.conditions, **rows.named), "sample")
         if predicted.shape != sample.shape:
             shapes = shape_texts(predicted.shape, sample.shape)
             raise InvalidInputError(
@@ -158,8 +164,13 @@ class DiffusionModelOutput(AbstractModelOutput):
 
     def _rows(self, batch: Batch) -> _Rows:
         """Return the parts of a batch, checked."""
-        fields, conditions = _named_parts(batch)
-        sample, seeds = fields.pop(_SAMPLE), fields.pop(_SEED)
+        conditions: Sequence[Any] = ()
+        if isinstance(batch, tuple | list) and len(batch) >= 2:
+            sample, *conditions, seeds = batch
+            fields = {}
+        else:
+            fields = columns_of(batch, [_SAMPLE, _SEED])
+            sample, seeds = fields.pop(_SAMPLE), fields.pop(_SEED)
         if not isinstance(sample, Tensor) or sample.dim() < 2:
             raise InvalidInputError(
                 f"The samples are a {type(sample).__name__}. Expected a tensor (B, ...) with at least 2 axes."
@@ -197,41 +208,8 @@ class DiffusionModelOutput(AbstractModelOutput):
         return timesteps.clamp(0, self.num_steps - 1), valid.all(1)
 
 
-def _named_parts(batch: Batch) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return the columns and the further positional arguments."""
-    if fields_of(batch) is None and isinstance(batch, tuple | list) and len(batch) >= 2:
-        sample, *conditions, seeds = batch
-        return {_SAMPLE: sample, _SEED: seeds}, tuple(conditions)
-    return columns_of(batch, [_SAMPLE, _SEED]), ()
-
-
 def _not_whole(numbers: Tensor) -> bool:
     return numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
-
-
-def _prediction_of(answer: Any) -> Tensor:
-    """Return the tensor that the model predicted."""
-    found = answer
-    if isinstance(answer, Mapping):
-        found = answer.get("sample")
-    elif not isinstance(answer, Tensor):
-        found = getattr(answer, "sample", None)
-        if found is None and isinstance(answer, tuple | list) and answer:
-            found = answer[0]
-    if not isinstance(found, Tensor):
-        raise InvalidInputError(
-            f"The model gave a {type(answer).__name__}. Expected a tensor, a tuple whose first element is one, or an "
-            "object or mapping with `sample`."
-        )
-    return precise(found, what="The model's output")
-
-
-def _linear(steps: int) -> list[float]:
-    return _spaced(1e-4, 0.02, steps)
-
-
-def _scaled_linear(steps: int) -> list[float]:
-    return [root**2 for root in _spaced(0.00085**0.5, 0.012**0.5, steps)]
 
 
 def _cosine(steps: int) -> list[float]:
@@ -241,28 +219,13 @@ def _cosine(steps: int) -> list[float]:
     return [min(1 - level(step + 1) / level(step), 0.999) for step in range(steps)]
 
 
-_SCHEDULES = {"linear": _linear, "scaled_linear": _scaled_linear, "cosine": _cosine}
-
-
 def _spaced(first: float, last: float, steps: int) -> list[float]:
     return [first + (last - first) * step / max(steps - 1, 1) for step in range(steps)]
 
 
-def _levels_of(betas: Sequence[float]) -> list[float]:
-    """Return the cumulative products of 1 - beta."""
-    levels, product = [], 1.0
-    for beta in betas:
-        product *= 1 - beta
-        levels.append(product)
-    return levels
-
-
-def _checked_levels(levels: Sequence[float]) -> list[float]:
-    """Return the levels as floats; raise if there are none, or one is not in [0, 1]."""
-    found = [float(level) for level in levels]
-    if not found or not all(0.0 <= level <= 1.0 for level in found):
-        raise InvalidInputError(
-            "schedule must be the name of a schedule, or the cumulative products of 1 - beta for every timestep, each "
-            "from 0 to 1."
-        )
-    return found
+_SCHEDULES: dict[str, Callable[[int], list[float]]] = {
+    "linear": lambda steps: _spaced(1e-4, 0.02, steps),
+    "scaled_linear": lambda steps: [root**2 for root in _spaced(0.00085**0.5, 0.012**0.5, steps)],
+    "cosine": _cosine,
+}
+"""Betas by the name of their schedule."""

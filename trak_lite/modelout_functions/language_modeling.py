@@ -47,6 +47,7 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "causal_language_modeling"
+    _setting_names = ("output", "shift")
 
     def __init__(self, *, output: PositionOutput = "log_prob", shift: bool = True) -> None:
         """Store the settings.
@@ -63,10 +64,6 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
         if not isinstance(shift, bool):
             raise InvalidInputError(f"shift must be True or False, got {shift!r}.")
         self.shift = shift
-
-    def settings(self) -> dict[str, Any]:
-        """Return the choice of f and of alignment."""
-        return {"output": self.output, "shift": self.shift}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = token_inputs(batch)
@@ -109,6 +106,7 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "sequence_to_sequence"
+    _setting_names = ("output", "decoder_start_token_id", "pad_token_id")
 
     def __init__(
         self,
@@ -137,14 +135,6 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
         self.decoder_start_token_id = decoder_start_token_id
         self.pad_token_id = pad_token_id
 
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f and the special tokens."""
-        return {
-            "output": self.output,
-            "decoder_start_token_id": self.decoder_start_token_id,
-            "pad_token_id": self.pad_token_id,
-        }
-
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         kwargs, labels = self._inputs(model_call.model, batch)
         return aligned_tokens(model_call(**kwargs), labels, shift=False)
@@ -163,17 +153,15 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
             )
         _, kwargs, labels = split_labels(batch)
         if "decoder_input_ids" not in kwargs and "decoder_inputs_embeds" not in kwargs:
-            kwargs["decoder_input_ids"] = self._shifted(model, labels)
+            start = self._token(model, "decoder_start_token_id")
+            if labels.dim() != 2 or labels.is_floating_point():
+                raise InvalidInputError(
+                    f"The labels have shape {tuple(labels.shape)} and dtype {labels.dtype}. Expected (B, T) integers."
+                )
+            shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+            pad = self._token(model, "pad_token_id")
+            kwargs["decoder_input_ids"] = shifted.masked_fill(shifted == IGNORED, pad)
         return kwargs, labels
-
-    def _shifted(self, model: nn.Module, labels: Tensor) -> Tensor:
-        start = self._token(model, "decoder_start_token_id")
-        if labels.dim() != 2 or labels.is_floating_point():
-            raise InvalidInputError(
-                f"The labels have shape {tuple(labels.shape)} and dtype {labels.dtype}. Expected (B, T) integers."
-            )
-        shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == IGNORED, self._token(model, "pad_token_id"))
 
     def _token(self, model: nn.Module, name: str) -> int:
         token = getattr(self, name)

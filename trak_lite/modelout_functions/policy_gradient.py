@@ -12,9 +12,9 @@ from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._columns import columns_of, real_column, token_column
-from trak_lite.modelout_functions._inputs import positive_real
+from trak_lite.modelout_functions._inputs import labels_tensor, positive_real
 from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_log_probs
+from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
 from trak_lite.types import Batch, OutputTerms
 
@@ -55,6 +55,7 @@ class PolicyGradientModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "policy_gradient"
+    _setting_names = ("clip", "kl_weight", "reduction", "temperature", "kl_correction")
     has_curvature: bool = False
 
     def __init__(
@@ -90,7 +91,7 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         fields = columns_of(batch, self._needed())
         logits, labels = _run(model_call, fields, self.temperature)
-        log_probs, count = label_log_probs(logits, labels)
+        log_probs, count = label_terms(logits, labels)
         predicted = labels != IGNORED
         ratio = self._ratio(fields, log_probs, predicted)
         terms = self._objective(fields, log_probs, ratio, predicted)
@@ -116,16 +117,6 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         """Return the sum of log p of the tokens, without advantages."""
         return _AnswerLogLikelihood(self.temperature)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the clipping range, the divergence, the reduction and the temperature."""
-        return {
-            "clip": None if self.clip is None else list(self.clip),
-            "kl_weight": self.kl_weight,
-            "reduction": self.reduction,
-            "temperature": self.temperature,
-            "kl_correction": self.kl_correction,
-        }
-
     def _needed(self) -> list[str]:
         old = [] if self.clip is None else [_OLD]
         return [*_NEEDED, *old, *([_REFERENCE] if self.kl_weight else [])]
@@ -140,7 +131,12 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         self, fields: dict[str, Any], log_probs: Tensor, ratio: Tensor, predicted: Tensor
     ) -> Tensor:
         """Return the term of every token without the divergence, ``(B, T')``; 0 where none is predicted."""
-        advantages = _advantages(fields, predicted, log_probs)
+        column = fields[_ADVANTAGES]
+        if isinstance(column, Tensor) and column.dim() == 2:
+            advantages = token_column(fields, _ADVANTAGES, predicted, log_probs)
+        else:
+            values, valid = real_column(fields, _ADVANTAGES, log_probs[:, 0])
+            advantages = (values * valid).unsqueeze(1) * predicted
         if _OLD not in fields:
             return log_probs * advantages
         terms = ratio * advantages
@@ -161,27 +157,16 @@ class _AnswerLogLikelihood(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
-        return linear_terms(label_log_probs(logits, labels)[0].sum(1))
+        return linear_terms(label_terms(logits, labels)[0].sum(1))
 
 
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
     """Call the model; return logits ``(B, T - 1, V)`` over temperature, and the labels ``(B, T - 1)`` they predict."""
     own = {"labels", _ADVANTAGES, _OLD, _REFERENCE}
-    labels = fields["labels"]
-    if not isinstance(labels, Tensor):
-        raise InvalidInputError(f"The labels are a {type(labels).__name__}. Expected a tensor, (B, T).")
+    labels = labels_tensor(fields["labels"], "(B, T)")
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels
-
-
-def _advantages(fields: dict[str, Any], predicted: Tensor, like: Tensor) -> Tensor:
-    """Return the advantage of every token, ``(B, 1)`` or ``(B, T - 1)``; 0 where none is predicted."""
-    column = fields[_ADVANTAGES]
-    if isinstance(column, Tensor) and column.dim() == 2:
-        return token_column(fields, _ADVANTAGES, predicted, like)
-    values, valid = real_column(fields, _ADVANTAGES, like[:, 0])
-    return (values * valid).unsqueeze(1) * predicted
 
 
 def _clip_range(clip: float | Sequence[float] | None) -> tuple[float, float] | None:

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise, evaluating
 from trak_lite.modelout_functions._columns import columns_of, prefixed, real_column
 from trak_lite.modelout_functions._inputs import (
+    labels_tensor,
     logits_of,
     nan_unless,
+    one_column,
     positive_real,
     refuse_invalid,
-    shape_texts,
 )
-from trak_lite.modelout_functions._positions import aligned_tokens, label_log_probs
+from trak_lite.modelout_functions._positions import aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_answers
 from trak_lite.types import Batch, OutputTerms
 
@@ -52,32 +53,29 @@ class _PreferenceModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        fields, sign, margin = self._parts(batch)
-        output = self._difference(model_call, fields)
-        if margin is not None:
-            margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
-            output = output * valid
-        if sign is not None:
-            sign = _signs(sign, output)
-            output = output * sign
-            margin = None if margin is None else margin * sign
-        logit = self.beta * output.detach() - (0.0 if margin is None else margin)
+        output, margin, preferred = self._parts(model_call, batch)
+        if preferred is not None:
+            sign = _signs(preferred, output)
+            output, margin = output * sign, margin * sign
+        logit = self.beta * output.detach() - margin
         wrong, right = torch.sigmoid(-logit), torch.sigmoid(logit)
         return OutputTerms(output, self.beta * wrong, self.beta**2 * wrong * right)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw the column ``preferred``; see :meth:`AbstractModelOutput.sample_labels`."""
-        fields, _, margin = self._parts(batch)
-        output = self._difference(model_call, fields)
-        if margin is not None:
-            margin = real_column({_MARGIN: margin}, _MARGIN, output)[0]
-        drawn = sampled_answers(self.beta * output - (0.0 if margin is None else margin), noise)
+        output, margin, _ = self._parts(model_call, batch)
+        drawn = sampled_answers(self.beta * output - margin, noise)
         return {**columns_of(batch, self.needed), _PREFERRED: drawn}
 
-    def _parts(self, batch: Batch) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
-        """Return the columns without the preference and the margin, which follow."""
+    def _parts(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        """Return f ``(B,)`` of rows whose chosen answer is preferred, the margin, and the column ``preferred``."""
         fields = columns_of(batch, self.needed)
-        return fields, fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
+        preferred, margin = fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
+        output = self._difference(model_call, fields)
+        if margin is None:
+            return output, 0.0, preferred
+        margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
+        return output * valid, margin, preferred
 
 
 @final
@@ -102,6 +100,7 @@ class DPOModelOutput(_PreferenceModelOutput):
     """
 
     name: ClassVar[str] = "dpo"
+    _setting_names = ("beta",)
     needed: ClassVar[tuple[str, ...]] = (
         "chosen_input_ids",
         "chosen_labels",
@@ -120,10 +119,6 @@ class DPOModelOutput(_PreferenceModelOutput):
             InvalidInputError: If it is not a finite number above 0.
         """
         self.beta = positive_real(beta=beta)
-
-    def settings(self) -> dict[str, Any]:
-        """Return beta."""
-        return {"beta": self.beta}
 
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = _answers_log_probs(model_call, fields)
@@ -153,7 +148,12 @@ class RewardModelOutput(_PreferenceModelOutput):
 
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = (
-            _one_score(model_call(**prefixed(fields, side, [other]))) for side, other in _SIDES
+            one_column(
+                logits_of(model_call(**prefixed(fields, side, [other]))),
+                "The model gave scores of shape",
+                hint=": one score per text (num_labels=1).",
+            )
+            for side, other in _SIDES
         )
         return chosen - rejected
 
@@ -201,18 +201,12 @@ def reference_columns(
     """
     place = next(reference.parameters()).device if device is None else torch.device(device)
     needed = AnswerDifferenceModelOutput.needed
-    modes = {module: module.training for module in reference.modules()}
     found: list[tuple[Tensor, Tensor]] = []
-    reference.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                fields = columns_of(move_batch(batch, place), needed)
-                answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
-                found.append(_answers_log_probs(ModelCall(reference), answers))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluating(reference):
+        for batch in batches:
+            fields = columns_of(move_batch(batch, place), needed)
+            answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
+            found.append(_answers_log_probs(ModelCall(reference), answers))
     if not found:
         raise InvalidInputError("There is no batch. Expected the rows in order, in at least one batch.")
     columns = (torch.cat([pair[side].cpu() for pair in found]) for side in range(2))
@@ -228,25 +222,10 @@ def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[T
 
 def _answer_log_probs(model_call: ModelCall, fields: dict[str, Any], side: str, other: str) -> Tensor:
     inputs = prefixed(fields, side, [other])
-    labels = inputs.pop("labels")
-    if not isinstance(labels, Tensor):
-        raise InvalidInputError(f"The column '{side}labels' is a {type(labels).__name__}. Expected a tensor.")
+    labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
     answer = model_call(**inputs)
     logits, labels = aligned_tokens(answer, labels, shift=True, what=f"{side}labels")
-    return label_log_probs(logits, labels)[0].sum(1)
-
-
-def _one_score(answer: Any) -> Tensor:
-    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)`` logits."""
-    scores = logits_of(answer)
-    if scores.dim() == 2 and scores.shape[1] == 1:
-        return scores.squeeze(1)
-    if scores.dim() != 1:
-        raise InvalidInputError(
-            f"The model gave scores of shape {shape_texts(scores.shape)[0]}. Expected (B,) or (B, 1): one score per "
-            "text (num_labels=1)."
-        )
-    return scores
+    return label_terms(logits, labels)[0].sum(1)
 
 
 def _signs(preferred: Any, like: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
 )
 from trak_lite.modelout_functions._margins import linear_terms
+from trak_lite.modelout_functions._positions import pooled
 from trak_lite.modelout_functions._registry import resolve_task
 from trak_lite.types import Batch, OutputTerms
 
@@ -308,14 +309,7 @@ class ActivationModelOutput(AbstractModelOutput):
                 )
             return values[:, self.position]
         fits = isinstance(mask, Tensor) and mask.shape == values.shape
-        kept = (mask != 0).to(values.dtype) if fits else torch.ones_like(values)
-        if self.position == "mean":
-            return (values * kept).sum(1) / kept.sum(1).clamp(min=1.0)
-        if self.position == "sum":
-            return (values * kept).sum(1)
-        places = torch.arange(1, values.shape[1] + 1, device=values.device)
-        ranks = kept * (places if self.position == "last" else places.flip(0))
-        return values.gather(1, ranks.argmax(1, keepdim=True)).squeeze(1)
+        return pooled(values.unsqueeze(-1), mask if fits else None, self.position).squeeze(-1)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, U
 from trak_lite.modelout_functions._inputs import (
     logits_of,
     nan_unless,
+    one_column,
     refuse_invalid,
     shape_texts,
     split_labels,
@@ -38,6 +39,7 @@ class RegressionModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "regression"
+    _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["prediction", "neg_squared_error"] = "prediction") -> None:
         """Store the settings.
@@ -59,7 +61,12 @@ class RegressionModelOutput(AbstractModelOutput):
         if self.output == "neg_squared_error":
             squared = (predictions - targets).square() * nan_unless(targets.isfinite(), targets)
             return linear_terms(-0.5 * squared.unsqueeze(-1).flatten(1).sum(1))
-        output = self._one_number(predictions) * nan_unless(targets.isfinite(), targets).reshape(-1)
+        column = one_column(
+            predictions,
+            "The model gave predictions of shape",
+            hint=' for output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").',
+        )
+        output = column * nan_unless(targets.isfinite(), targets).reshape(-1)
         values = output.detach()
         return OutputTerms(output, targets.reshape(-1) - values, torch.ones_like(values))
 
@@ -68,20 +75,6 @@ class RegressionModelOutput(AbstractModelOutput):
         args, kwargs, targets = split_labels(batch)
         predictions, _ = _aligned(logits_of(model_call(*args, **kwargs)), targets)
         return with_labels(batch, sampled_values(predictions, noise))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the definition of f."""
-        return {"output": self.output}
-
-    @staticmethod
-    def _one_number(predictions: Tensor) -> Tensor:
-        """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``."""
-        if predictions.dim() == 1 or (predictions.dim() == 2 and predictions.shape[1] == 1):
-            return predictions.reshape(-1)
-        raise InvalidInputError(
-            f"The model gave predictions of shape {shape_texts(predictions.shape)[0]}. Expected (B,) or (B, 1) "
-            'for output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").'
-        )
 
 
 def _aligned(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,15 +183,12 @@ def _tokens(pairs: Sequence[Any], what: str) -> Content:
             f"A token of {what} has a weight that is NaN or infinite. Expected finite numbers."
         )
     largest = float(np.abs(weights).max(initial=0.0))
-    tokens = [
-        (cut(text, _FIELD_LENGTH), f"{weight:+.3g}", _shade(weight, largest))
-        for (text, _), weight in zip(pairs[:_NUM_TOKENS], weights.tolist(), strict=False)
-    ]
+    tokens = []
+    for (text, _), weight in zip(pairs[:_NUM_TOKENS], weights.tolist(), strict=False):
+        level = round(LEVELS * abs(weight) / largest) if largest else 0
+        shade = (
+            f"{'p' if weight > 0 else 'n'}{level}" if level else None
+        )  # class of the background: p1 to p7, n1 to n7
+        tokens.append((cut(text, _FIELD_LENGTH), f"{weight:+.3g}", shade))
     rest = f"… ({len(pairs):,} tokens in all)" if len(pairs) > _NUM_TOKENS else ""
     return {"tokens": tokens, "rest": rest}
-
-
-def _shade(weight: float, largest: float) -> str | None:
-    """Return the class of the background, ``"p1"`` to ``"p7"`` or ``"n1"`` to ``"n7"``; ``None`` near 0."""
-    level = round(LEVELS * abs(weight) / largest) if largest else 0
-    return f"{'p' if weight > 0 else 'n'}{level}" if level else None

@@ -81,7 +81,7 @@ def write_report(
         searchable=True,
         scores=scores,
         figures=drawn_figures(scores, survey.histogram, names),
-        which=_which(len(survey.targets), scores.shape[1]) + _filtered(where),
+        which=_which(len(survey.targets), scores.shape[1], where),
         cards=_cards(survey, Renders(train_render, target_render, pair_render)),
         settings=_settings(scores),
     )
@@ -221,15 +221,11 @@ def _value(value: Any) -> str:
     return cut(text, _SETTING_LENGTH)
 
 
-def _which(shown: int, num_targets: int) -> str:
-    if shown == num_targets:
-        return f"All {num_targets:,} targets."
-    return f"{shown:,} of {num_targets:,} targets. write_report(..., targets=[...]) selects others."
-
-
-def _filtered(where: Where | None) -> str:
-    """Return a sentence that names the train rows on the page, if they are not all."""
+def _which(shown: int, num_targets: int, where: Where | None) -> str:
+    """Return sentences that name the targets on the page, and the train rows if they are not all."""
+    said = f"All {num_targets:,} targets."
+    if shown < num_targets:
+        said = f"{shown:,} of {num_targets:,} targets. write_report(..., targets=[...]) selects others."
     if where is None:
-        return ""
-    chosen = _value(dict(where)) if isinstance(where, Mapping) else "a mask"
-    return f" Only the train rows of {chosen}."
+        return said
+    return f"{said} Only the train rows of {_value(dict(where)) if isinstance(where, Mapping) else 'a mask'}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -44,6 +44,7 @@ def chosen_targets(scores: ReportedScores, targets: Sequence[int] | None) -> lis
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Histogram:
     """Counts of numbers in bins of equal width, which doubles when a number lies outside of all bins.
 
@@ -55,10 +56,8 @@ class Histogram:
         ([1, 0, 2], [-1.0, -0.5, 0.0])
     """
 
-    def __init__(self) -> None:
-        """Start with the narrowest bins."""
-        self._half_range = _SMALLEST
-        self._counts = np.zeros(2 * _HALF, np.int64)
+    _half_range: float = field(init=False, default=_SMALLEST)
+    _counts: NDArray[np.int64] = field(init=False, default_factory=lambda: np.zeros(2 * _HALF, np.int64))
 
     def add(self, values: NDArray[Any]) -> None:
         """Count numbers of any shape.
@@ -73,7 +72,9 @@ class Histogram:
         if not np.isfinite(largest):
             raise NonFiniteError("A score is NaN or infinite. Check the features and the kernel.")
         while largest >= self._half_range:
-            self._double()
+            pairs = self._counts.reshape(-1, 2).sum(1)
+            self._counts = np.pad(pairs, (_HALF // 2, _HALF // 2))  # 0 stays an edge
+            self._half_range *= 2
         # Exact: the width is a power of 2.
         bins = np.floor(values.reshape(-1) * (_HALF / self._half_range)).astype(np.int64) + _HALF
         self._counts += np.bincount(bins, minlength=2 * _HALF)
@@ -90,12 +91,6 @@ class Histogram:
         counts = self._counts.reshape(-1, step).sum(1)[first:last]
         width = self._half_range / _HALF * step
         return counts, -self._half_range + width * np.arange(first, last)
-
-    def _double(self) -> None:
-        """Double the width of every bin; 0 stays an edge."""
-        pairs = self._counts.reshape(-1, 2).sum(1)
-        self._counts = np.pad(pairs, (_HALF // 2, _HALF // 2))
-        self._half_range *= 2
 
 
 @final

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,9 +54,7 @@ class TargetGroups:
         return values, strongest, best
 
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
+class Candidates(NamedTuple):
     """Rows with their values, ``(n,)`` each; larger values are better."""
 
     rows: NDArray[np.int64]
@@ -72,18 +70,11 @@ class Candidates:
 
     def take(self, order: NDArray[np.int64] | NDArray[np.bool_]) -> Candidates:
         """Return some of the rows, in an order."""
-        return Candidates(*(part[order] for part in self._parts()))
+        return Candidates._make(part[order] for part in self)
 
     def joined(self, other: Candidates) -> Candidates:
         """Return these rows, then the others."""
-        return Candidates(*(np.concatenate(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
-
-    def best_first(self) -> Candidates:
-        """Return the rows by value, the largest first; of equal values the lower row is first."""
-        return self.take(np.lexsort((self.rows, -self.values)))
-
-    def _parts(self) -> tuple[NDArray[Any], ...]:
-        return self.rows, self.values, self.strongest, self.best, self.places
+        return Candidates._make(map(np.concatenate, zip(self, other, strict=True)))
 
 
 def shape_of(scores: Scores | ArrayLike) -> tuple[int, int]:
@@ -132,11 +123,18 @@ def best_rows(
             rows, tile = rows[here], tile[here]
         if not len(rows):
             continue
-        _check_finite(rows, tile)
+        if not np.isfinite(tile).all():
+            row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
+            raise NonFiniteError(
+                f"The score of train row {rows[row]} for target {target} is {tile[row, target]}. select needs finite "
+                "scores of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use "
+                "scores without k and refine, or check the features and the kernel."
+            )
         values, strongest, means = targets.of(tile)
         labels = np.zeros(len(tile), np.int64) if places is None else places[rows]
         best.add(Candidates(rows, values, strongest, means, labels))
-    return best.result().best_first()
+    found = best.result()
+    return found.take(np.lexsort((found.rows, -found.values)))
 
 
 @final
@@ -181,14 +179,3 @@ def _tiles(
         step = max(1, _TILE_VALUES // tile.shape[1])
         for first in range(0, len(tile), step):
             yield start + first, tile[first : first + step]
-
-
-def _check_finite(rows: NDArray[np.int64], tile: NDArray[np.float32]) -> None:
-    if np.isfinite(tile).all():
-        return
-    row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
-    raise NonFiniteError(
-        f"The score of train row {rows[row]} for target {target} is {tile[row, target]}. select needs finite scores "
-        "of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use scores without "
-        "k and refine, or check the features and the kernel."
-    )

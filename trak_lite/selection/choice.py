@@ -115,7 +115,10 @@ def select(
     chosen_reduction = REDUCTIONS[method] if reduction is None else reduction
     one_of(("mean", "sum", "max"), reduction=chosen_reduction)
     num_rows, num_targets = shape_of(scores)
-    wanted = None if where is None else _wanted(where, scores, data, num_rows)
+    wanted = None
+    if where is not None:
+        columns = _columns(scores, where, data) if isinstance(where, Mapping) else {}
+        wanted = wanted_rows(where, columns, num_rows)
     most = num_rows if wanted is None else int(wanted.sum())
     k = min(positive_int(k=k), most)
     if not k:
@@ -209,11 +212,6 @@ def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
                 f"{', '.join(given)} belong to method={owner!r}, and method is {method!r}. Leave them out, or change "
                 "the method."
             )
-
-
-def _wanted(where: Where, scores: Scores | ArrayLike, data: Any, num_rows: int) -> NDArray[np.bool_]:
-    """Return the rows to choose from, ``(N,)``."""
-    return wanted_rows(where, _columns(scores, where, data) if isinstance(where, Mapping) else {}, num_rows)
 
 
 def _columns(scores: Scores | ArrayLike, names: Iterable[str], data: Any) -> dict[str, Column]:

@@ -180,10 +180,6 @@ class LiveModel:
         run = scores.run
         run.computers = {} if run.computers is None else run.computers
 
-    def is_stored(self, name: str) -> bool:
-        """Return whether the store has a target set; another process may have removed it."""
-        return name in self._stored_names()
-
     def use(self, name: str) -> None:
         """Record that a text was shown, so that it is dropped after the ones that were not."""
         self._used.pop(name, None)
@@ -196,7 +192,7 @@ class LiveModel:
         that another process is scoring, or whose features are damaged, remains.
         """
         # A user may score targets under a name of their own that starts like these.
-        names = [name for name in self._stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
+        names = [name for name in self.stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
         recent = {name: place for place, name in enumerate(self._used)}
         oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
         gone = []
@@ -210,8 +206,8 @@ class LiveModel:
             gone.append(name)
         return gone
 
-    def _stored_names(self) -> list[str]:
-        """Return the names of all target sets with features in the store."""
+    def stored_names(self) -> list[str]:
+        """Return the names of all target sets with features in the store; another process may remove some."""
         place = self.attributor.path
         if place is None:
             return []

@@ -277,7 +277,6 @@ class Pages:
         )
 
     def _target_page(self, name: str, params: Params) -> str:
-        """Return the page of a stored target."""
         target = _number(params, "target", 0, 0, _END)
         self.sets.column(name, target)  # the target exists
         content, task = self._target_content(name, target), self.task_of(name)
@@ -290,16 +289,16 @@ class Pages:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
         text, live = _text(params), self._live()
         name = live.name(text)
-        if self.sets.held(name) is not None and not live.is_stored(name):
+        if self.sets.held(name) is not None and name not in live.stored_names():
             self.sets.forget(name)  # another process has removed it
-        if self.sets.held(name) is None:
+        scores = self.sets.held(name)
+        if scores is None:
             scores = live.asked(text)
-            if scores is not None:
-                self.sets.hold(name, scores)
-        if self.sets.held(name) is None:
+        if scores is None:
             form = self._form(self.sets.chosen(""), text, params)
             said = "This text was not scored yet. Score it to see its train rows."
             return self._page("serve_targets.html", "A text", **form, said=said, targets=[], pages=[])
+        self.sets.hold(name, scores)
         live.use(name)
         output = live.output(live.sample(text), live.attributor.task)
         return self._answer(name, 0, params, rendered(text, "the text"), output, text)
