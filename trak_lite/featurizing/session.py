@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -69,43 +69,36 @@ KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Te
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Run:
-    """A model, its settings and its store, shared by all calls on one attributor and its scores."""
+    """A model, its settings and its store, shared by all calls on one attributor and its scores.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: AttributorSettings,
-        workspace: Workspace,
-        *,
-        collate: Callable[[list[Any]], Batch] | None,
-        batch_size: int | None,
-        progress: bool | None,
-        distributed: bool | None,
-    ) -> None:
-        """Store the arguments; the keyword arguments are those of :class:`~trak_lite.Attributor`."""
-        self.model = model
-        self.settings = settings
-        self.workspace = workspace
-        self.progress = progress
-        self._collate = collate
-        self._batch_size = batch_size
-        self._distributed = distributed
-        self.sources: list[KnownSource] = []
-        """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
-        self.featurized: set[str] = set()
-        """Digests of the weights that ``featurize`` has loaded."""
-        self.train: Rows | None = None
-        """The train data of the last ``featurize``, for methods that are fitted to them."""
-        self.question = ""
-        """Name of the question that all targets ask; empty if their task is that of the train rows."""
-        self.computers: dict[str, AbstractGradientComputer] | None = None
-        """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again
-        by later sessions; ``None`` makes a computer for every session and checkpoint."""
+    The fields up to ``distributed`` are the arguments of :class:`~trak_lite.Attributor`.
+    """
+
+    model: nn.Module
+    settings: AttributorSettings
+    workspace: Workspace
+    _: KW_ONLY
+    collate: Callable[[list[Any]], Batch] | None
+    batch_size: int | None
+    progress: bool | None
+    distributed: bool | None
+    sources: list[KnownSource] = field(default_factory=list)
+    """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
+    featurized: set[str] = field(default_factory=set)
+    """Digests of the weights that ``featurize`` has loaded."""
+    train: Rows | None = None
+    """The train data of the last ``featurize``, for methods that are fitted to them."""
+    question: str = ""
+    """Name of the question that all targets ask; empty if their task is that of the train rows."""
+    computers: dict[str, AbstractGradientComputer] | None = None
+    """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again by
+    later sessions; ``None`` makes a computer for every session and checkpoint."""
 
     def rows(self, data: Any, what: str, batch_size: int | None = None) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages, ``batch_size`` replaces their own."""
-        found = rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+        found = rows_of(data, what=what, batch_size=self.batch_size, collate=self.collate)
         if batch_size is not None:
             found.batch_size = positive_int(batch_size=batch_size)
         return found
@@ -153,7 +146,7 @@ class Run:
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
         path = self.workspace.path
-        return joined_ranks(f"{call} ({path})", distributed=False if path is None else self._distributed)
+        return joined_ranks(f"{call} ({path})", distributed=False if path is None else self.distributed)
 
     @contextmanager
     def session(
@@ -587,7 +580,8 @@ class FeaturizingSession:
 
     def _kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         settings = self._settings
-        return KroneckerFits(self.store, self.model, settings.parameters, method.ekfac, settings.task)
+        fitted = method.ekfac.fitted_to(settings.task)
+        return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
 
     def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
