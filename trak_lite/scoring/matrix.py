@@ -192,21 +192,16 @@ class HeldMatrix(AbstractScoreMatrix):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class PartialMatrix(AbstractScoreMatrix):
     """Scores in memory of some train rows of every target; all others are NaN."""
 
-    def __init__(self, num_rows: int, known: Sequence[TopRows], most: int) -> None:
-        """Take the known scores.
-
-        Args:
-            num_rows: N.
-            known: Rows and scores of each target, rows ascending. They include the ``most`` most helpful and the
-                ``most`` most harmful rows, or candidates for them.
-            most: Number of rows that :meth:`kept_top` can return.
-        """
-        self._num_rows = num_rows
-        self._known = list(known)
-        self._most = most
+    _num_rows: int
+    _known: Sequence[TopRows]
+    """Rows and scores of each target, rows ascending. They include the ``most`` most helpful and the ``most`` most
+    harmful rows, or candidates for them."""
+    _most: int
+    """Number of rows that :meth:`kept_top` can return."""
 
     @property
     def shape(self) -> tuple[int, int]:

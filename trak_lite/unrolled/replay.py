@@ -203,7 +203,7 @@ def _scores_of_run(
         if lazy.table is None or not lazy.table.complete:
             found = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
             if found is not None:
-                with SharedRows(lazy, spec.chunk_rows, label="Scores", progress=False) as work:
+                with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
                         work.put(rows, {SCORES: found[rows]})
         if _is_complete(workspace, path):
@@ -310,9 +310,10 @@ class _SharedBlocks:
             done.advance(len(others) * replay.num_steps)
 
         count_others()
-        with SharedRows(table, table.spec.chunk_rows, label="Blocks of targets", progress=False) as work:
+        size = table.spec.chunk_rows
+        with SharedRows(table, size, label="Replaying", progress=False, unit="target") as work:
             for pending in (rows for batches in work.rounds() for rows in batches):
-                chunk = int(pending[0]) // table.spec.chunk_rows
+                chunk = int(pending[0]) // size
                 targets = np.arange(*table.chunk_range(chunk))
                 file = self.folder / f"block-{targets[0]:09d}.safetensors"
                 found = replay.block(targets, file, done)
