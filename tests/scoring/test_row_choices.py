@@ -212,7 +212,7 @@ def test_tiles_without_a_wanted_row_are_not_computed(monkeypatch: pytest.MonkeyP
         lambda self, rows, terms=None: computed.append(rows) or real(self, rows, terms),
     )
     read: list[tuple[int, int]] = []
-    table = type(source._train[0])
+    table = type(source.train[0])
     blocks = table.blocks
     monkeypatch.setattr(
         table,

@@ -94,9 +94,9 @@ def test_both_readings_of_the_segments_keep_their_kernels_side_by_side() -> None
     stored = rows.source()
     first = dense_scores(stored)
     joint = rows.source(GaussNewton(damping=1.0, layout="joint"))
-    joint._store = stored._store
+    joint.store = stored.store
     dense_scores(joint)
-    cached = stored._store._contents.cache
+    cached = stored.store._contents.cache
 
     assert {name for name in cached if name.startswith("gram-ckpt-0")} == {
         "gram-ckpt-0-curvature",

@@ -11,6 +11,7 @@ from unrolled_cases import margin, recipe, targets
 from trak_lite.data.datasets import rows_of
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.parallel.ranks import num_ranks
+from trak_lite.parallel.sharing import Patience
 from trak_lite.unrolled import TrainingRun, replay, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
@@ -84,7 +85,7 @@ def test_a_block_of_a_process_that_ends_is_taken_over(tmp_path, caplog):
     process = context.Process(target=held, args=(str(run.path), ready, leave))
     process.start()
     assert ready.wait(100)
-    waits = replay.Patience.wait
+    waits = Patience.wait
 
     def wait(self, *given):
         process.kill()
@@ -92,7 +93,7 @@ def test_a_block_of_a_process_that_ends_is_taken_over(tmp_path, caplog):
         waits(self, *given)
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
-        patch.setattr(replay.Patience, "wait", wait)
+        patch.setattr(Patience, "wait", wait)
         found = unrolled(run, targets(), margin, block=1).numpy()
 
     assert "Another process replays blocks of 2 targets" in caplog.text

@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -36,16 +36,19 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.featurizing.rows import featurize_rows
+from trak_lite.featurizing.rows import RowWork, featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.models.optimizers import AdamStates
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows, has_free_rows
-from trak_lite.projectors import AbstractProjector
-from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder, fisher_paths
+from trak_lite.run.tables import (
+    FEATURES,
+    as_tensor,
+    feature_table_spec,
+    fisher_folder,
+    fisher_paths,
+)
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout
@@ -121,17 +124,12 @@ class FisherFits:
     def fit(
         self,
         path: str,
+        made: RowWork,
+        rows: Rows,
         task: AbstractModelOutput,
         computer: AbstractGradientComputer,
-        projector: AbstractProjector,
-        rows: Rows,
         *,
         layout: FeatureLayout,
-        model_id: int,
-        device: torch.device,
-        label: str,
-        normalization: Normalization,
-        adam: AdamStates | None,
         progress: bool | None,
         ranks: Ranks,
         wait: bool = True,
@@ -140,16 +138,11 @@ class FisherFits:
 
         Args:
             path: Table of its train rows.
+            made: What computes them; their normalisation is none, or one that is linear in the gradient.
+            rows: The train rows.
             task: Draws the labels.
             computer: Computes the gradients of :func:`fisher_task`.
-            projector: The projector of the train rows.
-            rows: The train rows.
             layout: Segments of the stored rows.
-            model_id: Number of the checkpoint; the projection depends on it.
-            device: Device of the model.
-            label: Label of the progress bar.
-            normalization: Normalisation of the train rows: none, or one that is linear in the gradient.
-            adam: States of Adam at the checkpoint, if the normalisation needs them.
             progress: Show the bar; ``None`` shows it on a terminal only.
             ranks: See :func:`~trak_lite.featurizing.rows.featurize_rows`.
             wait: Wait for chunks that other processes hold. ``False`` returns without them.
@@ -161,36 +154,26 @@ class FisherFits:
         self.require_writable()
 
         def stop_when_fitted() -> None:
-            if self._fitted(path, layout) is not None:
+            if self.has(path, layout):
                 raise _FittedByOthersError
 
         fingerprint = self._fingerprint(path, layout)
         drawn_path, gram_path = fisher_paths(path, fingerprint)
-        number = self.method.num_samples(layout, projector.proj_dim)
-        samples = _DrawnRows(rows, task, computer, self.method, number)
+        samples = _DrawnRows(
+            rows, task, computer, self.method, self.method.num_samples(layout, made.projector.proj_dim)
+        )
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
+        table = self._lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path})
+        work = replace(made, table=table, rows=samples, computer_for=lambda *_: computer)
         try:
             with ranks.checking(stop_when_fitted):
-                featurize_rows(
-                    self._lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path}),
-                    samples,
-                    lambda *_: computer,
-                    projector,
-                    model_id=model_id,
-                    device=device,
-                    label=label,
-                    normalization=normalization,
-                    adam=adam,
-                    progress=progress,
-                    ranks=ranks,
-                    wait=wait,
-                )
+                featurize_rows(work, progress=progress, ranks=ranks, wait=wait)
             drawn = self.store.open_table(drawn_path)
             if drawn.complete:
-                self._sum_up(gram_path, drawn, layout, len(rows), device=device, ranks=ranks, wait=wait)
+                self._sum_up(gram_path, drawn, layout, len(rows), device=made.device, ranks=ranks, wait=wait)
         except (_FittedByOthersError, StoreError, StateError):
             # The process that completes the matrices drops the table that they are computed from, while others use it.
-            if self._fitted(path, layout) is None:
+            if not self.has(path, layout):
                 raise
         self.sweep(path, layout)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias, final
@@ -41,7 +42,7 @@ from trak_lite.modelout_functions._sampling import LossModelOutput
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import Batch, ParameterShapes
 
-__all__ = ["CurvatureProducts", "FisherProducts", "GaussNewtonProducts"]
+__all__ = ["CurvatureProducts", "FisherProducts", "GaussNewtonProducts", "quiet_forward_mode"]
 
 logger = logging.getLogger(__name__)
 
@@ -186,8 +187,7 @@ class GaussNewtonProducts:
 
     def _supports_forward_mode(self, outputs: _ModelOutputs, vectors: Named) -> bool:
         try:
-            with warnings.catch_warnings():  # torch's own, from the first use of forward mode in a process
-                warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+            with quiet_forward_mode():
                 outputs.forward({name: part[0] for name, part in vectors.items()})
         except (RuntimeError, NotImplementedError) as error:
             logger.info(
@@ -274,6 +274,14 @@ def _vjp(function: Callable[..., Any], at: Any) -> tuple[Any, Callable[..., Any]
     """Return the value of a function of one argument, and the map from cotangents to its gradient, in a tuple."""
     value, back = torch_vjp(function, at)[:2]
     return value, back
+
+
+@contextmanager
+def quiet_forward_mode() -> Iterator[None]:
+    """Ignore torch's own warning from the first use of forward mode in a process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+        yield
 
 
 def _is_real(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, final
 
 import numpy as np
@@ -17,11 +18,7 @@ from torch import Tensor
 from trak_lite.data.datasets import spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.kronecker.precondition import (
-    AbstractPreconditionedProjector,
-    PreconditionedProjector,
-    Preconditioner,
-)
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.solvers import (
     Convergence,
     conjugate_gradients,
@@ -35,7 +32,7 @@ from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import GradientBlock, ParameterShapes
 
-__all__ = ["InverseCurvature", "Solution", "SolvingProjector"]
+__all__ = ["InverseCurvature", "Solution"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,39 +52,40 @@ class Solution(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class InverseCurvature:
     """The inverse curvature of a method at the loaded checkpoint."""
 
-    def __init__(
-        self,
-        method: AbstractInverseMethod,
-        preconditioner: Preconditioner,
-        products: CurvatureProducts,
-        parameters: ParameterShapes,
-        *,
-        num_rows: int,
-        device: torch.device,
-        label: str,
-    ) -> None:
-        """Store the arguments.
+    method: AbstractInverseMethod
+    """The method."""
+    preconditioner: Preconditioner
+    """The inverse of the method's EK-FAC."""
+    products: CurvatureProducts
+    """Products with the Gauss-Newton matrix or an estimate; EKFAC does not use them."""
+    parameters: ParameterShapes
+    """Shapes of the kept parameters, in model order."""
+    _: KW_ONLY
+    num_rows: int
+    """N."""
+    device: torch.device
+    """Device of the model."""
+    label: str
+    """Name of the checkpoint in messages."""
+    _scale: float | None = None
 
-        Args:
-            method: The method.
-            preconditioner: The inverse of the method's EK-FAC.
-            products: Products with the Gauss-Newton matrix or an estimate; EKFAC does not use them.
-            parameters: Shapes of the kept parameters, in model order.
-            num_rows: N.
-            device: Device of the model.
-            label: Name of the checkpoint in messages.
-        """
-        self._method = method
-        self._ekfac = PreconditionedProjector(NoOpProjector(device=device), preconditioner)
-        self._lambdas = preconditioner.lambdas
-        self._products = products
-        self._parameters = parameters
-        self._num_rows = num_rows
-        self._label = label
-        self._scale: float | None = None
+    def accumulator(
+        self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a new accumulator, which collects the gradients of a whole batch; see :class:`Inverse`."""
+        whole = NoOpProjector(device=projector.device).accumulator(
+            num_samples, model_id=model_id, parameters=parameters
+        )
+
+        def finish(gradients: Tensor) -> Tensor:
+            found = by_name(self.solve(gradients).gradients, parameters)
+            return project_named(projector, found, model_id)
+
+        return _SolvingAccumulator(whole, finish)
 
     @torch.no_grad()
     def solve(self, gradients: Tensor) -> Solution:
@@ -97,25 +95,26 @@ class InverseCurvature:
             NonFiniteError: If LiSSA diverges.
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
-        if isinstance(self._method, CG):
-            return self._solve_by_cg(self._method, gradients)
-        if isinstance(self._method, LiSSA):
-            return self._solve_by_lissa(self._method, gradients)
-        if not isinstance(self._method, EKFAC):
+        if isinstance(self.method, CG):
+            return self._solve_by_cg(self.method, gradients)
+        if isinstance(self.method, LiSSA):
+            return self._solve_by_lissa(self.method, gradients)
+        if not isinstance(self.method, EKFAC):
             raise InvalidInputError(
-                f"{self._method.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
+                f"{self.method.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
             )
         return Solution(self._precondition(gradients), None)
 
     def _precondition(self, gradients: Tensor) -> Tensor:
-        return self._ekfac.project(by_name(gradients, self._parameters), 0)
+        ekfac = PreconditionedProjector(NoOpProjector(device=self.device), self.preconditioner)
+        return ekfac.project(by_name(gradients, self.parameters), 0)
 
     def _solve_by_cg(self, method: CG, gradients: Tensor) -> Solution:
         damping, right = self._damping(gradients)
-        wanted = spread_rows(self._num_rows, method.max_rows)
-        scale = self._num_rows / len(wanted)
+        wanted = spread_rows(self.num_rows, method.max_rows)
+        scale = self.num_rows / len(wanted)
         found, convergence = conjugate_gradients(
-            lambda vectors: self._products(vectors, wanted, scale=scale) + damping * vectors,
+            lambda vectors: self.products(vectors, wanted, scale=scale) + damping * vectors,
             self._precondition,
             right,
             tolerance=method.tolerance,
@@ -126,22 +125,22 @@ class InverseCurvature:
 
     def _solve_by_lissa(self, method: LiSSA, gradients: Tensor) -> Solution:
         damping, right = self._damping(gradients)
-        everything = np.arange(self._num_rows)
+        everything = np.arange(self.num_rows)
 
         def whole(vectors: Tensor) -> Tensor:
-            return self._products(vectors, everything) + damping * vectors
+            return self.products(vectors, everything) + damping * vectors
 
         if method.scale is None and self._scale is None:
             largest = largest_eigenvalue(whole, gradients, iterations=_POWER_ITERATIONS, seed=method.seed)
             self._scale = _MARGIN * largest
-            logger.info("LiSSA, %s: the largest eigenvalue is about %.3g.", self._label, largest)
+            logger.info("LiSSA, %s: the largest eigenvalue is about %.3g.", self.label, largest)
         scale = method.scale or self._scale or 1.0
         drawn = np.random.default_rng(method.seed)
-        count = min(method.rows, self._num_rows)
+        count = min(method.rows, self.num_rows)
 
         def estimated(vectors: Tensor) -> Tensor:
-            rows = np.sort(drawn.permutation(self._num_rows)[:count])
-            return self._products(vectors, rows, scale=self._num_rows / count) + damping * vectors
+            rows = np.sort(drawn.permutation(self.num_rows)[:count])
+            return self.products(vectors, rows, scale=self.num_rows / count) + damping * vectors
 
         found = torch.zeros_like(right)
         for _ in range(method.repeats):
@@ -163,8 +162,8 @@ class InverseCurvature:
         Where it is 0 no train row has a gradient, so the entries do not affect scores, and the system is singular.
         """
         parts = [
-            gradients.new_full((int(np.prod(shape)),), self._lambdas[name])
-            for name, shape in self._parameters.items()
+            gradients.new_full((int(np.prod(shape)),), self.preconditioner.lambdas[name])
+            for name, shape in self.parameters.items()
         ]
         damping = torch.cat(parts)
         return damping, torch.where(damping > 0, gradients, 0.0)
@@ -172,11 +171,11 @@ class InverseCurvature:
     def _report(self, convergence: Convergence, tolerance: float, remedy: str) -> None:
         """Log the iterations and residuals, and warn of targets that did not converge."""
         iterations, residuals = convergence.iterations, convergence.residuals
-        name = self._method.name
+        name = self.method.name
         logger.info(
             "%s, %s: %d to %d iterations for %d targets; relative residuals: median %.2g, largest %.2g.",
             name,
-            self._label,
+            self.label,
             iterations.min(),
             iterations.max(),
             len(iterations),
@@ -187,7 +186,7 @@ class InverseCurvature:
         if missed.any():
             warnings.warn(
                 f"{name} did not converge to a relative residual of {tolerance:g} for {int(missed.sum())} of "
-                f"{len(residuals)} targets at {self._label}; the largest is {residuals.max():.2g}. Change {remedy}, or "
+                f"{len(residuals)} targets at {self.label}; the largest is {residuals.max():.2g}. Change {remedy}, or "
                 "use more damping.",
                 UserWarning,
                 stacklevel=2,
@@ -195,41 +194,12 @@ class InverseCurvature:
 
 
 @final
-class SolvingProjector(AbstractPreconditionedProjector):
-    """Collects the gradients of a batch, multiplies them by an inverse curvature, then projects them."""
-
-    def __init__(self, projector: AbstractProjector, inverse: InverseCurvature) -> None:
-        """Wrap a projector.
-
-        Args:
-            projector: The projector of the train rows.
-            inverse: The inverse curvature of the checkpoint.
-        """
-        super().__init__(projector)
-        self._inverse = inverse
-
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch."""
-        whole = NoOpProjector(device=self._projector.device).accumulator(
-            num_samples, model_id=model_id, parameters=parameters
-        )
-
-        def finish(gradients: Tensor) -> Tensor:
-            found = by_name(self._inverse.solve(gradients).gradients, parameters)
-            return project_named(self._projector, found, model_id)
-
-        return _SolvingAccumulator(whole, finish)
-
-
-@final
+@dataclass(frozen=True, eq=False)
 class _SolvingAccumulator(AbstractFeatureAccumulator):
     """Passes the whole gradients of a batch to a function."""
 
-    def __init__(self, whole: AbstractFeatureAccumulator, finish: Callable[[Tensor], Tensor]) -> None:
-        self._whole = whole
-        self._finish = finish
+    _whole: AbstractFeatureAccumulator
+    _finish: Callable[[Tensor], Tensor]
 
     def add(self, block: GradientBlock) -> None:
         self._whole.add(block)

@@ -25,7 +25,7 @@ from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.run.tables import curvature_path
 from trak_lite.store import AbstractFeatureStore, Manifest
-from trak_lite.types import Batch, ParameterShapes
+from trak_lite.types import Batch
 
 __all__ = ["KroneckerFits"]
 
@@ -33,35 +33,30 @@ _VERSION = 1
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class KroneckerFits:
     """Curvatures of the checkpoints of a store, fitted with the settings of a method; one fit per checkpoint."""
 
-    def __init__(
-        self,
-        store: AbstractFeatureStore,
-        model: nn.Module,
-        parameters: ParameterShapes,
-        method: EKFAC,
-        task: AbstractModelOutput,
-    ) -> None:
-        self._store = store
-        self._model = model
-        self._names = list(parameters)
-        self._method = method.fitted_to(task)
-        self._task = task
+    store: AbstractFeatureStore
+    model: nn.Module
+    names: list[str]
+    """The kept parameters."""
+    method: EKFAC
+    """Resolved for the task."""
+    task: AbstractModelOutput
 
     def record(self) -> dict[str, Any]:
         """Return what determines the fits, as JSON values: the settings and the present train rows."""
-        dataset = self._store.manifest.fingerprint.get("dataset", {})
+        dataset = self.store.manifest.fingerprint.get("dataset", {})
         return {
             "version": _VERSION,
-            "settings": self._method.fit_json(),
+            "settings": self.method.fit_json(),
             "dataset": Manifest(dataset).digest(),
         }
 
     def has(self, digest: str) -> bool:
         """Whether the fit of the checkpoint with these weights is complete."""
-        return is_fitted(kept_units(self._model, self._names), self._keeper(digest))
+        return is_fitted(kept_units(self.model, self.names), self._keeper(digest))
 
     def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
         """Return the curvature of the checkpoint with these weights.
@@ -72,10 +67,10 @@ class KroneckerFits:
         if not self.has(digest):
             raise StateError(
                 f"The curvature of the checkpoint with weights {digest[:12]} is not fitted with the settings "
-                f"{self._method.fit_json()} on the present train rows. Call score(targets, method=...) with this "
+                f"{self.method.fit_json()} on the present train rows. Call score(targets, method=...) with this "
                 "method, which fits it."
             )
-        return loaded(kept_units(self._model, self._names), self._keeper(digest), device)
+        return loaded(kept_units(self.model, self.names), self._keeper(digest), device)
 
     def fit(
         self,
@@ -99,11 +94,11 @@ class KroneckerFits:
             ReadOnlyStoreError: If the store was opened for reading.
             UnsupportedModelError: If hooks cannot differentiate the model.
         """
-        if not self._store.writable:
+        if not self.store.writable:
             raise ReadOnlyStoreError(
-                f"The store at {self._store.path} is open for reading only, and a fit must be stored. Make it writable."
+                f"The store at {self.store.path} is open for reading only, and a fit must be stored. Make it writable."
             )
-        wanted = spread_rows(len(rows), self._method.max_rows)
+        wanted = spread_rows(len(rows), self.method.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
             plan = rows_in_batches(wanted, rows.batch_size)
@@ -113,18 +108,18 @@ class KroneckerFits:
                     bar.update(len(numbers))
 
         fit_curvature(
-            self._model,
-            self._task,
+            self.model,
+            self.task,
             batches,
-            method=self._method,
-            grad_wrt=self._names,
+            method=self.method,
+            grad_wrt=self.names,
             keeper=self._keeper(digest),
             num_rows=len(rows),
         )
 
     def _keeper(self, digest: str) -> _StoredArrays:
-        key = Manifest({**self.record(), "weights": digest, "parameters": self._names}).digest()
-        return _StoredArrays(self._store, curvature_path(digest), key)
+        key = Manifest({**self.record(), "weights": digest, "parameters": self.names}).digest()
+        return _StoredArrays(self.store, curvature_path(digest), key)
 
 
 @final

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -34,7 +34,7 @@ from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO
 from trak_lite.store import TableSpec
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["SampleRows", "check_rows", "compute_features", "featurize_rows", "put_features"]
+__all__ = ["RowWork", "SampleRows", "compute_features", "featurize_rows", "put_features"]
 
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
@@ -57,6 +57,15 @@ class SampleRows(Protocol):
 
     def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return the row numbers to use in messages for some rows."""
+
+
+def require_one_per_sample(rows: NDArray[np.int64], batch: Batch, what: str) -> None:
+    """Raise if the collate function has dropped or added samples of a batch."""
+    if batch_size(batch) != len(rows):
+        raise InvalidInputError(
+            f"Collating {len(rows)} samples of {what} gave a batch of {batch_size(batch)}. The collate function must "
+            "keep one entry per sample, in order."
+        )
 
 
 def compute_features(
@@ -103,38 +112,15 @@ def compute_features(
 
 
 def featurize_rows(
-    table: LazyTable,
-    rows: SampleRows,
-    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
-    projector: AbstractProjector,
-    *,
-    model_id: int,
-    device: torch.device,
-    label: str,
-    normalization: Normalization,
-    adam: AdamStates | None = None,
-    progress: bool | None = None,
-    ranks: Ranks | None = None,
-    wait: bool = True,
+    made: RowWork, *, progress: bool | None = None, ranks: Ranks | None = None, wait: bool = True
 ) -> int:
     """Featurize the pending rows of a table and write them batch by batch, until the table is complete.
 
     Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally waits
     for the chunks of the others.
 
-    If the table has a column of gradient norms, the norms before normalisation are written too.
-
     Args:
-        table: Table with a spec of :func:`feature_table_spec`; one row per row of ``rows``. The first valid batch
-            creates it, so invalid input leaves nothing on disk.
-        rows: The data; only pending rows are loaded.
-        computer_for: Returns the gradient computer for a batch and its rows.
-        projector: Projects gradients to features.
-        model_id: Number of the checkpoint.
-        device: Device of the model.
-        label: Label of the progress bar.
-        normalization: Normalisation of the gradients.
-        adam: States of Adam at the checkpoint, if the normalisation needs them.
+        made: The table, its samples, and what computes their features.
         progress: Show the bar; ``None`` shows it on a terminal only.
         ranks: The ranks that fill the same table; see :class:`~trak_lite.parallel.sharing.SharedRows`. They may hold
             parts of the model.
@@ -147,62 +133,34 @@ def featurize_rows(
         NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
         PrecisionError: If the table's dtype cannot hold a row; names the rows.
         InvalidInputError: If a batch is not what the task expects.
-        ManifestMismatchError: If recomputed rows differ from the stored ones; see :func:`check_rows`.
+        ManifestMismatchError: If recomputed rows differ from the stored ones; see :meth:`RowWork.check`.
         RankError: If another rank of a sharded model has failed.
     """
-    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, adam, label)
+    table = made.table
     ranks = Ranks() if ranks is None else ranks
     turns = Turns(ranks.lockstep, made.repeat)
     shared = SharedRows(
-        table, rows.batch_size, label=label, progress=progress, ranks=ranks, pause=turns.pause
+        table, made.rows.batch_size, label=made.label, progress=progress, ranks=ranks, pause=turns.pause
     )
     own: set[int] = set()
     """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
     with shared as work, turns:
         table.look()
-        compared = made.check(turns, own)
+        compared = made.compare(turns, own)
         first = not compared
         for plan in work.rounds(wait=wait):
             # On an accelerator a batch is written when the next one is under way, so that the device has work.
-            for wanted, found in one_behind(made.computed(rows.batches(plan), turns)):
+            for wanted, found in one_behind(made.computed(made.rows.batches(plan), turns)):
                 written = work.written
                 made.put(work, wanted, found)
                 if work.written > written:
                     own.add(int(wanted[0]) // table.spec.chunk_rows)
                 # Another process may have made the table meanwhile, with other data or another model.
                 if first:
-                    compared, first = made.check(turns, own), False
+                    compared, first = made.compare(turns, own), False
         if work.written < work.pending_at_first:  # others wrote the rest
-            made.check(turns, own)
+            made.compare(turns, own)
     return work.written
-
-
-def check_rows(
-    table: LazyTable,
-    rows: SampleRows,
-    wanted: NDArray[np.int64] | None,
-    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer],
-    projector: AbstractProjector,
-    *,
-    model_id: int,
-    device: torch.device,
-    label: str,
-    normalization: Normalization,
-    adam: AdamStates | None = None,
-    ranks: Ranks,
-) -> None:
-    """Recompute a few done rows of a table, and compare them with the stored ones within rounding.
-
-    The cost is one pass over at most eight samples. :func:`featurize_rows` calls this itself. The other arguments are
-    those of that function; the table exists. ``wanted`` are committed rows to compare, and ``None`` chooses some done
-    rows.
-
-    Raises:
-        ManifestMismatchError: If a row differs; names the row and every quantity that differs.
-    """
-    made = _BatchWork(table, rows, computer_for, projector, model_id, device, normalization, adam, label)
-    with Turns(ranks.lockstep, made.repeat) as turns:
-        made.check(turns, (), wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,28 +178,21 @@ class _Computed:
 class _Values:
     """Checked columns of one batch, on their way to the host: they are waited for once, by :meth:`checked`."""
 
-    def __init__(
-        self,
-        features: Tensor,
-        terms: OutputTerms,
-        computer: AbstractGradientComputer,
-        batch: Batch,
-        spec: TableSpec,
-        more: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Start to copy; the arguments are those of :func:`put_features`."""
-        self._computer, self._batch = computer, batch
+    def __init__(self, found: _Computed, spec: TableSpec, more: Mapping[str, Tensor]) -> None:
+        """Start to copy the features, q and w of a batch, and values of further columns of a table."""
+        self._computer, self._batch = found.computer, found.batch
+        features, terms = found.features, found.terms
         stored, norms, lost = _in_storage_dtype(features, spec)
         columns = {
             FEATURES: stored,
             OUT_TO_LOSS: terms.out_to_loss_grad.float(),
             LOSS_CURVATURE: terms.loss_curvature.float(),
-            **(more or {}),
+            **more,
         }
         self._names = tuple(columns)
         values = [finite_numbers(features, terms), norms, lost, *columns.values()]
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
-        self._more = tuple(more or ())
+        self._more = tuple(more)
 
     @property
     def is_done(self) -> bool:
@@ -260,21 +211,48 @@ class _Values:
 
 
 @final
-@dataclass(frozen=True)
-class _BatchWork:
-    """Computes and writes batches of a table; the fields are arguments of :func:`featurize_rows`."""
+@dataclass(frozen=True, eq=False)
+class RowWork:
+    """A table of features, its samples, and what computes the features; computes and writes batches of rows."""
 
     table: LazyTable
+    """Has a spec of :func:`feature_table_spec`, and one row per row of ``rows``. The first valid batch creates it, so
+    invalid input leaves nothing on disk. If it has a column of gradient norms, those before normalisation are written.
+    """
     rows: SampleRows
+    """The data; only pending rows are loaded."""
     computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
+    """Returns the gradient computer for a batch and its rows."""
     projector: AbstractProjector
+    """Projects gradients to features."""
+    _: KW_ONLY
     model_id: int
+    """Number of the checkpoint."""
     device: torch.device
-    normalization: Normalization
-    adam: AdamStates | None
+    """Device of the model."""
     label: str
+    """Label of the progress bar."""
+    normalization: Normalization
+    """Normalisation of the gradients."""
+    adam: AdamStates | None = None
+    """States of Adam at the checkpoint, if the normalisation needs them."""
 
-    def check(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
+    def check(self, ranks: Ranks, wanted: NDArray[np.int64] | None = None) -> None:
+        """Recompute a few done rows of the table, and compare them with the stored ones within rounding.
+
+        The cost is one pass over at most eight samples. :func:`featurize_rows` does this itself.
+
+        Args:
+            ranks: Those that hold parts of the model.
+            wanted: Committed rows to compare; ``None`` chooses some done rows.
+
+        Raises:
+            ManifestMismatchError: If a row differs; names the row and every quantity that differs.
+        """
+        with Turns(ranks.lockstep, self.repeat) as turns:
+            self.compare(turns, (), wanted)
+
+    def compare(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
         """Compare a few done rows outside the chunks ``own``; return whether there were any."""
         table = self.table.table
         stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
@@ -326,7 +304,10 @@ class _BatchWork:
         batch = self.rows.prepared(move_batch(batch, self.device), wanted)
         numbers = self.rows.numbers(wanted)
         computer = self.computer_for(batch, numbers)
-        normalizer = _normalizer(self.table, self.normalization, self.adam, len(wanted))
+        has_norms = self.table.has_column(GRADIENT_NORM)
+        normalizer = None
+        if has_norms or self.normalization.kind != "none":
+            normalizer = RowNormalizer(self.normalization, len(wanted), self.adam)
         features, terms = compute_features(
             computer,
             self.projector,
@@ -336,29 +317,18 @@ class _BatchWork:
             what=self.rows.what,
             normalizer=normalizer,
         )
-        return _Computed(batch, computer, features, terms, _norm_column(self.table, normalizer))
+        norms = {GRADIENT_NORM: normalizer.norms().float()} if has_norms and normalizer else {}
+        return _Computed(batch, computer, features, terms, norms)
 
     def computed(
         self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns
     ) -> Iterator[tuple[NDArray[np.int64], _Values]]:
         """Yield the rows of every batch, in order, and its results, which are on their way to the host."""
         for wanted, batch in batches:
-            self._refuse_other_size(wanted, batch)
+            require_one_per_sample(wanted, batch, self.rows.what)
             with turns.batch():
                 found = self.compute(wanted, batch)
-            yield (
-                wanted,
-                _Values(
-                    found.features, found.terms, found.computer, found.batch, self.table.spec, found.norms
-                ),
-            )
-
-    def _refuse_other_size(self, wanted: NDArray[np.int64], batch: Batch) -> None:
-        if batch_size(batch) != len(wanted):
-            raise InvalidInputError(
-                f"Collating {len(wanted)} samples of {self.rows.what} gave a batch of {batch_size(batch)}. "
-                "The collate function must keep one entry per sample, in order."
-            )
+            yield wanted, _Values(found, self.table.spec, found.norms)
 
     def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Values) -> None:
         """Write the results of a batch."""
@@ -384,22 +354,6 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
     norms = {name: torch.cat([part.norms[name] for part in parts]).cpu().numpy() for name in parts[0].norms}
     outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
     return Computed({**values, **norms}, outputs)
-
-
-def _normalizer(
-    table: LazyTable, normalization: Normalization, adam: AdamStates | None, num_samples: int
-) -> RowNormalizer | None:
-    """Return the object that normalises and measures a batch, or ``None`` if neither is wanted."""
-    if normalization.kind == "none" and not table.has_column(GRADIENT_NORM):
-        return None
-    return RowNormalizer(normalization, num_samples, adam)
-
-
-def _norm_column(table: LazyTable, normalizer: RowNormalizer | None) -> dict[str, Tensor]:
-    """Return the gradient norms of a streamed batch as a column, or nothing if the table has no such column."""
-    if normalizer is None or not table.has_column(GRADIENT_NORM):
-        return {}
-    return {GRADIENT_NORM: normalizer.norms().float()}
 
 
 def put_features(
@@ -434,7 +388,7 @@ def put_features(
     """
     named = rows if numbers is None else numbers
     columns = {name: torch.from_numpy(column).to(features.device) for name, column in (more or {}).items()}
-    values = _Values(features, terms, computer, batch, table.spec, columns)
+    values = _Values(_Computed(batch, computer, features, terms, {}), table.spec, columns)
     _put(table, rows, values.checked(named, what), what)
 
 

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -22,10 +22,10 @@ from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError,
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.featurizing.gauss_newton import CurvatureProducts, FisherProducts, GaussNewtonProducts
-from trak_lite.featurizing.inverse import InverseCurvature, Solution, SolvingProjector
-from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.inverse import InverseCurvature, Solution
+from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
-from trak_lite.featurizing.rows import check_rows, compute_features, featurize_rows
+from trak_lite.featurizing.rows import RowWork, SampleRows, compute_features, featurize_rows
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -69,43 +69,36 @@ KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Te
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Run:
-    """A model, its settings and its store, shared by all calls on one attributor and its scores."""
+    """A model, its settings and its store, shared by all calls on one attributor and its scores.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: AttributorSettings,
-        workspace: Workspace,
-        *,
-        collate: Callable[[list[Any]], Batch] | None,
-        batch_size: int | None,
-        progress: bool | None,
-        distributed: bool | None,
-    ) -> None:
-        """Store the arguments; the keyword arguments are those of :class:`~trak_lite.Attributor`."""
-        self.model = model
-        self.settings = settings
-        self.workspace = workspace
-        self.progress = progress
-        self._collate = collate
-        self._batch_size = batch_size
-        self._distributed = distributed
-        self.sources: list[KnownSource] = []
-        """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
-        self.featurized: set[str] = set()
-        """Digests of the weights that ``featurize`` has loaded."""
-        self.train: Rows | None = None
-        """The train data of the last ``featurize``, for methods that are fitted to them."""
-        self.question = ""
-        """Name of the question that all targets ask; empty if their task is that of the train rows."""
-        self.computers: dict[str, AbstractGradientComputer] | None = None
-        """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again
-        by later sessions; ``None`` makes a computer for every session and checkpoint."""
+    The fields up to ``distributed`` are the arguments of :class:`~trak_lite.Attributor`.
+    """
+
+    model: nn.Module
+    settings: AttributorSettings
+    workspace: Workspace
+    _: KW_ONLY
+    collate: Callable[[list[Any]], Batch] | None
+    batch_size: int | None
+    progress: bool | None
+    distributed: bool | None
+    sources: list[KnownSource] = field(default_factory=list)
+    """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
+    featurized: set[str] = field(default_factory=set)
+    """Digests of the weights that ``featurize`` has loaded."""
+    train: Rows | None = None
+    """The train data of the last ``featurize``, for methods that are fitted to them."""
+    question: str = ""
+    """Name of the question that all targets ask; empty if their task is that of the train rows."""
+    computers: dict[str, AbstractGradientComputer] | None = None
+    """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again by
+    later sessions; ``None`` makes a computer for every session and checkpoint."""
 
     def rows(self, data: Any, what: str, batch_size: int | None = None) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages, ``batch_size`` replaces their own."""
-        found = rows_of(data, what=what, batch_size=self._batch_size, collate=self._collate)
+        found = rows_of(data, what=what, batch_size=self.batch_size, collate=self.collate)
         if batch_size is not None:
             found.batch_size = positive_int(batch_size=batch_size)
         return found
@@ -153,7 +146,7 @@ class Run:
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
         path = self.workspace.path
-        return joined_ranks(f"{call} ({path})", distributed=False if path is None else self._distributed)
+        return joined_ranks(f"{call} ({path})", distributed=False if path is None else self.distributed)
 
     @contextmanager
     def session(
@@ -218,7 +211,7 @@ class FeaturizingSession:
     ) -> None:
         """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
         self._run = run
-        self._model, self._settings, self._workspace = run.model, run.settings, run.workspace
+        self.model, self._settings, self._workspace = run.model, run.settings, run.workspace
         self._progress = run.progress
         self._train = train
         self._own = own
@@ -241,11 +234,6 @@ class FeaturizingSession:
         """
         return self._workspace.store()
 
-    @property
-    def model(self) -> nn.Module:
-        """The borrowed model."""
-        return self._model
-
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
         return self._ranks.lockstep.all(flag)
@@ -259,7 +247,7 @@ class FeaturizingSession:
             wait: Return when every row is stored. If ``False``, or if earlier checkpoints are unfinished, chunks that
                 other processes hold are left to :meth:`finish`.
         """
-        digest = self._load(checkpoint)
+        digest = self.load(checkpoint)
         # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self._ranks.agree(what, digest, wait=self._is_first)
@@ -328,7 +316,7 @@ class FeaturizingSession:
             for checkpoint, digest in unfinished:
                 if self._is_left_alone(digest):
                     # No ranks.agree here: the ranks take over different checkpoints in different orders.
-                    written += self._featurize_train(checkpoint, self._load(checkpoint), rows, wait=False)
+                    written += self._featurize_train(checkpoint, self.load(checkpoint), rows, wait=False)
                     patience.reset()
                 elif not self._is_featurized(digest):
                     self._unfinished.append((checkpoint, digest))
@@ -383,7 +371,7 @@ class FeaturizingSession:
         Raises:
             StateError: If the checkpoint's train rows are not featurized.
         """
-        digest = self._load(checkpoint)
+        digest = self.load(checkpoint)
         self._fill_targets(targets, complete_tables(self.store, [digest]), digest, checkpoint.name)
         return digest
 
@@ -418,7 +406,7 @@ class FeaturizingSession:
             return
         try:
             for checkpoint in self._candidates(there):
-                digest = self._load(checkpoint)
+                digest = self.load(checkpoint)
                 if digest in there:
                     self._fill_targets(targets, train, digest, checkpoint.name)
                     return
@@ -452,16 +440,18 @@ class FeaturizingSession:
         )
         table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
         projector = self._settings.projector
-        if isinstance(method, EKFAC):
-            projector = PreconditionedProjector(projector, self._inverse_curvature(digest, label, method))
-        elif isinstance(method, AbstractInverseMethod):
-            inverse = self._inverse(
-                digest, label, method, self.train_rows(f"{method.name} has to be fitted to")
-            )
-            projector = SolvingProjector(projector, inverse)
-        self._featurize(
+        if isinstance(method, AbstractInverseMethod):
+            inverse: Inverse
+            if isinstance(method, EKFAC):
+                inverse = self._inverse_curvature(digest, label, method)
+            else:
+                rows = self.train_rows(f"{method.name} has to be fitted to")
+                inverse = self._inverse(digest, label, method, rows)
+            projector = PreconditionedProjector(projector, inverse)
+        work = self._work(
             table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector, normalization
         )
+        featurize_rows(work, progress=self._progress, ranks=self._ranks)
 
     def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
         """Return whether all target features of the checkpoint of this train table are stored."""
@@ -541,19 +531,22 @@ class FeaturizingSession:
             numbers, batch = next(rows.batches([np.arange(min(rows.batch_size, len(rows)))]))
             self._computers(rows.what)(move_batch(batch, settings.device), numbers)
         computer = settings.fisher_computer()
-        computer.load_model_params(self._model)
+        computer.load_model_params(self.model)
+        path = checkpoint_tables(self.store)[digest]
+        table = self.store.open_table(path)
+        work = self._work(
+            LazyTable(table.spec, table, lambda: table),
+            rows,
+            self._workspace.model_id(digest),
+            f"Fitting the Fisher information of {label}",
+        )
         fits.fit(
-            checkpoint_tables(self.store)[digest],
+            path,
+            work,
+            rows,
             settings.task,
             computer,
-            settings.projector,
-            rows,
             layout=settings.layout,
-            model_id=self._workspace.model_id(digest),
-            device=settings.device,
-            label=f"Fitting the Fisher information of {label}",
-            normalization=settings.normalization,
-            adam=self._adam_states(settings.normalization),
             progress=self._progress,
             ranks=self._ranks,
             wait=wait,
@@ -573,7 +566,7 @@ class FeaturizingSession:
         fits, device = self._kronecker_fits(method), self._settings.device
         if not fits.has(digest):
             refuse_sharded(
-                self._model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
+                self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
             )
             fits.fit(
                 digest,
@@ -587,7 +580,8 @@ class FeaturizingSession:
 
     def _kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         settings = self._settings
-        return KroneckerFits(self.store, self._model, settings.parameters, method.ekfac, settings.task)
+        fitted = method.ekfac.fitted_to(settings.task)
+        return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
 
     def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
@@ -632,7 +626,7 @@ class FeaturizingSession:
         for checkpoint in self._candidates(set(waiting)):
             if not waiting:
                 return
-            digest = self._load(checkpoint)
+            digest = self.load(checkpoint)
             if digest in waiting:
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)
@@ -649,10 +643,6 @@ class FeaturizingSession:
                 "to featurize. If these are of another training, remove them from the store, "
                 f"drop_checkpoint({next(iter(lacking))!r}), or use another path."
             )
-
-    def load(self, checkpoint: Checkpoint) -> str:
-        """Load a checkpoint and return the digest of its weights."""
-        return self._load(checkpoint)
 
     def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
         """Return the gradients of some data at the loaded checkpoint, of which nothing is stored.
@@ -709,9 +699,9 @@ class FeaturizingSession:
         task, parameters, device = settings.task, settings.parameters, settings.device
         draws = method.draws if isinstance(method, CG | LiSSA) else None
         if draws is None:
-            return GaussNewtonProducts(self._model, task, rows, parameters, device=device)
+            return GaussNewtonProducts(self.model, task, rows, parameters, device=device)
         return FisherProducts(
-            self._model, task, rows, parameters, draws=draws, seed=method.ekfac.seed, device=device
+            self.model, task, rows, parameters, draws=draws, seed=method.ekfac.seed, device=device
         )
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
@@ -738,26 +728,20 @@ class FeaturizingSession:
             return
         if len(self._train) != table.spec.num_rows:  # another process has appended rows
             return
-        check_rows(
+        work = self._work(
             LazyTable(table.spec, table, lambda: table),
             self._train,
-            self._train.held if isinstance(self._train, HeldRows) else None,
-            self._computers(self._train.what),
-            self._settings.projector,
-            model_id=int(table.spec.fingerprint["model_id"]),
-            device=self._settings.device,
-            label=table_path(table),
-            normalization=self._settings.normalization,
-            adam=self._adam_states(self._settings.normalization),
-            ranks=self._ranks,
+            int(table.spec.fingerprint["model_id"]),
+            table_path(table),
         )
+        work.check(self._ranks, self._train.held if isinstance(self._train, HeldRows) else None)
 
-    def _load(self, checkpoint: Checkpoint) -> str:
+    def load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
-        load_into(self._model, checkpoint, self._own)
+        load_into(self.model, checkpoint, self._own)
         self._loaded, self._adam = checkpoint, None
-        self._settings.task.prepare(self._model)
-        self._digest = weights_digest(self._model)
+        self._settings.task.prepare(self.model)
+        self._digest = weights_digest(self.model)
         self._computer = (self._run.computers or {}).get(self._digest)
         return self._digest
 
@@ -767,7 +751,7 @@ class FeaturizingSession:
             return None
         if self._adam is None:
             settings = self._settings
-            self._adam = adam_states(self._model, settings.parameters, self._loaded, settings.device)
+            self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
         return self._adam
 
     def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
@@ -780,7 +764,8 @@ class FeaturizingSession:
             {"name": checkpoint.name, "source": checkpoint.source},
         )
         try:
-            return self._featurize(table, rows, model_id, f"Featurizing {checkpoint.name}", wait=wait)
+            work = self._work(table, rows, model_id, f"Featurizing {checkpoint.name}")
+            return featurize_rows(work, progress=self._progress, ranks=self._ranks, wait=wait)
         except ManifestMismatchError:
             if self._workspace.model_id(digest) == model_id:
                 raise
@@ -788,21 +773,19 @@ class FeaturizingSession:
         # projection depends on it.
         return self._featurize_loaded(checkpoint, digest, rows, wait=wait)
 
-    def _featurize(
+    def _work(
         self,
         table: LazyTable,
-        rows: Rows,
+        rows: SampleRows,
         model_id: int,
         label: str,
         projector: AbstractProjector | None = None,
         normalization: Normalization | None = None,
-        *,
-        wait: bool = True,
-    ) -> int:
-        """Fill a table with rows of the loaded checkpoint; return the number of rows this process wrote."""
+    ) -> RowWork:
+        """Return the work on a table of rows of the loaded checkpoint, by default computed as train rows are."""
         settings = self._settings
         normalization = settings.normalization if normalization is None else normalization
-        return featurize_rows(
+        return RowWork(
             table,
             rows,
             self._computers(rows.what),
@@ -812,9 +795,6 @@ class FeaturizingSession:
             label=label,
             normalization=normalization,
             adam=self._adam_states(normalization),
-            progress=self._progress,
-            ranks=self._ranks,
-            wait=wait,
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
@@ -826,11 +806,11 @@ class FeaturizingSession:
 
         def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
             if self._computer is None and not settings.computer_is_chosen:
-                with naming_rows(self._model, settings.task, batch, wanted, what):
+                with naming_rows(self.model, settings.task, batch, wanted, what):
                     self._computer = settings.choose_computer(batch)
             elif self._computer is None:
                 self._computer = settings.computer()
-                self._computer.load_model_params(self._model)
+                self._computer.load_model_params(self.model)
             if self._run.computers is not None:
                 self._run.computers[self._digest] = self._computer
             return self._computer

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._progress import progress_bar
-from trak_lite.data.batches import batch_size, move_batch, rows_in_batches
+from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
-from trak_lite.featurizing.rows import compute_features
+from trak_lite.featurizing.rows import compute_features, require_one_per_sample
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.normalized import RowNormalizer
@@ -204,11 +203,7 @@ class GradientPass:
     def _computed(
         self, rows: NDArray[np.int64], batch: Batch, projector: AbstractProjector
     ) -> tuple[Tensor, OutputTerms]:
-        if batch_size(batch) != len(rows):
-            raise InvalidInputError(
-                f"Collating {len(rows)} samples of {self.rows.what} gave a batch of {batch_size(batch)}. The collate "
-                "function must keep one entry per sample, in order."
-            )
+        require_one_per_sample(rows, batch, self.rows.what)
         batch = move_batch(batch, self.device)
         computer = self.computer_for(batch, rows)
         settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self.rows.what}

@@ -332,7 +332,9 @@ def factorise(
             f"The kernel of {where} is numerically singular at lambda = {lambda_reg:g}: some features "
             "are linear combinations of others. Use damping > 0 or a larger lambda_reg."
         )
-    multiplier = 1.0 / _mean_abs_inverse(factor) if settings.rescale_inverse else 1.0
+    multiplier = 1.0
+    if settings.rescale_inverse:
+        multiplier /= float(torch.cholesky_inverse(factor).abs_().mean())
     return SegmentKernel(factor, lambda_reg, multiplier)
 
 
@@ -608,11 +610,6 @@ def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
             "Gauss-Newton kernel; use weighting='none' (Attributor: method=TRAK(damping=None, layout='stored'))."
         )
     return weights.to(wide_dtype(weights.device)).sqrt()
-
-
-def _mean_abs_inverse(factor: Tensor) -> float:
-    """Return the mean absolute entry of the inverse, given the lower Cholesky factor."""
-    return float(torch.cholesky_inverse(factor).abs_().mean())
 
 
 def _check_count(num_weights: int, num_rows: int) -> None:

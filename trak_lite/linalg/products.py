@@ -59,7 +59,7 @@ def score_block(
             f"row_weights must have one number for each of the {train.shape[0]} train rows, got shape "
             f"{tuple(row_weights.shape)}."
         )
-    dtype = _product_dtype(train, preconditioned)
+    dtype = torch.promote_types(torch.promote_types(train.dtype, preconditioned.dtype), torch.float32)
     shape = (train.shape[0], preconditioned.shape[0])
     if out is None:
         if accumulate:
@@ -148,11 +148,6 @@ def _upcast_rows(block: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tenso
         rows = buffer[: piece.shape[0]]
         rows.copy_(piece)
         yield start, rows
-
-
-def _product_dtype(train: Tensor, targets: Tensor) -> torch.dtype:
-    """Return the widest of both dtypes and float32."""
-    return torch.promote_types(torch.promote_types(train.dtype, targets.dtype), torch.float32)
 
 
 def _unit_rows(rows: Tensor) -> Tensor:

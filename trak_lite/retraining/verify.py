@@ -51,7 +51,6 @@ from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
-from trak_lite.store import AbstractFeatureStore
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
@@ -227,7 +226,9 @@ def verify(
                 scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
             )
             store_verdict(store, path, verdict)
-            _store_predictions(store, path, scores, retrained)
+            some = every_nth(scores.shape[1], _KEPT_TARGETS)
+            pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
+            store.put_entry(predictions_path(path), verdict_key(store, path), pairs)
         return verdict
 
     # Rank 0 computes the verdict; the other ranks wait and receive it.
@@ -349,13 +350,6 @@ def _check_budget(budget: int, *, calibrate: bool) -> None:
             f"budget must be an integer of at least {fewest}{' with calibrate=True' if calibrate else ''}, got "
             f"{budget!r}. Every subset costs one training per seed."
         )
-
-
-def _store_predictions(store: AbstractFeatureStore, path: str, scores: Scores, retrained: Retrained) -> None:
-    """Store the scores' predictions for the subsets and the retrained models' outputs, for some targets."""
-    some = every_nth(scores.shape[1], _KEPT_TARGETS)
-    pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-    store.put_entry(predictions_path(path), verdict_key(store, path), pairs)
 
 
 def _baselines(

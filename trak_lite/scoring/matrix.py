@@ -46,7 +46,7 @@ __all__ = [
 Sign = Literal["helpful", "harmful"]
 _ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
 _HELD_ROWS = 1024
-"""Rows per tile of a matrix in memory."""
+"""Rows per tile of a matrix that has no tiles of its own."""
 
 
 class GroupSums(NamedTuple):
@@ -80,13 +80,16 @@ class AbstractScoreMatrix(ABC):
     def stored(self) -> bool:
         """Whether the scores are stored, so that reading them computes nothing."""
 
-    @abstractmethod
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield ``(first row, (b, M) scores)`` of all train rows in order.
 
         Args:
             wanted: ``(N,)`` leaves out tiles without a wanted row; they are neither read nor computed.
         """
+        for start in range(0, self.shape[0], _HELD_ROWS):
+            rows = np.arange(start, min(start + _HELD_ROWS, self.shape[0]))
+            if wanted is None or wanted[rows].any():
+                yield start, self.rows(rows)
 
     @abstractmethod
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
@@ -183,33 +186,22 @@ class HeldMatrix(AbstractScoreMatrix):
 
     stored = True
 
-    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield copies of consecutive rows, or those with a wanted row."""
-        for start in range(0, len(self._scores), _HELD_ROWS):
-            if wanted is None or wanted[start : start + _HELD_ROWS].any():
-                yield start, self._scores[start : start + _HELD_ROWS].copy()
-
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._scores[np.asarray(indices, dtype=np.int64)]
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class PartialMatrix(AbstractScoreMatrix):
     """Scores in memory of some train rows of every target; all others are NaN."""
 
-    def __init__(self, num_rows: int, known: Sequence[TopRows], most: int) -> None:
-        """Take the known scores.
-
-        Args:
-            num_rows: N.
-            known: Rows and scores of each target, rows ascending. They include the ``most`` most helpful and the
-                ``most`` most harmful rows, or candidates for them.
-            most: Number of rows that :meth:`kept_top` can return.
-        """
-        self._num_rows = num_rows
-        self._known = list(known)
-        self._most = most
+    _num_rows: int
+    _known: Sequence[TopRows]
+    """Rows and scores of each target, rows ascending. They include the ``most`` most helpful and the ``most`` most
+    harmful rows, or candidates for them."""
+    _most: int
+    """Number of rows that :meth:`kept_top` can return."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -225,13 +217,6 @@ class PartialMatrix(AbstractScoreMatrix):
                 f"These scores hold the {self._most} most helpful and most harmful rows of every target, and groups, "
                 "filters and weights need those of all rows. Compute them without k and refine."
             )
-
-    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield consecutive rows, or those with a wanted row, NaN where a score is not known."""
-        for start in range(0, self._num_rows, _HELD_ROWS):
-            rows = np.arange(start, min(start + _HELD_ROWS, self._num_rows))
-            if wanted is None or wanted[rows].any():
-                yield start, self.rows(rows)
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``, NaN where a score is not known."""

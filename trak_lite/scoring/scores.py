@@ -387,22 +387,17 @@ class Scores:
         """
         wanted = None if rows is None else self._checked_rows(rows, target)
         if self._errors is not None:
-            return self._errors_over_runs(self._errors(), wanted, target)
+            errors = self._errors()
+            if wanted is not None and wanted.ndim == 2:
+                return np.take_along_axis(errors.T, wanted, axis=1)
+            chosen = errors if wanted is None else errors[wanted]
+            return chosen if target is None else chosen[:, target_number(target, self.shape[1], self.name)]
         if wanted is not None and wanted.ndim == 2:
             return self.source.pair_errors(wanted, runs)
         if target is None:
             return self.source.standard_error(wanted, slice(None), runs)
         place = target_number(target, self.shape[1], self.name)
         return self.source.standard_error(wanted, slice(place, place + 1), runs)[:, 0]
-
-    def _errors_over_runs(
-        self, errors: NDArray[np.float32], rows: NDArray[np.int64] | None, target: int | None
-    ) -> NDArray[np.float32]:
-        """Return the standard errors of some rows, in the shapes of :meth:`standard_error`."""
-        if rows is not None and rows.ndim == 2:
-            return np.take_along_axis(errors.T, rows, axis=1)
-        chosen = errors if rows is None else errors[rows]
-        return chosen if target is None else chosen[:, target_number(target, self.shape[1], self.name)]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000

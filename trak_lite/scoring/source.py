@@ -49,7 +49,7 @@ from trak_lite.scoring.tiles import ScoreTerm, error_tile, group_tile, score_til
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Reliability", "ScoreSource", "UnstoredRows"]
+__all__ = ["Reliability", "ScoreSource", "UnstoredRows", "transforms_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,18 +104,19 @@ class ScoreSource:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
-        if method.kernel is not None and _transforms(method):
+        if method.kernel is not None and transforms_rows(method):
             raise InvalidInputError(
                 f"{method.name} has a kernel and overrides transform(), which is used only without a kernel. Return "
                 "None as kernel, or remove transform()."
             )
         self.method = method
-        self._store = store
-        self._train = list(train)
-        self._name = name
-        self._weights = method.weights(len(self._train))
+        self.store = store
+        self.train = list(train)
+        """Tables of the train rows, one per checkpoint."""
+        self.name = name
+        self._weights = method.weights(len(self.train))
         self._layout = method.layout_of(layout)
-        self._device = device
+        self.device = device
         self.ranks = Ranks() if ranks is None else ranks
         self._held: dict[str, list[SegmentKernel]] | None = None
         self._named: set[str] = set()
@@ -127,50 +128,30 @@ class ScoreSource:
         Args:
             held: Kernels by the content of the train rows. Sources of the same method and layout may share it.
         """
-        if len(self._train) * sum(segment.width**2 for segment in self._layout.segments) * 8 <= _HELD_BYTES:
+        if len(self.train) * sum(segment.width**2 for segment in self._layout.segments) * 8 <= _HELD_BYTES:
             self._held = held
 
     def factorise(self) -> Iterator[None]:
         """Factorise the kernels of one checkpoint at each step and hold them, if :meth:`hold_kernels` allows it."""
         if self._held is None or self.method.kernel is None:
             return
-        for table in self._train:
+        for table in self.train:
             self._kernels(table, self.method.kernel)
             yield
 
     @property
     def manifest(self) -> Manifest:
         """Settings and versions that the rows were made with."""
-        return self._store.manifest
+        return self.store.manifest
 
     def columns(self) -> dict[str, Column]:
         """Return the stored columns of the train rows by name."""
-        return stored_columns(self._store)
+        return stored_columns(self.store)
 
     @property
     def num_rows(self) -> int:
         """N."""
-        return self._train[0].spec.num_rows
-
-    @property
-    def name(self) -> str:
-        """Name of the target set."""
-        return self._name
-
-    @property
-    def store(self) -> AbstractFeatureStore:
-        """The store of the rows."""
-        return self._store
-
-    @property
-    def train(self) -> list[AbstractRowTable]:
-        """Tables of the train rows, one per checkpoint."""
-        return list(self._train)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the products."""
-        return self._device
+        return self.train[0].spec.num_rows
 
     @property
     def width(self) -> int:
@@ -180,22 +161,22 @@ class ScoreSource:
     @property
     def num_checkpoints(self) -> int:
         """C."""
-        return len(self._train)
+        return len(self.train)
 
     @property
     def num_targets(self) -> int:
         """M."""
-        return self._targets(self._train[0]).spec.num_rows
+        return self._targets(self.train[0]).spec.num_rows
 
     @property
     def target_identity(self) -> Mapping[str, Any]:
         """JSON values that identify the targets, and their task if it is not that of the train rows."""
-        found: Mapping[str, Any] = self._targets(self._train[0]).spec.fingerprint.get("targets", {})
+        found: Mapping[str, Any] = self._targets(self.train[0]).spec.fingerprint.get("targets", {})
         return found
 
     def target_contents(self) -> list[str]:
         """Return a digest of the stored target rows of every checkpoint."""
-        return [self._targets(table).content_key() for table in self._train]
+        return [self._targets(table).content_key() for table in self.train]
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.
@@ -208,12 +189,12 @@ class ScoreSource:
         """
         kernel = self.method.kernel
         if kernel is not None:
-            paths = [table_path(table) for table in self._train]
-            make_grams(self._store, paths, kernel, self._layout, device=self._device, ranks=self.ranks)
-        transform = self._transformed if _transforms(self.method) else None
+            paths = [table_path(table) for table in self.train]
+            make_grams(self.store, paths, kernel, self._layout, device=self.device, ranks=self.ranks)
+        transform = self._transformed if transforms_rows(self.method) else None
         return [
             ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), transform)
-            for table, weight in zip(self._train, self._weights, strict=True)
+            for table, weight in zip(self.train, self._weights, strict=True)
         ]
 
     def gram_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -222,7 +203,7 @@ class ScoreSource:
         In contrast to scores, both sides are multiplied by q, and checkpoints by the absolute value of their weight.
         """
         size = (len(rows), len(rows))
-        total = torch.zeros(size, dtype=wide_dtype(self._device), device=self._device)
+        total = torch.zeros(size, dtype=wide_dtype(self.device), device=self.device)
         for own, solved in self._metric_rows(rows):
             total += own @ solved.T
         return (total + total.T) / 2
@@ -234,9 +215,9 @@ class ScoreSource:
             rows: Train rows.
             coefficients: ``(rows, R)``, one column per target.
         """
-        transform = self._transformed if _transforms(self.method) else None
+        transform = self._transformed if transforms_rows(self.method) else None
         terms = []
-        parts = zip(self._train, self._weights, self._metric_rows(rows), strict=True)
+        parts = zip(self.train, self._weights, self._metric_rows(rows), strict=True)
         for table, weight, (_, solved) in parts:
             targets = coefficients.to(solved).T @ solved * abs(weight) ** 0.5
             terms.append(ScoreTerm(table, targets.float(), transform))
@@ -260,15 +241,9 @@ class ScoreSource:
                 "GaussNewton, Fisher or TRAK."
             )
         terms = []
-        for table, weight in zip(self._train, self._weights, strict=True):
-            grams = grams_of(
-                self._store,
-                table_path(table),
-                kernel,
-                self._layout,
-                device=self._device,
-                fisher=fisher_of(self.method),
-            )
+        for table, weight in zip(self.train, self._weights, strict=True):
+            path, fisher = table_path(table), fisher_of(self.method)
+            grams = grams_of(self.store, path, kernel, self._layout, device=self.device, fisher=fisher)
             eigen = eigenpath_segments(grams, layout=self._layout)
             solved = precondition_path(
                 self._rows(table, targets),
@@ -306,19 +281,19 @@ class ScoreSource:
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the factors (q, its mean, or 1) of some train rows' products with targets, ``(C, rows)``."""
-        own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self._train]).astype(np.float64)
+        own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self.train]).astype(np.float64)
         if self.method.q == "off":
             return np.ones_like(own)
         return own if self.method.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
 
     def row_features(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Return the stored features of some train rows, ``(rows, K)`` for each checkpoint."""
-        return [table.read_rows(FEATURES, rows) for table in self._train]
+        return [table.read_rows(FEATURES, rows) for table in self.train]
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""
         terms = self.terms() if terms is None else terms
-        return score_tile(terms, rows, q=self.method.q, device=self._device)
+        return score_tile(terms, rows, q=self.method.q, device=self.device)
 
     def self_influence(self) -> NDArray[np.float32]:
         """Return the score of every train row for itself, ``(N,)``.
@@ -339,15 +314,15 @@ class ScoreSource:
             )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)
-        for table, weight in zip(self._train, self._weights, strict=True):
+        for table, weight in zip(self.train, self._weights, strict=True):
             own = self._own_products(table)
-            products = ((first, own(as_tensor(rows, self._device))) for first, rows in table.blocks(FEATURES))
+            products = ((first, own(as_tensor(rows, self.device))) for first, rows in table.blocks(FEATURES))
             parts = [part.astype(np.float64) for _, part in copied_ahead(products)]
             q = table.read(OUT_TO_LOSS).astype(np.float64)
             total += weight * np.concatenate(parts) * (q if self.method.q == "inside" else 1.0)
             out_to_loss += q
         if self.method.q == "outside":
-            total *= out_to_loss / len(self._train)
+            total *= out_to_loss / len(self.train)
         return total.astype(np.float32)
 
     def standard_error(
@@ -365,8 +340,7 @@ class ScoreSource:
         out = np.empty((self.num_rows if rows is None else len(rows), len(terms[0].targets)), np.float32)
         done = 0
         errors = (
-            (len(part), error_tile(terms, groups, part, q=self.method.q, device=self._device))
-            for part in plan
+            (len(part), error_tile(terms, groups, part, q=self.method.q, device=self.device)) for part in plan
         )
         for count, tile in copied_ahead(errors):
             out[done : done + count] = tile
@@ -380,7 +354,7 @@ class ScoreSource:
         wanted = np.unique(rows)
         out = np.empty(rows.shape, np.float32)
         for part in rows_in_batches(wanted, _PAIR_ROWS):
-            tile = error_tile(terms, groups, part, q=self.method.q, device=self._device).cpu().numpy()
+            tile = error_tile(terms, groups, part, q=self.method.q, device=self.device).cpu().numpy()
             here = (rows >= part[0]) & (rows <= part[-1])
             target, _ = np.nonzero(here)
             out[here] = tile[np.searchsorted(part, rows[here]), target]
@@ -427,10 +401,10 @@ class ScoreSource:
                 f"checkpoint_weights {self._weights} have both signs, so the checkpoints are not repeats of one "
                 "measurement. Group them: runs=[...], one label per checkpoint."
             )
-        labels = list(range(len(self._train))) if runs is None else list(runs)
-        if len(labels) != len(self._train):
+        labels = list(range(len(self.train))) if runs is None else list(runs)
+        if len(labels) != len(self.train):
             raise InvalidInputError(
-                f"runs has {len(labels)} labels, but {len(self._train)} checkpoints were scored. Give one label per "
+                f"runs has {len(labels)} labels, but {len(self.train)} checkpoints were scored. Give one label per "
                 "checkpoint, in their order."
             )
         groups: dict[Hashable, list[int]] = {}
@@ -452,7 +426,7 @@ class ScoreSource:
     ) -> Tensor:
         """Return the scores of a group of checkpoints alone, ``(rows, M)``."""
         q = self.method.q
-        products, factors = group_tile(terms, group, len(groups), rows, q=q, device=self._device)
+        products, factors = group_tile(terms, group, len(groups), rows, q=q, device=self.device)
         return products if factors is None else products * factors.to(products)[:, None]
 
     def _behind_kernel(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
@@ -463,7 +437,7 @@ class ScoreSource:
             return _same_shape(self.method.transform_targets(rows, self._layout), rows, self.method).float()
         if self.ranks.rank == 0:
             rows = precondition(rows, self._kernels(table, kernel), layout=self._layout)
-        rows = rows.to(wide_dtype(self._device))
+        rows = rows.to(wide_dtype(self.device))
         self.ranks.send_to_all(rows)
         return rows
 
@@ -472,11 +446,11 @@ class ScoreSource:
 
         Both are multiplied by q and by the root of the absolute weight of the checkpoint.
         """
-        for table, weight, q in zip(self._train, self._weights, self.row_factors(rows), strict=True):
-            found = torch.from_numpy(table.read_rows(FEATURES, rows)).to(self._device)
-            if _transforms(self.method):
+        for table, weight, q in zip(self.train, self._weights, self.row_factors(rows), strict=True):
+            found = torch.from_numpy(table.read_rows(FEATURES, rows)).to(self.device)
+            if transforms_rows(self.method):
                 found = self._transformed(found)
-            wide = found.to(wide_dtype(self._device))
+            wide = found.to(wide_dtype(self.device))
             wide = wide * torch.from_numpy(q * abs(weight) ** 0.5).to(wide)[:, None]
             kernel = self.method.kernel
             if kernel is None:
@@ -509,14 +483,8 @@ class ScoreSource:
         return self._held[key]
 
     def _new_kernels(self, table: AbstractRowTable, kernel: KernelSettings) -> list[SegmentKernel]:
-        kernels = kernels_of(
-            self._store,
-            table_path(table),
-            kernel,
-            self._layout,
-            device=self._device,
-            fisher=fisher_of(self.method),
-        )
+        path, fisher = table_path(table), fisher_of(self.method)
+        kernels = kernels_of(self.store, path, kernel, self._layout, device=self.device, fisher=fisher)
         pairs = zip(self._layout.segments, kernels, strict=True)
         lost = [segment.name for segment, found in pairs if not found.multiplier]
         if not self._named.issuperset(lost):
@@ -525,19 +493,19 @@ class ScoreSource:
                 "The kernel of module %s is zero or beneath the smallest normal number: it contributes nothing to the "
                 "scores %r.",
                 some_of(map(repr, lost)),
-                self._name,
+                self.name,
             )
         return kernels
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         """Return the target features of a checkpoint, ``(M, K)``."""
-        return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self._device)
+        return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self.device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self._store.open_table(target_table_path(self._name, self.method, table))
+        return self.store.open_table(target_table_path(self.name, self.method, table))
 
 
-def _transforms(method: AbstractMethod) -> bool:
+def transforms_rows(method: AbstractMethod) -> bool:
     """Whether a method changes rows before the product."""
     own = type(method)
     return (

@@ -103,7 +103,7 @@ def stored_scores(
         table, train = _finished_scores(store, name, method, settings.method, paths)
     _compare_tasks(table.spec.fingerprint.get("targets", {}), run, name)
     source = score_source(store, list(train.values()), name, method, settings)
-    return _scores_of_table(workspace, settings, table, source, store, run=run)
+    return _scores(workspace, settings, source, run, table=table)
 
 
 def streamed_scores(
@@ -133,7 +133,7 @@ def streamed_scores(
         train = _scorable_tables(store, name, method, paths)
     source = score_source(store, train, name, method, settings)
     _compare_tasks(source.target_identity, run, name)
-    return _scores(workspace, settings, StreamedMatrix(source), source, target_folder(name, method), run=run)
+    return _scores(workspace, settings, source, run)
 
 
 def _compare_tasks(targets: Mapping[str, Any], run: Run | None, name: str) -> None:
@@ -180,67 +180,57 @@ def scored_rows(
     )
 
 
-def _scores_of_table(
-    workspace: Workspace,
-    settings: AttributorSettings | StoredSettings,
-    table: AbstractRowTable,
-    source: ScoreSource,
-    store: AbstractFeatureStore,
-    *,
-    run: Run | None,
-) -> Scores:
-    """Return the scores in a complete table."""
-    path = score_path(source.name, source.method, settings.method)
-    with_errors = any(column.name == ERRORS for column in table.spec.columns)
-    return _scores(
-        workspace,
-        settings,
-        StoredMatrix(table),
-        source,
-        path,
-        run=run,
-        verdict=partial(stored_verdict, store, path),
-        predictions=partial(stored_predictions, store, path),
-        one_run=kept_in(workspace, Manifest(store.manifest.fingerprint), path),
-        errors=partial(table.read, ERRORS) if with_errors else None,
-        shown=store.attributes(path),
-        targets=table.spec.fingerprint.get("targets", {}),
-    )
-
-
 def _scores(
     workspace: Workspace,
     settings: AttributorSettings | StoredSettings,
-    matrix: AbstractScoreMatrix,
     source: ScoreSource,
-    path: str,
-    *,
     run: Run | None,
-    verdict: Callable[[], Verdict | None] = lambda: None,
-    predictions: Callable[[], Predictions | None] = lambda: None,
-    one_run: OneRunPlace | None = None,
-    errors: Callable[[], NDArray[np.float32]] | None = None,
+    *,
+    table: AbstractRowTable | None = None,
+    ends: Array | None = None,
     shown: Mapping[str, Any] | None = None,
-    targets: Mapping[str, Any] | None = None,
 ) -> Scores:
-    asked = _name_of_task(source.target_identity if targets is None else targets)
-    shown = {
-        **(shown or {}),
-        **asked,
-        "checkpoints": source.num_checkpoints,
-        "proj_dim": _widths(settings.layout),
-    }
+    """Return the scores in a complete table; without one, scores that are computed on access.
+
+    Args:
+        workspace: Location of the store.
+        settings: Layout and default method.
+        source: Computes the scores.
+        run: The model, settings and store of the scores; ``None`` without a model.
+        table: The table.
+        ends: The most helpful and most harmful rows of every target, if known and without a table.
+        shown: JSON values to show with scores without a table; those of a table are its attributes.
+    """
     fields = source.method.to_json()
+    if table is None:
+        path, targets = target_folder(source.name, source.method), source.target_identity
+        matrix: AbstractScoreMatrix = StreamedMatrix(source, ends)
+        stored: dict[str, Any] = {}
+    else:
+        store, path = source.store, score_path(source.name, source.method, settings.method)
+        matrix, targets = StoredMatrix(table), table.spec.fingerprint.get("targets", {})
+        shown = store.attributes(path)
+        with_errors = any(column.name == ERRORS for column in table.spec.columns)
+        stored = {
+            "verdict": partial(stored_verdict, store, path),
+            "predictions": partial(stored_predictions, store, path),
+            "one_run": kept_in(workspace, Manifest(store.manifest.fingerprint), path),
+            "errors": partial(table.read, ERRORS) if with_errors else None,
+        }
     return Scores(
         matrix,
         source,
-        settings={**shown, "method": fields.pop("name"), **fields},
+        settings={
+            **(shown or {}),
+            **_name_of_task(targets),
+            "checkpoints": source.num_checkpoints,
+            "proj_dim": _widths(settings.layout),
+            "method": fields.pop("name"),
+            **fields,
+        },
         location=None if workspace.path is None else f"{workspace.path}:{path}",
         run=run,
-        verdict=verdict,
-        predictions=predictions,
-        one_run=one_run,
-        errors=errors,
+        **stored,
     )
 
 
@@ -322,10 +312,8 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
     if not found:
         known = scored_names(store)
         raise StateError(f"There are no scores {name!r}; there are {known}.")
-    for path in (
-        *found,
-        *store.table_names(preconditioned_folder(name)),
-    ):  # these depend on the train data as well
+    # Preconditioned targets depend on the train data as well.
+    for path in (*found, *store.table_names(preconditioned_folder(name))):
         store.drop_table(path)
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
     tested = (of(path) for path in found for of in (verdict_path, one_run_path, predictions_path))
@@ -517,14 +505,9 @@ class ScoreResult:
             ends: The most helpful and most harmful rows of every target, if known.
             shown: JSON values to show with the scores.
         """
-        store, settings = self._store, run.settings
-        source = score_source(store, list(self._train.values()), self._name, self._method, settings)
-        if dense:
-            table = store.open_table(self._path)
-            return _scores_of_table(run.workspace, settings, table, source, store, run=run)
-        path = target_folder(self._name, self._method)
-        matrix = StreamedMatrix(source, ends)
-        return _scores(run.workspace, settings, matrix, source, path, run=run, shown=shown)
+        source = score_source(self._store, list(self._train.values()), self._name, self._method, run.settings)
+        table = self._store.open_table(self._path) if dense else None
+        return _scores(run.workspace, run.settings, source, run, table=table, ends=ends, shown=shown)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""
@@ -587,14 +570,8 @@ class ScoredRows:
     def preconditioned(self, table: AbstractRowTable, damping: float | None) -> Tensor:
         """Return the targets of a checkpoint multiplied by (H + lambda I)^-1, ``(M, K)`` float64."""
         kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
-        kernels = kernels_of(
-            self.store,
-            table_path(table),
-            kernel,
-            self.layout,
-            device=self.device,
-            fisher=fisher_of(self.method),
-        )
+        path, fisher = table_path(table), fisher_of(self.method)
+        kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device, fisher=fisher)
         return precondition(self.targets(table), kernels, layout=self.layout).double()
 
 
@@ -604,10 +581,7 @@ def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
     Raises:
         CorruptStoreError: If the stored entry is not a verdict.
     """
-    found = store.entry(verdict_path(path), verdict_key(store, path))
-    if found is None:
-        return None
-    return _verdict_in(found, Verdict.from_json, f"The verdict on {path} in {store.path}")
+    return _verdict_in(store, path, verdict_path(path), Verdict.from_json, "verdict")
 
 
 def stored_one_run(store: AbstractFeatureStore, path: str) -> OneRunVerdict | None:
@@ -616,18 +590,21 @@ def stored_one_run(store: AbstractFeatureStore, path: str) -> OneRunVerdict | No
     Raises:
         CorruptStoreError: If the stored entry is not a verdict.
     """
-    found = store.entry(one_run_path(path), verdict_key(store, path))
-    if found is None:
-        return None
-    return _verdict_in(found, OneRunVerdict.from_json, f"The verdict of one run on {path} in {store.path}")
+    return _verdict_in(store, path, one_run_path(path), OneRunVerdict.from_json, "verdict of one run")
 
 
 def _verdict_in(
-    entry: NDArray[Any], from_json: Callable[[Mapping[str, Any]], _VerdictType], what: str
-) -> _VerdictType:
-    """Return the verdict in an entry of a store."""
+    store: AbstractFeatureStore,
+    path: str,
+    entry: str,
+    from_json: Callable[[Mapping[str, Any]], _VerdictType],
+    kind: str,
+) -> _VerdictType | None:
+    """Return the verdict in an entry of a store, ``None`` if there is none for the current values of the scores."""
+    found = store.entry(entry, verdict_key(store, path))
+    what = f"The {kind} on {path} in {store.path}"
     try:
-        return from_json(stored_json(entry, what=what))
+        return None if found is None else from_json(stored_json(found, what=what))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"{what} cannot be read ({error!r:.200}). Verify the scores again."

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -33,6 +31,7 @@ from trak_lite._validate import target_number
 from trak_lite.data.batches import flatten_batch, map_tensors, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
+from trak_lite.featurizing.gauss_newton import quiet_forward_mode
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers.self_check import structure_of
@@ -99,7 +98,8 @@ def split_scores(
     compares them.
     """
     shift = _shift_of_linear_rows(settings, scores)
-    wanted = [target_number(t, scores.shape[1], scores.name) for t in _all_or(targets, scores.shape[1])]
+    chosen = range(scores.shape[1]) if targets is None else targets
+    wanted = [target_number(target, scores.shape[1], scores.name) for target in chosen]
     numbers = _row_numbers(rows, len(scores))
     factors = scores.source.row_factors(numbers)
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
@@ -140,14 +140,13 @@ def split_scores(
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Directions:
     """Derivatives of the terms of f along preconditioned targets, in forward mode."""
 
-    def __init__(self, settings: AttributorSettings) -> None:
-        """Store the settings."""
-        self._settings = settings
-        self._is_supported = True
-        """Whether the model supports forward-mode differentiation, as far as its passes have shown."""
+    _settings: AttributorSettings
+    _is_supported: bool = True
+    """Whether the model supports forward-mode differentiation, as far as its passes have shown."""
 
     def derivatives(
         self, model: nn.Module, batches: Sequence[Batch], targets: Tensor, model_id: int
@@ -199,7 +198,7 @@ class _Directions:
         vector = {name: (direction[name] / unit).to(value) for name, value in values.items()}
         try:
             # The other kernels of attention have no forward mode.
-            with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), _quiet_forward_mode():
+            with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), quiet_forward_mode():
                 found: Tensor = jvp(terms, (values,), (vector,))[1]
         except RuntimeError as error:
             refuse_machine_failure(error)
@@ -221,14 +220,6 @@ def _unit(weights: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> flo
         for parts in (weights.values(), direction.values())
     )
     return 2.0 ** math.frexp(length / (of_weights or 1.0))[1] if 0 < length < math.inf else 1.0
-
-
-@contextmanager
-def _quiet_forward_mode() -> Iterator[None]:
-    """Ignore torch's own warning from the first use of forward mode in a process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
-        yield
 
 
 @final
@@ -306,10 +297,6 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
             "normalize='none'."
         )
     return task.shift
-
-
-def _all_or(targets: Sequence[int] | None, count: int) -> Sequence[int]:
-    return range(count) if targets is None else targets
 
 
 def _row_numbers(rows: Sequence[int], count: int) -> NDArray[np.int64]:

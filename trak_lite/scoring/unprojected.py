@@ -42,7 +42,7 @@ from trak_lite.models.sharded import refuse_sharded
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import UnstoredRows
+from trak_lite.scoring.source import UnstoredRows, transforms_rows
 from trak_lite.store import AbstractRowTable, Manifest
 from trak_lite.types import num_entries
 
@@ -93,16 +93,8 @@ def unprojected_method(method: Method) -> AbstractMethod:
         InvalidInputError: If the method is unknown, or needs stored rows.
     """
     found = as_method(method)
-    own = type(found)
-    transforms = (
-        own.transform is not AbstractMethod.transform
-        or own.transform_targets is not AbstractMethod.transform_targets
-    )
-    if (
-        isinstance(found, AbstractMatrixMethod)
-        or found.kernel is not None
-        or (transforms and not isinstance(found, GradCos))
-    ):
+    transforms = transforms_rows(found) and not isinstance(found, GradCos)
+    if isinstance(found, AbstractMatrixMethod) or found.kernel is not None or transforms:
         raise InvalidInputError(
             f"{found.name} needs stored feature rows: featurize the train data and call score(method={found.name!r}). "
             "Without stored rows, use EKFAC or CG for influence functions, or GradDot, GradCos or TracIn."
@@ -250,25 +242,27 @@ def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class _Scorer:
     """Scores some train rows for blocks of targets, by unprojected gradients."""
 
-    def __init__(
-        self, run: Run, session: FeaturizingSession, train: Rows, targets: Rows, method: AbstractMethod
-    ) -> None:
-        refuse_sharded(run.model, "scores of unprojected gradients", "Use featurize and score")
-        kind = run.settings.normalization.kind
+    run: Run
+    session: FeaturizingSession
+    train: Rows
+    targets: Rows
+    method: AbstractMethod
+    _convergence: dict[str, list[Convergence]] = field(default_factory=dict)
+    """By digest of the checkpoint's weights, of each block."""
+
+    def __post_init__(self) -> None:
+        """Refuse models and normalisations that are not supported."""
+        refuse_sharded(self.run.model, "scores of unprojected gradients", "Use featurize and score")
+        kind = self.run.settings.normalization.kind
         if kind in ("adam", "adam_update"):
             raise InvalidInputError(
                 f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
                 "refine, or an attributor with another normalize."
             )
-        self._run = run
-        self._session = session
-        self._train = train
-        self._targets = targets
-        self._method = method
-        self._convergence: dict[str, list[Convergence]] = {}
 
     def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
         """Return the convergence at every checkpoint, over all blocks of targets.
@@ -283,12 +277,12 @@ class _Scorer:
 
     def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
         """Return the targets of each pass over ``num_rows`` train rows."""
-        width = num_entries(self._run.settings.parameters)
-        item = max(4, next(self._run.model.parameters()).element_size())
+        width = num_entries(self.run.settings.parameters)
+        item = max(4, next(self.run.model.parameters()).element_size())
         # The gradients before and after the inverse with the solver's vectors, and the scores.
-        copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self._method), 1)
+        copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self.method), 1)
         fitting = max(1, max_bytes // (item * copies * width + 4 * num_rows))
-        numbers = np.arange(len(self._targets))
+        numbers = np.arange(len(self.targets))
         found = rows_in_batches(numbers, fitting)
         if len(found) > 1:
             logger.info(
@@ -319,8 +313,8 @@ class _Scorer:
             nonlocal count
             count += 1
             solved = self._solved(block, digest, label)
-            train = self._session.gradient_pass(self._train, normalization=self._cosines())
-            parts = train.products(rows, solved, label=f"Scoring, {label}", progress=self._run.progress)
+            train = self.session.gradient_pass(self.train, normalization=self._cosines())
+            parts = train.products(rows, solved, label=f"Scoring, {label}", progress=self.run.progress)
             done = 0
             for size, products, out_to_loss in copied_ahead(self._weighted(part, weight) for part in parts):
                 stop = done + size
@@ -329,29 +323,29 @@ class _Scorer:
                 done = stop
 
         walk(add)
-        return total * (q / count).astype(np.float32)[:, None] if self._method.q == "outside" else total
+        return total * (q / count).astype(np.float32)[:, None] if self.method.q == "outside" else total
 
     def _weighted(self, part: RowProducts, weight: float) -> tuple[int, Tensor, Tensor]:
         """Return the number of rows of a batch, their products in float32, and their q."""
         products = part.products * weight
-        if self._method.q == "inside":
+        if self.method.q == "inside":
             products = products * part.out_to_loss.to(products)[:, None]
         out_to_loss = part.out_to_loss.to(torch.promote_types(part.out_to_loss.dtype, torch.float32))
         return len(part.rows), products.float(), out_to_loss
 
     def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
         """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
-        targets = self._session.gradient_pass(self._targets, normalization=self._cosines())
-        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self._run.progress)
-        solution = self._session.solved(gradients, self._method, digest, label, self._train)
+        targets = self.session.gradient_pass(self.targets, normalization=self._cosines())
+        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.run.progress)
+        solution = self.session.solved(gradients, self.method, digest, label, self.train)
         if solution.convergence is not None:
             self._convergence.setdefault(digest, []).append(solution.convergence)
         return solution.gradients
 
     def _cosines(self) -> Normalization | None:
         """Return the normalisation that turns products into cosines, if the method is that of cosines."""
-        if not isinstance(self._method, GradCos):
+        if not isinstance(self.method, GradCos):
             return None
-        settings = self._run.settings
-        is_joint = len(self._method.layout_of(settings.layout).segments) == 1
+        settings = self.run.settings
+        is_joint = len(self.method.layout_of(settings.layout).segments) == 1
         return Normalization("unit", scope="global" if is_joint else "module")

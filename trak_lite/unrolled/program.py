@@ -265,15 +265,9 @@ class Program:
             number: Number of the step, from 0.
             seed: Seed of the run, for the dropout masks.
         """
-        size = sum(part.rows.shape[-1] for part in parts)
-        total: Named = {}
-        for place, part in enumerate(parts):
-            rows = torch.from_numpy(part.rows).to(weights.device)
-            key = step_key(seed, number, place, self.device)
-            given = (frozen, part.batch, key)
-            found = _gradient(self._losses, state.parameters, given, weights[rows], size)
-            total = {name: total[name] + g for name, g in found.items()} if total else found
-        return self.update(state, total, number)
+        return self.update(
+            state, self._gradients(self._losses, state, frozen, parts, weights, number, seed), number
+        )
 
     def many(
         self,
@@ -285,19 +279,32 @@ class Program:
         seeds: Tensor,
     ) -> State:
         """Return the states of R models after step ``number``; all tensors have R as first axis."""
-        size = sum(part.rows.shape[-1] for part in parts)
-        total: Named = {}
-        for place, part in enumerate(parts):
-            rows = torch.from_numpy(part.rows).to(weights.device)
-            keys = step_key(seeds, number, place, self.device)
-            given = (frozen, part.batch, keys)
-            found = _gradient(vmap(self._losses), states.parameters, given, weights.gather(1, rows), size)
-            total = {name: total[name] + g for name, g in found.items()} if total else found
+        total = self._gradients(vmap(self._losses), states, frozen, parts, weights, number, seeds)
         if self.recipe.clip_norm is not None:
             total = vmap(self._clipped)(total)
         update = partial(self._optimized, number=number)
         # vmap costs as much as the arithmetic of small models.
         return update(states, total) if self.recipe.optimizer.elementwise else vmap(update)(states, total)
+
+    def _gradients(
+        self,
+        losses: Callable[..., Tensor],
+        state: State,
+        frozen: Frozen,
+        parts: Sequence[Part],
+        weights: Tensor,
+        number: int,
+        seed: Tensor | int,
+    ) -> Named:
+        """Return the summed gradients of the parts of a step, for weights ``(N,)`` or, with R models, ``(R, N)``."""
+        size = sum(part.rows.shape[-1] for part in parts)
+        total: Named = {}
+        for place, part in enumerate(parts):
+            rows = torch.from_numpy(part.rows).to(weights.device)
+            given = (frozen, part.batch, step_key(seed, number, place, self.device))
+            found = _gradient(losses, state.parameters, given, weights.gather(-1, rows), size)
+            total = {name: total[name] + g for name, g in found.items()} if total else found
+        return total
 
     def check(self, state: State, frozen: Frozen, part: Part) -> None:
         """Run the loss once, and raise if the training could not be repeated or differentiated.
@@ -351,11 +358,6 @@ class Program:
             )
 
 
-def _per_model(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a leaf with R as first axis; a tensor without a sample axis is the same for all models."""
-    return leaf.expand(shape[0]) if leaf.dim() == 0 else leaf.reshape(*shape, *leaf.shape[1:])
-
-
 def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
     """Return the weighted sum of losses of rows, divided by the number of rows of the step."""
     return (losses * weights.to(losses.dtype)).sum() / size
@@ -374,7 +376,11 @@ def _gradient(
 
 def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     """Return the batch with its sample axis in the shape ``(b,)`` or ``(R, b)``."""
-    return batch if len(shape) == 1 else map_tensors(lambda leaf: _per_model(leaf, shape), batch)
+    if len(shape) == 1:
+        return batch
+    return map_tensors(  # a tensor without a sample axis is the same for all models
+        lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]) if leaf.dim() else leaf.expand(shape[0]), batch
+    )
 
 
 @contextmanager

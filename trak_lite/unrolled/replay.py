@@ -26,9 +26,9 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -45,22 +45,19 @@ from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import (
     BusyError,
     CorruptStoreError,
-    HeldHereError,
     InvalidInputError,
     ManifestMismatchError,
     MissingStoreError,
     NonFiniteError,
-    StateError,
     StoreError,
     UnsupportedModelError,
 )
-from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.ranks import num_ranks
-from trak_lite.parallel.sharing import LazyTable, Patience
+from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import compare, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
@@ -165,7 +162,7 @@ def _scores_of_run(
     progress: bool | None,
 ) -> Scores:
     run.require_finished()
-    rows = rows_of(targets, what="the targets")
+    data = rows_of(targets, what="the targets")
     resolved = resolve_task(task)
     smoothness = run.metasmoothness()
     if smoothness < SMOOTH:
@@ -176,22 +173,21 @@ def _scores_of_run(
             stacklevel=4,
         )
     method = Unrolled(run)
-    fingerprint = {"targets": rows.identity(), "task": describe_task(resolved)}
+    fingerprint = {"targets": data.identity(), "task": describe_task(resolved)}
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
     source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}), resolved)
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
 
     def replay() -> _Replay:
-        return _Replay(run, resolved, rows, max_bytes=max_bytes, progress=progress)
+        return _Replay(run, resolved, data, max_bytes=max_bytes, progress=progress)
 
     if run.path is None:
-        scores = replay().scores(block)
-        return Scores(HeldMatrix(scores), source, settings=settings, location=None)
+        return Scores(HeldMatrix(replay().scores(block)), source, settings=settings, location=None)
     workspace = Workspace(str(run.path / "scores.zarr"))
-    spec = score_table_spec(len(run.recipe.rows), len(rows), fingerprint)
+    spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
     path = score_path(name, method, method)
     folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
-    outputs = outputs_of_model(run.model(), resolved, rows, run.device)
+    outputs = outputs_of_model(run.model(), resolved, data, run.device)
     now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
     with workspace.opened(made):
         lazy = workspace.lazy_table(path, spec, now)
@@ -205,9 +201,11 @@ def _scores_of_run(
             logger.info("The replay starts again, because f of the targets has changed.")
             shared.forget()
         if lazy.table is None or not lazy.table.complete:
-            with contextlib.suppress(_MadeElsewhere):
-                scores = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
-                _put_missing(lazy, scores, spec.chunk_rows, lambda: _is_complete(workspace, path))
+            found = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
+            if found is not None:
+                with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
+                    for rows in (rows for batches in work.rounds() for rows in batches):
+                        work.put(rows, {SCORES: found[rows]})
         if _is_complete(workspace, path):
             shared.forget()
     table = workspace.reader().open_table(path)
@@ -235,37 +233,14 @@ def _has_outputs(workspace: Workspace, path: str, now: Mapping[str, Any], train_
     ).is_same
 
 
-def _put_missing(
-    table: LazyTable, scores: NDArray[np.float32], chunk_rows: int, complete: Callable[[], bool]
-) -> None:
-    """Write the chunks that no process has written, and wait for those that another one is writing."""
-    patience = Patience()
-    while True:
-        busy: list[BusyError] = []
-        for start in range(0, len(scores), chunk_rows):
-            part = np.arange(start, min(start + chunk_rows, len(scores)))
-            try:
-                table.put(part, {SCORES: scores[part]})
-            except BusyError as error:
-                busy.append(error)
-            except StateError:
-                logger.debug("A killed or another process has written scores from row %d on.", start)
-        if complete() or not busy:
-            return
-        patience.wait("for scores of a replay", partial(str, busy[0]))
-
-
 def _is_complete(workspace: Workspace, path: str) -> bool:
     """Return whether a table of scores is stored and complete."""
     with workspace.reading() as store:
         return path in store.table_names() and store.open_table(path).complete
 
 
-class _MadeElsewhere(Exception):  # no failure
-    """Another process has finished the scores."""
-
-
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class _SharedBlocks:
     """Finished blocks of targets, which several processes compute together.
 
@@ -273,50 +248,46 @@ class _SharedBlocks:
     cotangents of a block that is not finished are in a file, with which the process that claims it next continues.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        path: str,
-        fingerprint: Mapping[str, Any],
-        folder: Path,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        self._workspace, self._path = workspace, path
-        self._fingerprint, self._folder, self._attributes = fingerprint, folder, attributes
+    workspace: Workspace
+    path: str
+    """Of the table."""
+    fingerprint: Mapping[str, Any]
+    folder: Path
+    """Of the files."""
+    attributes: Mapping[str, Any]
 
-    def scores(self, replay: _Replay, block: int | None, made: Callable[[], bool]) -> NDArray[np.float32]:
+    def scores(
+        self, replay: _Replay, block: int | None, made: Callable[[], bool]
+    ) -> NDArray[np.float32] | None:
         """Return the scores ``(N, M)``, when all blocks are finished.
 
         Args:
             replay: Computes blocks.
             block: Targets of a block; ``None`` is the number that memory allows, divided among the ranks.
-            made: Returns whether another process has stored the scores.
-
-        Raises:
-            _MadeElsewhere: If it has.
+            made: Returns whether another process has stored the scores; then the result is ``None``.
         """
-        store = self._workspace.created()
+        store = self.workspace.created()
         size = self._agreed(replay.size(block))
         columns = (Column(SCORES, replay.shape[0], "float32"),)
-        spec = TableSpec(replay.shape[1], columns, size, self._fingerprint)
-        table = store.create_table(self._path, spec, self._attributes)
+        spec = TableSpec(replay.shape[1], columns, size, self.fingerprint)
+        table = store.create_table(self.path, spec, self.attributes)
         try:
             with replay.progress(table.num_chunks) as done:
                 self._fill(table, replay, done)
             return np.ascontiguousarray(table.read(SCORES).T)
-        except StoreError as error:
+        except StoreError:
             if made():  # and has removed the blocks
-                raise _MadeElsewhere from error
+                return None
             raise
 
     def _agreed(self, size: int) -> int:
         """Return the targets of a block; blocks of another size are removed, unless a process works on them."""
-        existing = self._workspace.table(self._path)
+        existing = self.workspace.table(self.path)
         if existing is None:
             self._forget_files()
         elif existing.spec.chunk_rows != size:
             try:
-                self._workspace.store().drop_table(self._path)
+                self.workspace.store().drop_table(self.path)
             except BusyError:
                 logger.info(
                     "Another process replays blocks of %d targets. So does this one.",
@@ -331,96 +302,65 @@ class _SharedBlocks:
 
     def _fill(self, table: AbstractRowTable, replay: _Replay, done: KeptProgress) -> None:
         """Compute the blocks that no other process holds, and wait for the others."""
-        left = set(range(table.num_chunks))
-        patience = Patience()
-        while left := self._seen(table, left, done, replay.num_steps):
-            busy, before = "", len(left)
-            for chunk in sorted(left):
-                with contextlib.ExitStack() as held:
-                    try:
-                        pending = held.enter_context(table.claim(chunk))
-                    except HeldHereError:
-                        raise
-                    except BusyError as error:
-                        busy = str(error)
-                        continue
-                    if len(pending):
-                        self._compute(table, chunk, pending, replay, done)
-                        left.discard(chunk)
-            if len(left) == before:
-                patience.wait(
-                    f"for {len(left)} blocks of targets that other processes replay", partial(str, busy)
-                )
-            else:
-                patience.reset()
+        counted: set[int] = set()
 
-    @staticmethod
-    def _seen(table: AbstractRowTable, left: set[int], done: KeptProgress, steps: int) -> set[int]:
-        """Return the blocks that are not finished, and count those that others finished since."""
-        still = left - set(table.committed_chunks())
-        done.advance((len(left) - len(still)) * steps)
-        return still
+        def count_others() -> None:
+            others = set(table.committed_chunks()) - counted
+            counted.update(others)
+            done.advance(len(others) * replay.num_steps)
 
-    def _compute(
-        self,
-        table: AbstractRowTable,
-        chunk: int,
-        pending: NDArray[np.int64],
-        replay: _Replay,
-        done: KeptProgress,
-    ) -> None:
-        start = chunk * table.spec.chunk_rows
-        places = np.arange(start, min(start + table.spec.chunk_rows, table.spec.num_rows))
-        file = self._folder / f"block-{start:09d}.safetensors"
-        found = replay.block(places, file, done)
-        table.put(pending, {SCORES: found[pending - start]})
-        file.unlink(missing_ok=True)
+        count_others()
+        size = table.spec.chunk_rows
+        with SharedRows(table, size, label="Replaying", progress=False, unit="target") as work:
+            for pending in (rows for batches in work.rounds() for rows in batches):
+                chunk = int(pending[0]) // size
+                targets = np.arange(*table.chunk_range(chunk))
+                file = self.folder / f"block-{targets[0]:09d}.safetensors"
+                found = replay.block(targets, file, done)
+                work.put(pending, {SCORES: found[pending - targets[0]]})
+                counted.add(chunk)
+                file.unlink(missing_ok=True)
+                count_others()
+        count_others()
 
     def forget(self) -> None:
         """Remove the blocks of a finished replay, also those of a process that was killed."""
         self._forget_files()
-        if self._workspace.table(self._path) is not None:
+        if self.workspace.table(self.path) is not None:
             # Another process looks at them at this moment, or removes them too.
             with contextlib.suppress(BusyError, MissingStoreError):
-                self._workspace.store().drop_table(self._path)
+                self.workspace.store().drop_table(self.path)
 
     def _forget_files(self) -> None:
-        if self._folder.exists():
-            _forget(self._folder)
+        if not self.folder.exists():
+            return
+        with named_errors("Removing", str(self.folder)):
+            for name in names_in(str(self.folder)):
+                with contextlib.suppress(FileNotFoundError):  # another process was first
+                    remove_file(f"{self.folder}/{name}")
+        with contextlib.suppress(OSError):  # another process makes the same replay
+            self.folder.rmdir()
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class _MeanMatrix(AbstractScoreMatrix):
     """The mean of the scores of several runs, which are read tile by tile."""
 
-    def __init__(self, runs: Sequence[Scores]) -> None:
-        self._runs = runs
+    _runs: Sequence[Scores]
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
         return self._runs[0].shape
 
-    @property
-    def stored(self) -> bool:
-        """False."""
-        return False
-
-    def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield tiles of the mean."""
-        step = 1024
-        for start in range(0, self.shape[0], step):
-            yield start, self.rows(np.arange(start, min(start + step, self.shape[0])))
+    stored = False
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the mean scores of some train rows, ``(len(indices), M)``."""
         parts = [run.rows(np.asarray(indices)) for run in self._runs]
         mean: NDArray[np.float64] = np.mean(parts, axis=0, dtype=np.float64)
         return mean.astype(np.float32)
-
-    def kept_top(self, k: int, sign: Literal["helpful", "harmful"]) -> TopRows | None:
-        """Return ``None``, because a pass over the runs is cheap."""
-        return None
 
 
 def _errors(runs: Sequence[Scores]) -> NDArray[np.float32]:
@@ -464,7 +404,8 @@ class _Replay:
         first = self._run.states.get(0)
 
         def measured(count: int) -> int:
-            return _peak_bytes(lambda: self._adjoint(0, first, _ones(final, count), None, count))
+            ones = State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(final)))
+            return _peak_bytes(lambda: self._adjoint(0, first, ones, None, count))
 
         one = measured(1)
         return one, max(1, measured(2) - one) if 4 * one <= self._max_bytes else one
@@ -591,9 +532,7 @@ class _Replay:
         def gradient(place: int, part: Part) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
             return self._gradient(number, state, place, part, size)
 
-        single = (
-            len(parts) == 1
-        )  # several parts are computed again below: together they would not fit in memory
+        single = len(parts) == 1  # several are computed again below: together they would not fit in memory
         first = gradient(0, parts[0])
         total = first[0]
         for place, part in enumerate(parts[1:], 1):
@@ -676,25 +615,10 @@ def _stored(file: Path, run: TrainingRun) -> tuple[Named, int] | None:
         return None
 
 
-def _forget(folder: Path) -> None:
-    """Remove the files of a finished replay."""
-    with named_errors("Removing", str(folder)):
-        for name in names_in(str(folder)):
-            with contextlib.suppress(FileNotFoundError):  # another process was first
-                remove_file(f"{folder}/{name}")
-    with contextlib.suppress(OSError):  # another process makes the same replay
-        folder.rmdir()
-
-
 def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return the value of a function, and the map from cotangents of the value to those of the arguments."""
     value, back = vjp(function, *at)[:2]
     return value, back
-
-
-def _ones(state: State, count: int) -> State:
-    """Return cotangents of some targets in the shapes of a state."""
-    return State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(state)))
 
 
 class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

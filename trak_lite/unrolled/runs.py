@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from trak_lite._devices import full_float32
 from trak_lite._progress import KeptProgress
@@ -43,7 +44,7 @@ from trak_lite.store.disk.sealed import BLANK, RUN, SEAL, run_identity, seal, se
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
-from trak_lite.unrolled.program import Frozen, Part, Program, TrainingSettings, naming_failures
+from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles, whole_file
 
 __all__ = [
@@ -368,8 +369,7 @@ def _side_by_side(
     models = [recipe.model(seed) for seed in seeds]
     program = Program(recipe, models[0])
     starts = [program.start(model) for model in models]
-    states = _stacked([state for state, _ in starts])
-    frozen = Frozen(*(_stacked_named([pair[1][place] for pair in starts]) for place in range(2)))
+    states, frozen = tree_map(lambda *tensors: torch.stack(tensors), *starts)
     numbers, weights = torch.tensor(list(seeds), device=program.device), weights.to(program.device)
     size = len(subsets[0])
     with repeatable(program.device):
@@ -381,7 +381,7 @@ def _side_by_side(
             parts = program.parts(rows)
             with naming_failures(models[0], "train several models side by side of", _ONE_BY_ONE):
                 states = program.many(states, frozen, parts, weights, number, numbers)
-    finals = [_taken(states, place) for place in range(len(seeds))]
+    finals = [tree_map(partial(Tensor.select, dim=0, index=place), states) for place in range(len(seeds))]
     for place, state in enumerate(finals):
         _refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {place + 1} of {len(seeds)}")
     return [_with_weights(recipe, *one) for one in zip(seeds, models, finals, strict=True)]
@@ -489,23 +489,6 @@ def _with_weights(recipe: TrainingSettings, seed: int, first: nn.Module, state: 
             if name in state.parameters:
                 parameter.copy_(state.parameters[name])
     return model.eval()
-
-
-def _stacked_named(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-
-
-def _stacked(states: Sequence[State]) -> State:
-    slots = {slot: _stacked_named([state.slots[slot] for state in states]) for slot in states[0].slots}
-    return State(_stacked_named([state.parameters for state in states]), slots)
-
-
-def _taken(states: State, place: int) -> State:
-    """Return one of the states of models side by side."""
-    slots = {
-        slot: {name: value[place] for name, value in named.items()} for slot, named in states.slots.items()
-    }
-    return State({name: value[place] for name, value in states.parameters.items()}, slots)
 
 
 def _checked_weights(recipe: TrainingSettings, weights: ArrayLike | None) -> Tensor | None:

@@ -70,20 +70,16 @@ class UnitGradient:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class Eigenbasis:
     """Coordinates in which the curvature of a unit is approximated by a diagonal."""
 
-    def __init__(self, unit: Unit, outputs: Tensor | None, inputs: Tensor | None) -> None:
-        """Store the eigenvectors.
-
-        Args:
-            unit: The unit.
-            outputs: ``(rows, rows)`` eigenvectors as columns; ``None`` does not rotate this side.
-            inputs: ``(width, width)`` in the same form.
-        """
-        self.unit = unit
-        self.outputs = outputs
-        self.inputs = inputs
+    unit: Unit
+    """The unit."""
+    outputs: Tensor | None
+    """``(rows, rows)`` eigenvectors as columns; ``None`` does not rotate this side."""
+    inputs: Tensor | None
+    """``(width, width)`` in the same form."""
 
     def rotated(self, gradient: UnitGradient) -> Iterator[tuple[slice, Tensor]]:
         """Yield samples and their gradients ``(b, rows, width)`` in this basis, a few samples at a time."""

@@ -11,6 +11,7 @@ Numerics: products in the gradients' dtype, at least float32; sums in float64 wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -43,31 +44,26 @@ def sample_slices(num_samples: int, entries: int) -> Iterator[slice]:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class UnitSums:
-    """Sums of one unit in the first pass."""
+    """Sums of one unit in the first pass, which start at zero."""
 
-    def __init__(self, unit: Unit, *, max_side: int) -> None:
-        """Start at zero.
-
-        Args:
-            unit: The unit.
-            max_side: A longer side has only its diagonal summed. If both sides are longer, squares of gradients are
-                summed.
-        """
-        self.unit = unit
-        self.num_positions = 0.0
-        self.outputs: Tensor | None = None
-        """``(rows, rows)``, or ``(rows,)`` for a long side; ``None`` if there are no factors."""
-        self.inputs: Tensor | None = None
-        """``(width, width)`` or ``(width,)``."""
-        self.squares: Tensor | None = None
-        """``(rows, columns)`` for gradients without factors."""
-        self.bias_squares: Tensor | None = None
-        """``(1, rows)``."""
-        self.dtype = torch.float32
-        """Dtype of the products."""
-        self._max_side = max_side
-        self._apart: tuple[Tensor, Tensor] | None = None
+    unit: Unit
+    """The unit."""
+    max_side: int
+    """A longer side has only its diagonal summed. If both sides are longer, squares of gradients are summed."""
+    num_positions: float = 0.0
+    outputs: Tensor | None = None
+    """``(rows, rows)``, or ``(rows,)`` for a long side; ``None`` if there are no factors."""
+    inputs: Tensor | None = None
+    """``(width, width)`` or ``(width,)``."""
+    squares: Tensor | None = None
+    """``(rows, columns)`` for gradients without factors."""
+    bias_squares: Tensor | None = None
+    """``(1, rows)``."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the products."""
+    _apart: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_factored(self) -> bool:
@@ -95,7 +91,9 @@ class UnitSums:
         """Add the factors of the weight gradients of some samples."""
         x, g = precise(block.inputs).flatten(0, 1), precise(block.output_grads).flatten(0, 1)
         self.dtype = torch.promote_types(self.dtype, torch.promote_types(x.dtype, g.dtype))
-        used = self._num_used(block, x, g)
+        used = float(len(x))
+        if self.unit.has_gaps and block.inputs.shape[1] > 1:  # without padding
+            used = float((x.any(1) | g.any(1)).sum())
         self.num_positions += used
         if self.inputs is None or self.outputs is None:
             self.inputs = self._zeros(self.unit.width, x.device)
@@ -134,14 +132,8 @@ class UnitSums:
             self.squares += grads.square().sum(0, dtype=self.squares.dtype).reshape(shape)
 
     def _zeros(self, side: int, device: torch.device) -> Tensor:
-        shape = (side,) if side > self._max_side else (side, side)
+        shape = (side,) if side > self.max_side else (side, side)
         return torch.zeros(shape, dtype=wide_dtype(device), device=device)
-
-    def _num_used(self, block: FactoredBlock, x: Tensor, g: Tensor) -> float:
-        """Return the number of positions, without padding."""
-        if block.inputs.shape[1] == 1 or not self.unit.has_gaps:
-            return float(len(x))
-        return float((x.any(1) | g.any(1)).sum())
 
     def _compare(self, gap: Tensor, size: Tensor) -> None:
         if self._apart is None:
@@ -155,8 +147,7 @@ class CurvatureSums:
 
     def __init__(self, units: Sequence[Unit], *, max_side: int) -> None:
         """Start at zero; see :class:`UnitSums`."""
-        self._max_side = max_side
-        self.units = {unit: UnitSums(unit, max_side=max_side) for unit in units}
+        self.units = {unit: UnitSums(unit, max_side) for unit in units}
         self._by_name = {name: sums for unit, sums in self.units.items() for name in unit.names}
 
     @torch.no_grad()
@@ -165,15 +156,17 @@ class CurvatureSums:
         sums = self._by_name[block.name]
         if block.name == sums.unit.bias:
             sums.add_bias(block)
-        elif isinstance(block, FactoredBlock) and self._has_short_side(sums.unit, block):
+        elif isinstance(block, FactoredBlock) and _has_short_side(sums, block):
             sums.add_factors(block)
         else:
             sums.add_squares(block)
 
-    def _has_short_side(self, unit: Unit, block: FactoredBlock) -> bool:
-        # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
-        fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
-        return fits and min(unit.rows, unit.width) <= self._max_side
+
+def _has_short_side(sums: UnitSums, block: FactoredBlock) -> bool:
+    # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
+    unit = sums.unit
+    fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
+    return fits and min(unit.rows, unit.width) <= sums.max_side
 
 
 def _add_second_moments(total: Tensor, rows: Tensor) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
@@ -96,46 +97,42 @@ def fit_curvature(
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _LossGradients:
     """Gradients of all rows to fit on; their second moments are the curvature."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        batches: NumberedBatches,
-        method: EKFAC,
-        grad_wrt: ParameterChoice | None,
-        num_rows: int | None,
-    ) -> None:
-        self.method = method
-        self.device = next(model.parameters()).device
-        self._model = model
-        self._task = task
-        self._batches = batches
-        self._grad_wrt = grad_wrt
-        self._num_rows = num_rows
-        self._seen = 0
+    model: nn.Module
+    task: AbstractModelOutput
+    batches: NumberedBatches
+    method: EKFAC
+    grad_wrt: ParameterChoice | None
+    num_rows: int | None
+    _seen: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return next(self.model.parameters()).device
 
     @property
     def scale(self) -> float:
         """Factor of the sums of the last pass: number of rows that they represent / number of drawn gradients."""
         if not self._seen:
             raise InvalidInputError("There are no rows to fit a curvature on. Pass at least one batch.")
-        return (self._num_rows or self._seen) / (self._seen * self.method.draws)
+        return (self.num_rows or self._seen) / (self._seen * self.method.draws)
 
     def stream(
         self, sink: BlockSink, *, after_batch: Callable[[], None], keep_factors: bool, first_draw: int
     ) -> None:
         """Pass the blocks of all rows to the sink, with labels drawn anew for each draw."""
         computer = HookGradientComputer(
-            self._model,
-            self.method.loss_of(self._task),
-            grad_wrt=self._grad_wrt,
+            self.model,
+            self.method.loss_of(self.task),
+            grad_wrt=self.grad_wrt,
             keep_factors=keep_factors,
         )
         self._seen = 0
-        for rows, batch in self._batches():
+        for rows, batch in self.batches():
             self._seen += len(rows)
             with full_float32(self.device):
                 for draw in range(first_draw, first_draw + self.method.draws):
@@ -147,7 +144,7 @@ class _LossGradients:
             return batch
         noise = row_noise(rows, seed=self.method.seed, draw=draw)
         with torch.no_grad():
-            return self._task.sample_labels(ModelCall(self._model), batch, noise)
+            return self.task.sample_labels(ModelCall(self.model), batch, noise)
 
 
 def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
@@ -169,7 +166,9 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
         found.put_values((scale * squares).to(sums.dtype))
         found.put_basis(None, None, bias_values=bias_values, joint=False)
         return
-    inputs = sums.inputs if joint or unit.bias is None else _without_ones(sums.inputs)
+    inputs = sums.inputs
+    if not joint and unit.bias is not None:  # without the column of ones
+        inputs = inputs[:-1] if inputs.dim() == 1 else inputs[:-1, :-1]
     in_values, in_vectors = decomposed(inputs, what=f"the inputs of {unit.weight!r}")
     out_values, out_vectors = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
     vectors = [None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors)]
@@ -179,10 +178,6 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
         products = scale * torch.outer(out_values, in_values) / sums.num_positions
         found.put_values(products.to(sums.dtype))
     found.put_basis(*vectors, bias_values=bias_values, joint=joint)
-
-
-def _without_ones(inputs: Tensor) -> Tensor:
-    return inputs[:-1] if inputs.dim() == 1 else inputs[:-1, :-1]
 
 
 def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:

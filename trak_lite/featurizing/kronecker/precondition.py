@@ -7,17 +7,17 @@ unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
+from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
-from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitCurvature
+from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import (
@@ -30,7 +30,16 @@ from trak_lite.types import (
     samples_of,
 )
 
-__all__ = ["AbstractPreconditionedProjector", "PreconditionedProjector", "Preconditioner"]
+__all__ = ["Inverse", "PreconditionedProjector", "Preconditioner"]
+
+
+class Inverse(Protocol):
+    """Multiplies gradients by the inverse of a curvature before they are projected."""
+
+    def accumulator(
+        self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a new accumulator of the features of one batch; see :meth:`AbstractProjector.accumulator`."""
 
 
 @final
@@ -54,14 +63,18 @@ class Preconditioner:
                 "damping, directions in which no train row has curvature would be divided by zero."
             )
         self.damping = damping
-        self._inverses = {found.unit: _Inverse(found, damping, absolute) for found in curvature.units}
+        self._inverses = {
+            found.unit: _Inverse(
+                found.basis, found.treatment == "diagonal", found.inverse(damping, absolute=absolute)
+            )
+            for found in curvature.units
+        }
         self.lambdas = {
             name: float(found.damping_of(damping, absolute=absolute))
             for found in curvature.units
             for name in found.unit.names
         }
         """Lambda of every parameter by name; 0 where no train row has curvature."""
-        self._known = {name for found in curvature.units for name in found.unit.names}
 
     def stream(self, parameters: ParameterShapes, sink: BlockSink) -> GradientJoiner:
         """Return a sink for the blocks of one batch; call its ``finish`` after the last one.
@@ -73,7 +86,7 @@ class Preconditioner:
         Raises:
             InvalidInputError: If the curvature lacks a parameter.
         """
-        unknown = [name for name in parameters if name not in self._known]
+        unknown = [name for name in parameters if name not in self.lambdas]
         if unknown:
             raise InvalidInputError(
                 f"The curvature was fitted without the parameters {unknown[:5]}. Fit it for all parameters in grad_wrt."
@@ -83,15 +96,22 @@ class Preconditioner:
             lambda gradient: self._inverses[gradient.unit].apply(gradient, parameters, sink),
         )
 
+    def accumulator(
+        self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a new accumulator; see :class:`Inverse`."""
+        inner = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
+        return _PreconditionedAccumulator(inner, self.stream(parameters, inner.add))
+
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class _Inverse:
     """The inverse of one unit's curvature."""
 
-    def __init__(self, curvature: UnitCurvature, damping: float, absolute: bool) -> None:
-        self._basis = curvature.basis
-        self._is_diagonal = curvature.treatment == "diagonal"
-        self._inverse = curvature.inverse(damping, absolute=absolute)
+    _basis: Eigenbasis
+    _is_diagonal: bool
+    _inverse: Tensor
 
     @torch.no_grad()
     def apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:
@@ -124,18 +144,20 @@ class _Inverse:
             sink(DenseBlock(block.name, grads * inverse.to(grads), block.start + samples.start))
 
 
-class AbstractPreconditionedProjector(AbstractProjector):
+@final
+class PreconditionedProjector(AbstractProjector):
     r"""Multiplies gradients by the inverse of a curvature, then projects them.
 
     The projection is that of the inner projector, so dot products of these features with features of plain gradients
     estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
     """
 
-    def __init__(self, projector: AbstractProjector) -> None:
+    def __init__(self, projector: AbstractProjector, inverse: Inverse) -> None:
         """Wrap a projector.
 
         Args:
             projector: The projector of the train rows.
+            inverse: The inverse curvature of the checkpoint.
         """
         super().__init__(
             projector.grad_dim,
@@ -144,7 +166,15 @@ class AbstractPreconditionedProjector(AbstractProjector):
             projector.proj_type,
             projector.device,
         )
-        self._projector = projector
+        self._projector, self._inverse = projector, inverse
+
+    def accumulator(
+        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a new accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
+        return self._inverse.accumulator(
+            self._projector, num_samples, model_id=model_id, parameters=parameters
+        )
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Precondition and project collected gradients, by parameter name.
@@ -173,34 +203,12 @@ class AbstractPreconditionedProjector(AbstractProjector):
 
 
 @final
-class PreconditionedProjector(AbstractPreconditionedProjector):
-    """Multiplies gradients by the inverse of a Kronecker-factored curvature, then projects them."""
-
-    def __init__(self, projector: AbstractProjector, preconditioner: Preconditioner) -> None:
-        """Wrap a projector.
-
-        Args:
-            projector: The projector of the train rows.
-            preconditioner: Preconditioner of the checkpoint.
-        """
-        super().__init__(projector)
-        self._preconditioner = preconditioner
-
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
-        """Return a fresh accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
-        inner = self._projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-        return _PreconditionedAccumulator(inner, self._preconditioner.stream(parameters, inner.add))
-
-
-@final
+@dataclass(frozen=True, eq=False)
 class _PreconditionedAccumulator(AbstractFeatureAccumulator):
     """Preconditions blocks and adds them to another accumulator."""
 
-    def __init__(self, inner: AbstractFeatureAccumulator, joiner: GradientJoiner) -> None:
-        self._inner = inner
-        self._joiner = joiner
+    _inner: AbstractFeatureAccumulator
+    _joiner: GradientJoiner
 
     def add(self, block: GradientBlock) -> None:
         self._joiner.add(block)
