@@ -1,39 +1,19 @@
-"""Locking of all staged chunks of a table, to drop it; removal of groups that are left empty."""
+"""Locking of all staged chunks of a table, to drop it."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
 
 from trak_lite.errors import BusyError
 from trak_lite.store.disk.chunk_files import STAGE
-from trak_lite.store.disk.files import Descriptors, remove_file, remove_folder, sync_folder
+from trak_lite.store.disk.files import Descriptors
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.records import HOLDER_BYTES
 
-__all__ = ["drop_group", "stage_locked"]
-
-
-def drop_group(folder: str) -> bool:
-    """Remove a group of tables that holds nothing but its ``zarr.json``.
-
-    Returns:
-        ``False`` if a table was published in it meanwhile: the caller must write the document again.
-    """
-    if names_in(folder) == ["zarr.json"]:
-        with contextlib.suppress(FileNotFoundError):  # another process removes it
-            remove_file(f"{folder}/zarr.json")
-            try:
-                remove_folder(folder)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                return False
-            sync_folder(os.path.dirname(folder))
-    return True
+__all__ = ["stage_locked"]
 
 
 @contextlib.contextmanager

@@ -48,7 +48,6 @@ __all__ = [
     "read_file",
     "refuse_other_names",
     "remove_file",
-    "remove_folder",
     "remove_tree",
     "rename",
     "reserve",
@@ -217,12 +216,6 @@ def remove_file(path: str) -> None:
     """Delete a file, or a link itself."""
     with _parent(path) as (folder, name):
         os.unlink(name, dir_fd=folder)
-
-
-def remove_folder(path: str) -> None:
-    """Delete an empty folder."""
-    with _parent(path) as (folder, name):
-        os.rmdir(name, dir_fd=folder)
 
 
 def remove_tree(path: str, *, ignore_errors: bool = False) -> None:

@@ -207,6 +207,23 @@ class TableList:
         for folder in self.dropped(path):
             _remove(folder)
 
+    def drop_group(self, path: str) -> None:
+        """Remove a group that holds nothing but its ``zarr.json``.
+
+        A table that another process publishes in it meanwhile is not listed yet, so it has no rows. It goes too, and
+        its creator creates group and table again.
+        """
+        folder, scratch = f"{self._root}/{path}", f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+        with self.locked():
+            if names_in(folder) != [_METADATA]:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                rename(folder, scratch)  # at once: a group without its zarr.json would be damaged
+                failpoint("group_renamed")
+                sync_folder(os.path.dirname(folder))
+                sync_folder(self.folder)
+        _remove(scratch)
+
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
         """Yield a new scratch folder, locked until the context exits, to be renamed by :func:`publish_folder`."""

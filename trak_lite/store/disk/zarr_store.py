@@ -7,7 +7,6 @@ are written concurrently to one chunk, and silently reads missing chunks as fill
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -46,7 +45,7 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.dropping import drop_group, stage_locked
+from trak_lite.store.disk.dropping import stage_locked
 from trak_lite.store.disk.entries import ENTRIES, disk_entries
 from trak_lite.store.disk.files import make_folder, named_errors
 from trak_lite.store.disk.folders import (
@@ -277,10 +276,8 @@ class ZarrFeatureStore(AbstractFeatureStore):
             else:
                 self._require_table(path)
             self._list.remove_dropped(path)
-            group = os.path.dirname(folder)
-            if len(parts) > 2 and not drop_group(group):  # the group of one target set
-                with contextlib.suppress(FileExistsError):  # the creator of a table in it was first
-                    write_document(group, group_document({}))
+            if len(parts) > 2:  # the group of one target set
+                self._list.drop_group(os.path.dirname(path))
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table; see :meth:`AbstractFeatureStore.grow_table`."""
