@@ -1,13 +1,13 @@
-"""Error messages shared by all stores: missing tables, name conflicts and tables closed for writing."""
+"""Error messages shared by all stores: missing tables and name conflicts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from trak_lite._validate import some_of
-from trak_lite.errors import InvalidInputError, MissingStoreError, ReadOnlyStoreError, StateError
+from trak_lite.errors import InvalidInputError, MissingStoreError
 
-__all__ = ["group_of_tables", "inside_a_table", "missing_table", "require_writable_table"]
+__all__ = ["group_of_tables", "inside_a_table", "missing_table"]
 
 
 def missing_table(path: str, *, where: str, tables: Sequence[str]) -> MissingStoreError:
@@ -25,18 +25,3 @@ def inside_a_table(path: str, *, above: str) -> InvalidInputError:
 def group_of_tables(path: str, *, tables: Sequence[str]) -> InvalidInputError:
     """Return the error for a path that is a group of tables."""
     return InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {some_of(tables)}.")
-
-
-def require_writable_table(where: str, *, writable: bool, closed: bool) -> None:
-    """Raise unless a table is open for writing.
-
-    Raises:
-        ReadOnlyStoreError: If the table was opened for reading.
-        StateError: If the table was closed or dropped.
-    """
-    if not writable:
-        raise ReadOnlyStoreError(
-            f"{where} was opened for reading. Open the store with mode='r+' to put rows."
-        )
-    if closed:
-        raise StateError(f"{where}: the store was closed, or the table dropped. Open it again to put rows.")

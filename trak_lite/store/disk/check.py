@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import NEEDED_UNTIL, TableSpec
+from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._check_report import Finding, Tally
-from trak_lite.store._columns import Column, StoredArray
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
@@ -30,8 +29,9 @@ from trak_lite.store.disk.metadata import (
     check_array,
     check_hidden,
     manifest_from_json,
+    misnamed,
     read_attributes,
-    refuse_misnamed,
+    read_zarr_json,
     refuse_undescribed,
     sizes_under_way,
     table_from_json,
@@ -153,7 +153,8 @@ class StoreLook:
         elif os.path.isdir(path) and is_name(name):
             self._folder(path, inside)
         elif not name.startswith("."):
-            refuse_misnamed(path)
+            if os.path.lexists(f"{path}/{_METADATA}"):
+                raise misnamed(path)  # its rows would be missed silently
             self._stray(path)
         else:
             self._stray(path)
@@ -271,7 +272,11 @@ class StoreLook:
         before = len(self.findings)
         for column in spec.columns:
             for array in column.arrays:
-                self._array(table, path, spec, column, array, sizes_under_way(record))
+                try:
+                    found = read_zarr_json(f"{path}/{array.name}")
+                    check_array(found, path, column, array, spec, under_way=sizes_under_way(record))
+                except StoreError as error:
+                    self._damage(table, str(error), _RESTORE, column=array.name)
         if len(self.findings) == before:
             files = TableFiles(path, spec, root=self.root, identity=self._identities[table])
             self.tables[table] = TableLook(table, files)
@@ -281,20 +286,6 @@ class StoreLook:
         else:  # with a wrong shape, valid chunks would look damaged and be set aside
             text = "its chunks were not checked: its metadata must be restored first"
             self.findings.append(Finding("note", table, text, "check again afterwards"))
-
-    def _array(
-        self,
-        table: str,
-        path: str,
-        spec: TableSpec,
-        column: Column,
-        array: StoredArray,
-        under_way: Sequence[int],
-    ) -> None:
-        try:
-            check_array(path, column, array, spec, under_way=under_way)
-        except StoreError as error:
-            self._damage(table, str(error), _RESTORE, column=array.name)
 
     def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
         self.findings.append(Finding("damage", table, text, next_step, column=column))

@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -96,6 +95,8 @@ class TableFiles:
         self.spec = spec
         self.root = root
         self.identity = identity
+        self.where = os.path.join(root, folder)
+        """Folder or address of the table, for messages; ``folder`` is absolute on a disk, and a key elsewhere."""
         self.row_seed = crc32c(identity.encode())
         """Initial value of the checksums of row records."""
         self._record: tuple[bytes, dict[str, Any]] = (b"", {})
@@ -156,7 +157,7 @@ class TableFiles:
     def describe(self, chunk: int) -> str:
         """Return a description of a chunk for error messages."""
         rows = self.rows_of(chunk)
-        return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.folder}"
+        return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.where}"
 
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have staged files."""
@@ -298,8 +299,3 @@ class ChunkIndex:
             f"Remove {paths}: the rows become pending, and running again computes them. The command 'trak-lite check "
             f"{shlex.quote(self._files.root)} --repair' does it without deleting."
         )
-
-    def records(self) -> Iterator[CommitRecord]:
-        """Yield the records of the committed chunks, ascending."""
-        for chunk in sorted(self.committed):
-            yield self.committed[chunk]

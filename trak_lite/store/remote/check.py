@@ -16,7 +16,7 @@ from trak_lite.store.disk.documents import identity_of, store_id
 from trak_lite.store.disk.entries import ENTRIES, StoreEntries, entry_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
-    check_array_document,
+    check_array,
     manifest_from_json,
     misnamed,
     own_attributes,
@@ -132,7 +132,7 @@ class RemoteLook:
                     for column in spec.columns:
                         for array in column.arrays:
                             found = documents.get(f"{folder}/{array.name}")
-                            check_array_document(found, self._where(folder), column, array, spec)
+                            check_array(found, self._where(folder), column, array, spec)
                     tables[folder] = spec
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)

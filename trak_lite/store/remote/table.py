@@ -18,11 +18,9 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_digest, raise_incomplete
-from trak_lite.store._refusals import require_writable_table
+from trak_lite.store._recorded import RecordedRowTable
 from trak_lite.store._values import check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.records import CommitRecord
@@ -38,7 +36,7 @@ _KEPT_BYTES = 256 << 20
 
 
 @final
-class RemoteRowTable(AbstractRowTable):
+class RemoteRowTable(RecordedRowTable):
     """Rows of one table of a :class:`~trak_lite.store.RemoteFeatureStore`.
 
     A row is done if it is committed in the object store or staged on this machine. Chunks that an earlier run has
@@ -55,25 +53,18 @@ class RemoteRowTable(AbstractRowTable):
         writable: bool,
         check: bool,
     ) -> None:
+        super().__init__(files, writable=writable)
         self._objects = objects
-        self._files = files
         self._staging = staging
         self._find_staged = staged
         self._own: AbstractRowTable | None = None
-        self._writable = writable
         self._check = check
-        self._closed = False
-        self._index = RemoteIndex(objects, files)
+        self._index: RemoteIndex = RemoteIndex(objects, files)
         self._asked: set[int] = set()
         self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
         self._index.refresh()
         if writable:
             self._recover()
-
-    @property
-    def spec(self) -> TableSpec:
-        """Shape, columns and fingerprint of the table."""
-        return self._files.spec
 
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
@@ -117,37 +108,11 @@ class RemoteRowTable(AbstractRowTable):
         mask = np.zeros(self.spec.num_rows, np.bool_) if staged is None else staged.done()
         # Read the index after the stage: a chunk that is uploaded and unstaged in between is then found in the index.
         self._index.refresh()
-        for chunk in self._index.committed:
-            first, stop = self.chunk_range(chunk)
-            mask[first:stop] = True
-        return mask
-
-    def committed_chunks(self) -> list[int]:
-        """Return the chunks that are committed in the object store, ascending."""
-        self._index.refresh()
-        return sorted(self._index.committed)
-
-    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk, downloading all of it; see :meth:`AbstractRowTable.stored_chunk`."""
-        found = self.column(column)
-        record = self._record_of(chunk)
-        try:
-            return self._get_rows(found, record)
-        except (CorruptStoreError, IncompleteStoreError):
-            self._index.refresh()
-            newer = self._index.committed.get(chunk)
-            if newer is None or newer == record:
-                raise
-            return self._get_rows(found, newer)  # the chunk was removed and committed again
-
-    def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each array of a committed chunk from its commit record."""
-        return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
+        return self._mark_committed(mask)
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
         """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
-        first, stop = self.chunk_range(chunk)
-        names = [column.name for column in self.spec.columns]
+        self.chunk_range(chunk)
         staged = self._staged()
         if chunk not in self._index.committed and staged is not None:
             try:
@@ -159,28 +124,13 @@ class RemoteRowTable(AbstractRowTable):
                 if not self._index.is_committed(chunk):
                     raise
         if not self._index.is_committed(chunk):
-            return np.empty(0, np.int64), {name: self._empty(name, 0) for name in names}
-        return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
-
-    def content_key(self) -> str:
-        """Return a digest of the committed contents, equal to that of a disk store with the same rows."""
-        committed = set(self.committed_chunks())
-        for chunk in range(self.num_chunks):
-            if chunk not in committed:
-                raise_incomplete(self, chunk, where=self._where)
-        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+            return np.empty(0, np.int64), {c.name: self._empty(c.name, 0) for c in self.spec.columns}
+        return self._committed_rows(chunk)
 
     def close(self) -> None:
         """Close the table for writing and release downloaded chunks."""
         self._closed = True
         self._fetched.clear()
-
-    @property
-    def _where(self) -> str:
-        return f"{self._files.root}/{self._files.folder}"
-
-    def _require_writable(self) -> None:
-        require_writable_table(self._where, writable=self._writable, closed=self._closed)
 
     def _staged(self) -> AbstractRowTable | None:
         """Return the local table, or ``None``; only a writer remembers it."""
@@ -206,7 +156,7 @@ class RemoteRowTable(AbstractRowTable):
             self._asked.add(chunk)
         if committed:
             raise StateError(
-                f"{self._index.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+                f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
             )
 
     def _publish(self, chunk: int) -> None:
@@ -235,20 +185,11 @@ class RemoteRowTable(AbstractRowTable):
         for chunk in self._staging.staged_chunks() & self._index.committed.keys():
             remove_chunk(self._staging, chunk)
 
-    def _record_of(self, chunk: int) -> CommitRecord:
-        self.chunk_range(chunk)
-        if chunk not in self._index.committed:
-            self._index.refresh()
-        record = self._index.committed.get(chunk)
-        if record is None:
-            raise_incomplete(self, chunk, where=self._where)
-        return record
+    def _newest_record(self, chunk: int) -> CommitRecord | None:
+        self._index.refresh()
+        return self._index.committed.get(chunk)
 
-    def _get_rows(self, column: Column, record: CommitRecord) -> StoredRows:
-        files = self._files.by_column[column.name]
-        return StoredRows(column, tuple(self._get(each, record) for each in files))
-
-    def _get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+    def _array(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         key = column.name, record.chunk, record.generation
         if key not in self._fetched:
             self._fetched[key] = self._fetch(column, record)
@@ -259,7 +200,7 @@ class RemoteRowTable(AbstractRowTable):
 
     def _fetch(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         chunk, (size, checksum) = record.chunk, record.columns[column.name]
-        where = f"{column.visible(chunk)}, {self._index.describe(chunk)}"
+        where = f"{column.visible(chunk)}, {self._files.describe(chunk)}"
         content = self._objects.get(column.visible(chunk))
         if content is None:
             raise IncompleteStoreError(
