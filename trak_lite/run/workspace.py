@@ -71,7 +71,11 @@ class Workspace:
         try:
             yield self
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(self._how_to_continue())
+            interrupt.add_note(
+                "Nothing was stored on disk, because no path was given. Pass path=... to be able to continue."
+                if self.path is None
+                else f"Finished work is stored in {self.path}. Make the same call again to continue."
+            )
             raise
         finally:
             self.close()
@@ -197,14 +201,6 @@ class Workspace:
             return self.table(path)
 
         return LazyTable(spec, None, lambda: self.created().create_table(path, spec, attributes), find)
-
-    def _how_to_continue(self) -> str:
-        """Return the note on finished work that is added to a Ctrl-C."""
-        if self.path is None:
-            return (
-                "Nothing was stored on disk, because no path was given. Pass path=... to be able to continue."
-            )
-        return f"Finished work is stored in {self.path}. Make the same call again to continue."
 
     def _open(self) -> AbstractFeatureStore | None:
         if self.place is None:

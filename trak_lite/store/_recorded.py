@@ -15,11 +15,13 @@ from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Differ
 from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._exchange import diff_stores, merge_stores
-from trak_lite.store._names import is_name, natural_order, path_parts
-from trak_lite.store._refusals import (
+from trak_lite.store._names import (
     group_of_tables,
     inside_a_table,
+    is_name,
     missing_table,
+    natural_order,
+    path_parts,
 )
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles

@@ -22,8 +22,7 @@ from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
-from trak_lite.store._names import natural_order, path_parts
-from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._names import group_of_tables, inside_a_table, missing_table, natural_order, path_parts
 from trak_lite.store._values import check_block, check_derived, short_list
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
 

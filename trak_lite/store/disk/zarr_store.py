@@ -43,7 +43,6 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.dropping import stage_locked
 from trak_lite.store.disk.entries import ENTRIES, disk_entries
 from trak_lite.store.disk.files import make_folder, named_errors
 from trak_lite.store.disk.folders import (
@@ -64,6 +63,7 @@ from trak_lite.store.disk.metadata import (
     sizes_under_way,
 )
 from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.staging import stage_locked
 from trak_lite.store.disk.zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 

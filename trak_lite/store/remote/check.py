@@ -90,7 +90,10 @@ class RemoteLook:
             manifest_from_json(record, self._objects.url)
             self._record = record
         self._sizes = self._objects.sizes("")
-        tables = {path: self._files(path, spec) for path, spec in self._tables().items()}
+        tables = {
+            path: TableFiles(path, spec, root=self._objects.url, identity=self._identities[path])
+            for path, spec in self._tables().items()
+        }
         self._list()
         for path, files in tables.items():
             self._table(path, files)
@@ -137,9 +140,6 @@ class RemoteLook:
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)
         return tables
-
-    def _files(self, path: str, spec: TableSpec) -> TableFiles:
-        return TableFiles(path, spec, root=self._objects.url, identity=self._identities[path])
 
     def _list(self) -> None:
         """Compare the list of tables with the tables found."""

@@ -20,13 +20,15 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
+from trak_lite.store._failpoints import failpoint
 from trak_lite.store._recorded import RecordedRowTable
 from trak_lite.store._values import check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.files import file_size, map_file, named_errors, remove_file
 from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.disk.staging import StagedChunk
 from trak_lite.store.remote.index import RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects
-from trak_lite.store.remote.staging import complete_chunks, is_complete, remove_chunk, staged_contents
 
 __all__ = ["RemoteRowTable"]
 
@@ -81,7 +83,7 @@ class RemoteRowTable(RecordedRowTable):
             self._refuse_committed(chunk)
         self._local().put(rows, values)
         for chunk in chunks:
-            if is_complete(self._staging, chunk):
+            if _is_complete(self._staging, chunk):
                 self._publish(chunk)
 
     @contextlib.contextmanager
@@ -96,11 +98,11 @@ class RemoteRowTable(RecordedRowTable):
             # Check under the lock: other processes of this machine cannot commit the chunk from here on.
             committed = self._index.is_committed(chunk)
             self._asked.add(chunk)
-            if not committed and is_complete(self._staging, chunk):
+            if not committed and _is_complete(self._staging, chunk):
                 self._publish(chunk)
             yield pending[:0] if committed else pending
         if committed:
-            remove_chunk(self._staging, chunk)
+            _remove_chunk(self._staging, chunk)
 
     def done(self) -> NDArray[np.bool_]:
         """Return a mask of the done rows, ``(num_rows,)``: committed in the object store or staged on this machine."""
@@ -162,7 +164,7 @@ class RemoteRowTable(RecordedRowTable):
     def _publish(self, chunk: int) -> None:
         """Upload a complete chunk from the staging folder, then remove it from the folder."""
         try:
-            contents = staged_contents(self._staging, self._local(), chunk)
+            contents = _staged_contents(self._staging, self._local(), chunk)
         except StoreError:
             if self._index.is_committed(chunk):
                 return  # another process of this machine has uploaded and unstaged it
@@ -170,20 +172,21 @@ class RemoteRowTable(RecordedRowTable):
         try:
             self._index.publish(chunk, contents)
         except BusyError:
-            remove_chunk(self._staging, chunk)
+            _remove_chunk(self._staging, chunk)
             raise
-        remove_chunk(self._staging, chunk)
+        _remove_chunk(self._staging, chunk)
 
     def _recover(self) -> None:
         """Upload chunks that a killed writer completed; remove staged chunks that are already committed."""
         self._local()  # opening it commits complete staged chunks locally
-        for chunk in complete_chunks(self._staging):
+        complete = set.intersection(*(column.list_visible() for column in self._staging.columns))
+        for chunk in sorted(complete):
             try:
                 self._publish(chunk)
             except BusyError as error:
                 logger.warning("Staged rows were dropped. %s", error)
         for chunk in self._staging.staged_chunks() & self._index.committed.keys():
-            remove_chunk(self._staging, chunk)
+            _remove_chunk(self._staging, chunk)
 
     def _newest_record(self, chunk: int) -> CommitRecord | None:
         self._index.refresh()
@@ -215,3 +218,51 @@ class RemoteRowTable(RecordedRowTable):
             )
         array = np.frombuffer(content, column.dtype).reshape(column.shape)
         return array[: self._files.rows_in(chunk)]
+
+
+def _is_complete(files: TableFiles, chunk: int) -> bool:
+    """Return whether a chunk of a staging folder is complete."""
+    return all(file_size(column.visible(chunk)) is not None for column in files.columns)
+
+
+def _staged_contents(files: TableFiles, table: AbstractRowTable, chunk: int) -> list[NDArray[Any]]:
+    """Return the bytes of each stored array of a complete chunk, after checking them against the commit record.
+
+    Raises:
+        CorruptStoreError: If a checksum differs.
+    """
+    recorded = table.checksums(chunk)
+    contents = []
+    for column in files.columns:
+        path = column.visible(chunk)
+        with named_errors("Reading", path):
+            content = map_file(path, column.chunk_bytes)
+        if crc32c(content) != recorded[column.name]:
+            raise CorruptStoreError(
+                f"{path} changed after it was written: its checksum is {crc32c(content):08x}, recorded "
+                f"{recorded[column.name]:08x}. It was not put anywhere. Remove it, check the disk, and run again."
+            )
+        contents.append(content)
+    return contents
+
+
+def _remove_chunk(files: TableFiles, chunk: int) -> None:
+    """Delete the staged files of a chunk that is committed remotely.
+
+    If another process holds the chunk, nothing is deleted; that process detects the commit when it uploads the chunk.
+    """
+    with named_errors("Removing staged files of", files.describe(chunk)):
+        try:
+            stage = StagedChunk.lock(files, chunk)
+        except BusyError as error:
+            logger.info("Not removed here, because another writer has it: %s", error)
+            return
+        try:
+            for column in files.columns:
+                for path in (column.visible(chunk), column.staged(chunk)):
+                    if file_size(path) is not None:
+                        remove_file(path)
+                        failpoint("staged_file_removed")
+            stage.discard_log()
+        finally:
+            stage.close()
