@@ -268,13 +268,12 @@ class StoreLook:
         for name in sorted(set(names_in(path)) - {_METADATA, *(array.name for array in spec.arrays)}):
             self._stray(f"{path}/{name}")
         before = len(self.findings)
-        for column in spec.columns:
-            for array in column.arrays:
-                try:
-                    found = read_zarr_json(f"{path}/{array.name}")
-                    check_array(found, path, column, array, spec, under_way=sizes_under_way(record))
-                except StoreError as error:
-                    self._damage(table, str(error), _RESTORE, column=array.name)
+        for array in spec.arrays:
+            try:
+                found = read_zarr_json(f"{path}/{array.name}")
+                check_array(found, path, array, spec, under_way=sizes_under_way(record))
+            except StoreError as error:
+                self._damage(table, str(error), _RESTORE, column=array.name)
         if len(self.findings) == before:
             files = TableFiles(path, spec, root=self.root, identity=self._identities[table])
             self.tables[table] = TableLook(table, files)

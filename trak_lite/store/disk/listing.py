@@ -33,6 +33,7 @@ from trak_lite.store.disk.files import (
     remove_file,
     remove_tree,
     rename,
+    stamp,
     sync_folder,
 )
 from trak_lite.store.disk.folders import building, is_free, names_in, publish_folder, write_document
@@ -155,15 +156,17 @@ class TableList:
 
     def lost(self, paths: Iterable[str]) -> set[str]:
         """Return the tables that are listed but missing; takes no lock, and is correct during drops and creations."""
-        stamps = {path: stamp for path in paths if (stamp := self._stamp(path)) and not self._is_there(path)}
+        stamps = {
+            path: entry for path in paths if (entry := stamp(self.entry(path))) and not self._is_there(path)
+        }
         names = names_in(self.folder) if stamps else ()
         dropped = {name[len(_DROPPED) : -33] for name in names if name.startswith(_DROPPED)}
         # An entry is created after its folder, and removed after the folder is renamed but before it is removed. While
         # the same entry exists, the folder must be in one of the two places, or the table is lost.
         return {
             path
-            for path, stamp in stamps.items()
-            if entry_name(path) not in dropped and self._stamp(path) == stamp
+            for path, entry in stamps.items()
+            if entry_name(path) not in dropped and stamp(self.entry(path)) == entry
         }
 
     @contextlib.contextmanager
@@ -266,14 +269,6 @@ class TableList:
             rename(scratch, f"{self.folder}/{_METADATA}")
         sync_folder(self.folder)
         sync_folder(self._root)
-
-    def _stamp(self, path: str) -> tuple[int, int] | None:
-        """Return inode and change time of a table's entry, which differ if it is replaced, or ``None``."""
-        try:
-            found = os.lstat(self.entry(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_ino, found.st_ctime_ns
 
     def _is_there(self, path: str) -> bool:
         return os.path.lexists(f"{self._root}/{path}/{_METADATA}")

@@ -9,7 +9,7 @@ from typing import Any
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import Column, StoredArray
+from trak_lite.store._columns import StoredArray
 from trak_lite.store._grid import spec_from_json
 from trak_lite.store.disk.documents import (
     CHECKSUM,
@@ -168,7 +168,6 @@ def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
 def check_array(
     found: Mapping[str, Any] | None,
     folder: str,
-    column: Column,
     array: StoredArray,
     spec: TableSpec,
     *,
@@ -181,8 +180,7 @@ def check_array(
     Args:
         found: The document; ``None`` if it is missing.
         folder: Folder or address of the table, for messages.
-        column: Column of the table.
-        array: Stored array of the column.
+        array: Stored array of the table.
         spec: Spec of the table.
         under_way: Other allowed row counts; see :func:`sizes_under_way`.
 
@@ -192,7 +190,7 @@ def check_array(
     path = f"{folder}/{array.name}/zarr.json"
     if found is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
-    expected = array_document(column, array, spec)
+    expected = array_document(array, spec)
     shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
     expected["shape"] = next((shape for shape in shapes if shape == found.get("shape")), shapes[0])
     own = expected.pop("attributes").get("trak_lite")

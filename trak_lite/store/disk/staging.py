@@ -355,7 +355,7 @@ class StagedChunk:
             os.ftruncate(self._log_fd, log_size)
             self.log_size = log_size
         for run in runs:
-            self.done[run.start : run.start + run.source.stop - run.source.start] = False
+            self.done[run.rows] = False
 
     def commit(self, log: CommitLog) -> CommitRecord:
         """Commit the complete chunk and release its lock.

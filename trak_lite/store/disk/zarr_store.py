@@ -44,7 +44,7 @@ from trak_lite.store.disk.documents import (
     table_identity,
 )
 from trak_lite.store.disk.entries import ENTRIES, disk_entries
-from trak_lite.store.disk.files import make_folder, named_errors
+from trak_lite.store.disk.files import make_folder, named_errors, stamp
 from trak_lite.store.disk.folders import (
     make_folders,
     names_in,
@@ -321,31 +321,22 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
-            place = self._place(path)
+            place = stamp(f"{self._root}/{path}")
             try:
                 self._tables[path] = self._opened(path, record)
             except (StoreError, FileNotFoundError):
                 self._require_table(path)
-                if self._place(path) == place:
+                if stamp(f"{self._root}/{path}") == place:
                     raise  # otherwise the table was replaced while it was being opened: try again
         return self._tables[path]
-
-    def _place(self, path: str) -> tuple[int, ...]:
-        """Return inode and change time of a table's folder, which differ if the folder is replaced."""
-        try:
-            found = os.stat(f"{self._root}/{path}")
-        except FileNotFoundError:
-            return ()
-        return found.st_ino, found.st_ctime_ns
 
     def _opened(self, path: str, record: Mapping[str, Any]) -> ZarrRowTable:
         folder, spec = f"{self._root}/{path}", self._spec(record, path)
         self._require_listed(path, spec)
         refuse_undescribed(folder, spec)
-        for column in spec.columns:
-            for array in column.arrays:
-                found = read_zarr_json(f"{folder}/{array.name}")
-                check_array(found, folder, column, array, spec, under_way=sizes_under_way(record))
+        for array in spec.arrays:
+            found = read_zarr_json(f"{folder}/{array.name}")
+            check_array(found, folder, array, spec, under_way=sizes_under_way(record))
         return ZarrRowTable(
             self._files(path, spec),
             writable=self.writable,

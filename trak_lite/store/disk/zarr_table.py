@@ -224,10 +224,9 @@ class ZarrRowTable(RecordedRowTable):
 
     def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
         for run in runs:
-            rows = slice(run.start, run.start + run.source.stop - run.source.start)
-            if stage.done[rows].any():
-                first = stage.chunk * self.spec.chunk_rows + rows.start
-                done = (np.flatnonzero(stage.done[rows]) + first).tolist()
+            if stage.done[run.rows].any():
+                first = stage.chunk * self.spec.chunk_rows + run.start
+                done = (np.flatnonzero(stage.done[run.rows]) + first).tolist()
                 raise StateError(
                     f"Rows {short_list(done)} of {self._files.folder} are done already. "
                     "Put pending rows only; pending() lists them."

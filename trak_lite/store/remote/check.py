@@ -73,12 +73,7 @@ class RemoteLook:
         self._identities: dict[str, str] = {}
 
     def report(self) -> Report:
-        """List all objects, fetch all chunks, and compare them with the records.
-
-        Raises:
-            MissingStoreError: If there is no store.
-            ManifestMismatchError: If the store has the format of another trak_lite version.
-        """
+        """List all objects, fetch all chunks, and compare them with the records; see :func:`check_remote`."""
         text = self._objects.get(_METADATA)
         if text is None:
             raise missing_store(self._objects.url)
@@ -132,10 +127,9 @@ class RemoteLook:
                     origin = str(self._record["origin"] if self._record else record.get("store"))
                     spec = table_from_json(record, folder, origin, where=where)
                     self._identities[folder] = identity_of(record)
-                    for column in spec.columns:
-                        for array in column.arrays:
-                            found = documents.get(f"{folder}/{array.name}")
-                            check_array(found, self._where(folder), column, array, spec)
+                    for array in spec.arrays:
+                        found = documents.get(f"{folder}/{array.name}")
+                        check_array(found, self._where(folder), array, spec)
                     tables[folder] = spec
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)

@@ -303,11 +303,10 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
             where, spec = f"{self.path}/{path}", self._spec(record, path)
             identity = table_identity(path, self._origin, spec)
             self._require_listed(path, identity)
-            arrays = [(column, array) for column in spec.columns for array in column.arrays]
-            texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for _, array in arrays)
-            for (column, array), (key, text) in zip(arrays, texts.items(), strict=True):
+            texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for array in spec.arrays)
+            for array, (key, text) in zip(spec.arrays, texts.items(), strict=True):
                 found = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
-                check_array(found, where, column, array, spec)
+                check_array(found, where, array, spec)
             root, staged = self._staging_root, table_identity(path, self._manifest.digest(), spec)
             self._tables[path] = RemoteRowTable(
                 self._objects,
