@@ -127,6 +127,11 @@ class RecordedRowTable(AbstractRowTable):
             raise_incomplete(self, chunk, where=self._files.where)
         return record
 
+    def _is_done(self, chunk: int) -> StateError:
+        return StateError(
+            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+        )
+
     def _require_writable(self) -> None:
         where = self._files.where
         if not self._writable:

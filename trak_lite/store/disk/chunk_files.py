@@ -281,16 +281,14 @@ class ChunkIndex:
         recorded = {name: size for name, (size, _) in record.columns.items()}
         if None in sizes.values():
             return False  # removed after it was listed
-        if sizes == expected == recorded and self._counts_its_rows(record):
-            return record.rows >= self._files.rows_in(chunk)
+        rows, done = self._files.rows_in(chunk), record.rows
+        is_counted = 0 < done <= rows or rows < done <= self._files.rows_on_disk(chunk)
+        if sizes == expected == recorded and is_counted:
+            return done >= rows
         raise CorruptStoreError(
             f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
             f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
         )
-
-    def _counts_its_rows(self, record: CommitRecord) -> bool:
-        rows = self._files.rows_in(record.chunk)
-        return 0 < record.rows <= rows or rows < record.rows <= self._files.rows_on_disk(record.chunk)
 
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""

@@ -33,7 +33,6 @@ __all__ = [
     "store_record",
     "table_documents",
     "table_identity",
-    "table_record",
 ]
 
 CHECKSUM = "checksum"
@@ -99,17 +98,13 @@ def store_id(record: Mapping[str, Any]) -> str:
     return str(record.get("id", record["origin"]))
 
 
-def table_record(path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a table; see :func:`table_identity`."""
-    return sealed({**_bare_record(path, origin, spec), "attributes": dict(attributes)})
-
-
 def table_documents(
     path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the documents of a table by subfolder; the table's own (``""``) is last."""
     arrays = {array.name: array_document(array, spec) for array in spec.arrays}
-    return {**arrays, "": group_document(table_record(path, origin, spec, attributes))}
+    record = sealed({**_bare_record(path, origin, spec), "attributes": dict(attributes)})
+    return {**arrays, "": group_document(record)}
 
 
 def group_document(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from trak_lite.store.disk.files import (
     stamp,
     sync_folder,
 )
-from trak_lite.store.disk.folders import building, is_free, names_in, publish_folder, write_document
+from trak_lite.store.disk.folders import building, is_free, names_in
 
 __all__ = [
     "TABLES",
@@ -46,7 +46,6 @@ __all__ = [
     "entry_name",
     "listed_path",
     "lost_table",
-    "publish_hidden",
 ]
 
 TABLES = ".tables"
@@ -277,17 +276,6 @@ class TableList:
         with contextlib.suppress(FileNotFoundError):
             remove_file(self.entry(path))
             sync_folder(self.folder)
-
-
-def publish_hidden(folder: str, scratch: str) -> None:
-    """Publish a folder that zarr tools do not list, if it does not exist.
-
-    Args:
-        folder: Final path of the folder.
-        scratch: Scratch folder; see :meth:`TableList.scratch`.
-    """
-    write_document(scratch, hidden_document(os.path.basename(folder).removeprefix(".")))
-    publish_folder(scratch, folder)
 
 
 def _remove(path: str) -> None:

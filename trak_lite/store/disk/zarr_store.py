@@ -53,7 +53,7 @@ from trak_lite.store.disk.folders import (
     write_document,
 )
 from trak_lite.store.disk.growing import changed_metadata, grow
-from trak_lite.store.disk.listing import TABLES, TableList, publish_hidden
+from trak_lite.store.disk.listing import TABLES, TableList
 from trak_lite.store.disk.metadata import (
     check_array,
     manifest_from_json,
@@ -139,7 +139,11 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
             if read_attributes(root) is None:
                 _refuse_occupied(root)
                 make_folders(os.path.dirname(root))
-                _publish_store(root, store_record(manifest))
+                with scratch_folder(root) as scratch:
+                    make_folder(f"{scratch}/{TABLES}")
+                    write_document(f"{scratch}/{TABLES}", hidden_document("tables"))
+                    write_document(scratch, group_document(store_record(manifest)))
+                    publish_folder(scratch, root)
         return cls.open(root, "r+")._made_with(manifest)
 
     @classmethod
@@ -293,7 +297,8 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
         with named_errors("Storing an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
                 with self._list.scratch() as scratch:
-                    publish_hidden(f"{self._root}/{folder}", scratch)
+                    write_document(scratch, hidden_document(folder.removeprefix(".")))
+                    publish_folder(scratch, f"{self._root}/{folder}")
 
     def check(self, *, repair: bool = False) -> Report:
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.check_store`.
@@ -426,11 +431,3 @@ def _refuse_occupied(root: str) -> None:
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."
         )
-
-
-def _publish_store(root: str, record: Mapping[str, Any]) -> None:
-    with scratch_folder(root) as scratch:
-        make_folder(f"{scratch}/{TABLES}")
-        write_document(f"{scratch}/{TABLES}", hidden_document("tables"))
-        write_document(scratch, group_document(record))
-        publish_folder(scratch, root)

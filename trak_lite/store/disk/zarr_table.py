@@ -116,7 +116,11 @@ class ZarrRowTable(RecordedRowTable):
                 done, values = done_values(self._files, chunk, log, self._index.record(chunk))
             self._index.refresh()
             if chunk not in self._index.committed:
-                return np.flatnonzero(done) + first, self._decoded(values)
+                rows = {
+                    column.name: StoredRows(column, tuple(values[a.name] for a in column.arrays)).decode()
+                    for column in self.spec.columns
+                }
+                return np.flatnonzero(done) + first, rows
         return self._committed_rows(chunk)
 
     def close(self) -> None:
@@ -147,13 +151,6 @@ class ZarrRowTable(RecordedRowTable):
             return None
         self._index.add(newer)
         return newer
-
-    def _decoded(self, stored: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Decode the stored arrays to the values of each column."""
-        return {
-            column.name: StoredRows(column, tuple(stored[array.name] for array in column.arrays)).decode()
-            for column in self.spec.columns
-        }
 
     def _stage(self, chunk: int) -> StagedChunk:
         """Return a staged chunk ready for writing; close the oldest one if too many are open."""
@@ -216,11 +213,6 @@ class ZarrRowTable(RecordedRowTable):
         stage = self._staged.pop(chunk)
         self._known[chunk] = stage.progress
         stage.close()
-
-    def _is_done(self, chunk: int) -> StateError:
-        return StateError(
-            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
-        )
 
     def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
         for run in runs:

@@ -12,7 +12,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.documents import identity_of, store_id
+from trak_lite.store.disk.documents import identity_of
 from trak_lite.store.disk.entries import ENTRIES, StoreEntries, entry_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
@@ -27,7 +27,7 @@ from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["check_remote", "remote_entries"]
+__all__ = ["check_remote"]
 
 _METADATA = "zarr.json"
 _REMOVE = "remove it, then featurize again"
@@ -48,16 +48,6 @@ def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
             "repairing, and remove the objects that the report names, or copy the store to a local disk."
         )
     return RemoteLook(objects).report()
-
-
-def remote_entries(objects: AbstractObjects, record: Mapping[str, Any] | None) -> StoreEntries:
-    """Return the entries of the remote store with this record; ``None`` if it is damaged."""
-    return StoreEntries(
-        objects,
-        objects.url,
-        store=store_id(record) if record else None,
-        old="id" not in (record or {}),
-    )
 
 
 @final
@@ -92,7 +82,7 @@ class RemoteLook:
         self._list()
         for path, files in tables.items():
             self._table(path, files)
-        entries = remote_entries(self._objects, self._record)
+        entries = StoreEntries(self._objects, self._objects.url, self._record)
         for name, wrong in entries.problems():
             self._add("damage", None, f"the entry {name!r} {wrong}", entries.remedy(wrong))
         for key in sorted(self._sizes):

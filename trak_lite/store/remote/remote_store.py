@@ -38,6 +38,7 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
+from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.files import locked_file, named_errors, open_file
 from trak_lite.store.disk.listing import (
     TABLES,
@@ -54,7 +55,7 @@ from trak_lite.store.disk.metadata import (
 )
 from trak_lite.store.disk.zarr_store import CheckChunks, ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
-from trak_lite.store.remote.check import check_remote, remote_entries
+from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 from trak_lite.store.remote.table import RemoteRowTable
@@ -97,9 +98,8 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
         writable: bool,
         check: CheckChunks = "first_touch",
     ) -> None:
-        super().__init__(
-            place.url, manifest, record, remote_entries(place.objects, record), writable=writable
-        )
+        entries = StoreEntries(place.objects, place.url, record)
+        super().__init__(place.url, manifest, record, entries, writable=writable)
         self._objects: AbstractObjects = place.objects
         self._check = check
         self._staging_root = place.staging_root(manifest)

@@ -157,9 +157,7 @@ class RemoteRowTable(RecordedRowTable):
             committed = self._index.is_committed(chunk)
             self._asked.add(chunk)
         if committed:
-            raise StateError(
-                f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
-            )
+            raise self._is_done(chunk)
 
     def _publish(self, chunk: int) -> None:
         """Upload a complete chunk from the staging folder, then remove it from the folder."""
