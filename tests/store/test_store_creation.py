@@ -1,9 +1,11 @@
 """A store or a table is either there, complete, or it is not there."""
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -11,7 +13,7 @@ import zarr
 from store_cases import MANIFEST, NAME, SPEC, check_all, finish, snapshot, values, writing
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store import Manifest, ZarrFeatureStore
+from trak_lite.store import Manifest, ZarrFeatureStore, check_store
 from trak_lite.store.disk import zarr_store
 from trak_lite.store.manifest import FORMAT
 
@@ -198,7 +200,66 @@ def test_a_group_goes_with_its_last_table_unless_one_is_made_in_it(path, monkeyp
     before("rename", "y", lambda: store.drop_table("targets/a/x"))
     other.create_table("targets/a/y", SPEC)
     assert store.table_names() == ["targets/a/y"]
-    before("rmdir", "a", lambda: other.create_table("targets/a/z", SPEC))
-    store.drop_table("targets/a/y")
-    assert store.table_names() == ["targets/a/z"]
-    assert list(zarr.open_group(f"{path}/targets/a", mode="r").group_keys()) == ["z"]
+
+
+@pytest.mark.parametrize("name", ["unlink", "rmdir", "rename"])
+def test_a_group_that_goes_while_a_table_is_made_in_it_is_never_damaged(path, monkeypatch, name):
+    """A table is published in the group just before a step of its removal, and the process ends after this step."""
+    store, other = (ZarrFeatureStore.create(path, MANIFEST) for _ in range(2))
+    store.create_table("targets/a/y", SPEC)
+    real = {each: getattr(os, each) for each in ("unlink", "rmdir", "rename")}
+    built, wanted, published = (threading.Event() for _ in range(3))
+
+    class Killed(BaseException):
+        pass
+
+    def patched(*arguments, **named):
+        folder = named.get("dir_fd", named.get("src_dir_fd"))
+        step = os.readlink(f"/proc/self/fd/{folder}"), arguments[0]
+        if arguments[-1] == "z" and not built.is_set():
+            built.set()
+            assert wanted.wait(30)
+            real["rename"](*arguments, **named)
+            published.set()
+        elif (
+            built.is_set()
+            and not wanted.is_set()
+            and step
+            in (
+                (f"{path}/targets/a", "zarr.json"),
+                (f"{path}/targets", "a"),
+            )
+        ):
+            wanted.set()
+            assert published.wait(30)
+            with contextlib.suppress(OSError):
+                real[name](*arguments, **named)
+            raise Killed
+        else:
+            real[name if arguments[-1] != "z" else "rename"](*arguments, **named)
+
+    creator = threading.Thread(target=other.create_table, args=("targets/a/z", SPEC))
+    monkeypatch.setattr(os, "rename", patched)
+    creator.start()
+    assert built.wait(30)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, name, patched)
+    with contextlib.suppress(Killed):
+        store.drop_table("targets/a/y")
+    monkeypatch.undo()
+    wanted.set()
+    creator.join(30)
+    assert check_store(path).findings == ()
+    other.create_table("targets/a/x", SPEC)
+    assert sorted(zarr.open_group(f"{path}/targets/a", mode="r").group_keys()) == ["x", "z"]
+
+
+def test_a_kill_while_a_group_goes_leaves_a_sound_store(path, victims):
+    with ZarrFeatureStore.create(path, MANIFEST) as store:
+        store.create_table("targets/a/y", SPEC)
+    assert victims.killed("group_renamed:1", "drop", path, "targets/a/y")
+    assert check_store(path).findings == ()
+    with ZarrFeatureStore.open(path, "r+") as store:
+        assert os.listdir(f"{path}/targets") == os.listdir(f"{path}/.tables") == ["zarr.json"]
+        store.create_table("targets/a/y", SPEC)
+        assert list(zarr.open_group(f"{path}/targets/a", mode="r").group_keys()) == ["y"]

@@ -107,7 +107,7 @@ def test_a_claim_of_what_another_machine_has_committed_gives_no_row_and_leaves_n
     there.put(0, numbers(range(4)))
     with here.claim(0) as pending:
         assert pending.tolist() == []
-    assert not _remote_table.is_complete(here._staging, 0)
+    assert not _remote_table._is_complete(here._staging, 0)
     assert here._staging.staged_chunks() == set()
 
 
@@ -133,7 +133,7 @@ def test_a_chunk_that_vanishes_from_the_stage_was_put_by_another_process_or_is_a
             there.put(0, numbers(range(4)))
         raise StoreError("no such file")
 
-    monkeypatch.setattr(_remote_table, "staged_contents", _once(vanished, _remote_table.staged_contents))
+    monkeypatch.setattr(_remote_table, "_staged_contents", _once(vanished, _remote_table._staged_contents))
     if meanwhile:
         here.put(0, numbers(range(4)))
         assert here.committed_chunks() == [0]

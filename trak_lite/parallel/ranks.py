@@ -175,15 +175,12 @@ def num_ranks() -> int:
 
 def _meeting_place() -> tuple[Any, int, int] | None:
     """Return ``(key-value store of all ranks, rank, number of ranks)``, or ``None`` if there is only one rank."""
-    if not dist.is_available():
+    if num_ranks() == 1:
         return None
-    if dist.is_initialized():
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # it is initialised
-        found = _part_of("trak_lite", store), dist.get_rank(), dist.get_world_size()
-        return found if dist.get_world_size() > 1 else None
-    if dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized():
         return _launcher_store()
-    return None
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # it is initialised
+    return _part_of("trak_lite", store), dist.get_rank(), dist.get_world_size()
 
 
 def _part_of(name: str, store: Any) -> Any:

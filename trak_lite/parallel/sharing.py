@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -146,59 +147,44 @@ def holder_of(table: AbstractRowTable) -> str | None:
     return None
 
 
+@dataclass(eq=False)
 class LazyTable:
     """A table that is created when its first rows are put."""
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        existing: AbstractRowTable | None,
-        create: Callable[[], AbstractRowTable],
-        find: Callable[[], AbstractRowTable | None] = lambda: None,
-    ) -> None:
-        """Take the table if it exists, and functions that create and find it.
-
-        Args:
-            spec: Shape and fingerprint; those of an existing table are the same.
-            existing: The table, if it exists.
-            create: Creates the table.
-            find: Opens the table if another process has created it.
-        """
-        self.spec = spec
-        self._table = existing
-        self._create = create
-        self._find = find
+    spec: TableSpec
+    """Shape and fingerprint; those of an existing table are the same."""
+    table: AbstractRowTable | None
+    """The table, or ``None`` before its creation."""
+    create: Callable[[], AbstractRowTable]
+    """Creates the table."""
+    find: Callable[[], AbstractRowTable | None] = lambda: None
+    """Opens the table if another process has created it."""
 
     def look(self) -> bool:
         """Return whether the table exists; open it if another process has created it."""
-        if self._table is None:
-            self._table = self._find()
+        if self.table is None:
+            self.table = self.find()
         return self.exists
 
     @property
     def exists(self) -> bool:
         """Whether the table is known to exist."""
-        return self._table is not None
-
-    @property
-    def table(self) -> AbstractRowTable | None:
-        """The table, or ``None`` before its creation."""
-        return self._table
+        return self.table is not None
 
     def pending(self) -> NDArray[np.int64]:
         """Return the pending rows, ascending."""
-        return np.arange(self.spec.num_rows) if self._table is None else self._table.pending()
+        return np.arange(self.spec.num_rows) if self.table is None else self.table.pending()
 
     def pending_by_chunk(self) -> NDArray[np.int64]:
         """Return the number of pending rows of every chunk."""
-        if self._table is not None:
-            return self._table.pending_by_chunk()
+        if self.table is not None:
+            return self.table.pending_by_chunk()
         starts = np.arange(0, self.spec.num_rows, self.spec.chunk_rows)
         return np.diff(starts, append=self.spec.num_rows)
 
     def committed_chunks(self) -> list[int]:
         """Return the chunks that are complete and readable, ascending."""
-        return [] if self._table is None else self._table.committed_chunks()
+        return [] if self.table is None else self.table.committed_chunks()
 
     def has_column(self, name: str) -> bool:
         """Return whether the table has a column of this name."""
@@ -206,7 +192,7 @@ class LazyTable:
 
     def read_if_complete(self, column: str) -> NDArray[Any] | None:
         """Return a whole column, or ``None`` while rows are pending."""
-        return self._table.read(column) if self._table is not None and self._table.complete else None
+        return self.table.read(column) if self.table is not None and self.table.complete else None
 
     def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
         """Claim a chunk. Creates the table if it does not exist. See :meth:`AbstractRowTable.claim`."""
@@ -217,9 +203,9 @@ class LazyTable:
         self._created().put(rows, values)
 
     def _created(self) -> AbstractRowTable:
-        if self._table is None:
-            self._table = self._create()
-        return self._table
+        if self.table is None:
+            self.table = self.create()
+        return self.table
 
 
 @final

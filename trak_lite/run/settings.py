@@ -141,7 +141,7 @@ class AttributorSettings:
         self.normalization = as_normalization(normalize)
         if self.normalization.reads_optimizer:
             refuse_sharded(model, f"normalize={self.normalization.kind!r}", "Use normalize='none'")
-        self.method = self._decide_method(method)
+        self.method = self.scored_by(self._best_method() if method == "auto" else as_method(method))
         self._store_norms = store_norms
         self._arguments = {  # None marks custom objects, which the user has to pass again
             "task": self.task.train_task().name or None,
@@ -330,12 +330,6 @@ class AttributorSettings:
         if method is None:
             return self.method
         decided = decided_method(method, self.layout)
-        self._check_method(decided)
-        return decided
-
-    def _decide_method(self, method: Method) -> AbstractMethod:
-        """Return the attributor's method, with every default resolved."""
-        decided = decided_method(self._best_method() if method == "auto" else method, self.layout)
         self._check_method(decided)
         return decided
 

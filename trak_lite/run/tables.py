@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ __all__ = [
     "verdict_path",
 ]
 
+_Path = Callable[[str], str]
+"""Returns the path of what belongs to a target set, a table or a checkpoint, by its name."""
+
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
 GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
@@ -71,10 +74,36 @@ ERRORS = "errors"
 COLUMNS = "columns"
 """Folder of the entries of the columns of the train data."""
 
+preconditioned_folder: _Path = "preconditioned/{}".format
+"""Folder of the features of a target set that were multiplied by an inverse curvature."""
+plain_target_folder: _Path = "targets/{}".format
+"""Folder of the plain features of a target set, with one table per checkpoint."""
+top_path: _Path = "top/{}".format
+"""Path of the top rows of a target set."""
+retrain_path: _Path = "retrains/{}".format
+"""Path of the outputs of models retrained for a target set."""
+verdict_path: _Path = "verdicts/{}".format
+"""Path of the verdict on a table of scores."""
+one_run_path: _Path = "one-run/{}".format
+"""Path of the verdict of one run on a table of scores."""
+predictions_path: _Path = "predictions/{}".format
+"""Path of the predictions that the verdict on a table of scores is computed from."""
+fisher_folder: _Path = "fisher/{}".format
+"""Folder of the Fisher information of the checkpoint with this table of train rows."""
+curvature_path: _Path = "ekfac/{:.16}".format
+"""Path of the Kronecker-factored curvature of the checkpoint whose weights have this digest."""
+checkpoint_path: Callable[[int], str] = "ckpt-{}".format
+"""Path of the train rows of the checkpoint with this id."""
+
 
 def column_path(name: str) -> str:
     """Return the name of the entry of a column of the train data, whose own name may have any characters."""
     return f"{COLUMNS}/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+def target_path(name: str, model_id: int) -> str:
+    """Return the path of a checkpoint's table in :func:`plain_target_folder`."""
+    return f"{plain_target_folder(name)}/{checkpoint_path(model_id)}"
 
 
 def feature_table_spec(
@@ -142,21 +171,6 @@ def target_folder(name: str, method: AbstractMethod) -> str:
     return plain_target_folder(name)
 
 
-def preconditioned_folder(name: str) -> str:
-    """Return the folder of the features of a target set that were multiplied by an inverse curvature."""
-    return f"preconditioned/{name}"
-
-
-def plain_target_folder(name: str) -> str:
-    """Return the folder of the plain features of a target set, with one table per checkpoint."""
-    return f"targets/{name}"
-
-
-def target_path(name: str, model_id: int) -> str:
-    """Return the path of a checkpoint's table in :func:`plain_target_folder`."""
-    return f"{plain_target_folder(name)}/{checkpoint_path(model_id)}"
-
-
 def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
     """Return the path of the features of a target set that a method reads, for the checkpoint of a train table."""
     return f"{target_folder(name, method)}/{table_path(train)}"
@@ -165,11 +179,6 @@ def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable
 def traker_score_path(exp_name: str, fingerprint: Mapping[str, Any]) -> str:
     """Return the path of TRAKer's scores; it depends on checkpoints and targets."""
     return f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}"
-
-
-def checkpoint_path(model_id: int) -> str:
-    """Return the path of the train rows of a checkpoint."""
-    return f"ckpt-{model_id}"
 
 
 def table_path(table: AbstractRowTable) -> str:
@@ -209,35 +218,10 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
     return [path.removeprefix("scores/") for path in store.table_names("scores")]
 
 
-def verdict_path(scores: str) -> str:
-    """Return the path of the verdict on a table of scores."""
-    return f"verdicts/{scores}"
-
-
-def one_run_path(scores: str) -> str:
-    """Return the path of the verdict of one run on a table of scores."""
-    return f"one-run/{scores}"
-
-
-def predictions_path(scores: str) -> str:
-    """Return the path of the predictions that a verdict is computed from."""
-    return f"predictions/{scores}"
-
-
-def fisher_folder(path: str) -> str:
-    """Return the folder of the Fisher information of the checkpoint with this table of train rows."""
-    return f"fisher/{path}"
-
-
 def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
     """Return the paths of the drawn rows and of the gram matrices of a Fisher fit; another fit has other paths."""
     folder = f"{fisher_folder(path)}/{Manifest(fingerprint).digest()[:16]}"
     return f"{folder}/drawn", f"{folder}/gram"
-
-
-def curvature_path(digest: str) -> str:
-    """Return the path of the Kronecker-factored curvature of the checkpoint whose weights have this digest."""
-    return f"ekfac/{digest[:16]}"
 
 
 def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
@@ -248,16 +232,6 @@ def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
     """
     folder = f"index/{Manifest({key: fingerprint[key] for key in ('method', 'checkpoints')}).digest()[:16]}"
     return folder, f"{folder}/{Manifest(dict(fingerprint)).digest()[:16]}"
-
-
-def top_path(name: str) -> str:
-    """Return the path of the top rows of a target set."""
-    return f"top/{name}"
-
-
-def retrain_path(name: str) -> str:
-    """Return the path of the outputs of models retrained for a target set."""
-    return f"retrains/{name}"
 
 
 def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> str:

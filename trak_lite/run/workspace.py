@@ -71,7 +71,11 @@ class Workspace:
         try:
             yield self
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(self._how_to_continue())
+            interrupt.add_note(
+                "Nothing was stored on disk, because no path was given. Pass path=... to be able to continue."
+                if self.path is None
+                else f"Finished work is stored in {self.path}. Make the same call again to continue."
+            )
             raise
         finally:
             self.close()
@@ -133,7 +137,10 @@ class Workspace:
     def created(self) -> AbstractFeatureStore:
         """Return the open store; create it if it does not exist yet."""
         if self._store is None:
-            self._store = self._create()
+            if self.place is None:
+                self._store = self._memory = MemoryFeatureStore(self._manifest)
+            else:
+                self._store = create_store(self.place, self._manifest)
         return self._store
 
     def reader(self) -> AbstractFeatureStore:
@@ -188,25 +195,12 @@ class Workspace:
                 existing = _grown(self.store(), path, spec.num_rows)
             return LazyTable(existing.spec, existing, lambda: existing)
 
-        def create() -> AbstractRowTable:
-            if self._store is None:
-                self._store = self._create()
-            return self._store.create_table(path, spec, attributes)
-
         def find() -> AbstractRowTable | None:
             if self._store is None:
                 self.open(self._manifest)
             return self.table(path)
 
-        return LazyTable(spec, None, create, find)
-
-    def _how_to_continue(self) -> str:
-        """Return the note on finished work that is added to a Ctrl-C."""
-        if self.path is None:
-            return (
-                "Nothing was stored on disk, because no path was given. Pass path=... to be able to continue."
-            )
-        return f"Finished work is stored in {self.path}. Make the same call again to continue."
+        return LazyTable(spec, None, lambda: self.created().create_table(path, spec, attributes), find)
 
     def _open(self) -> AbstractFeatureStore | None:
         if self.place is None:
@@ -221,12 +215,6 @@ class Workspace:
     def _release(self, store: AbstractFeatureStore) -> None:
         if store is not self._memory:  # a closed store in memory cannot be opened again
             store.close()
-
-    def _create(self) -> AbstractFeatureStore:
-        if self.place is None:
-            self._memory = MemoryFeatureStore(self._manifest)
-            return self._memory
-        return create_store(self.place, self._manifest)
 
     def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
         """Update the manifest to the longer data if its first rows are the stored ones and all settings agree."""

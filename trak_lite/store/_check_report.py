@@ -136,11 +136,8 @@ def _cells(finding: Finding) -> tuple[str, ...]:
     chunk = "-" if finding.chunk is None else str(finding.chunk)
     table, column = finding.table or "-", finding.column or "-"
     texts = (table, chunk, _rows(finding.rows), column, finding.finding, finding.next_step)
-    return finding.level, *(_cut(printable(text).replace("\n", "\\n")) for text in texts)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    plain = [printable(text).replace("\n", "\\n") for text in texts]
+    return finding.level, *(t if len(t) <= _LONGEST else f"{t[: _LONGEST - 3]}..." for t in plain)
 
 
 def _rows(rows: range | None) -> str:

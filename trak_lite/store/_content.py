@@ -17,7 +17,7 @@ from trak_lite._validate import parse_json
 from trak_lite.errors import IncompleteStoreError
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._grid import spec_to_json
+from trak_lite.store._grid import shape_to_json
 from trak_lite.store._names import path_parts
 from trak_lite.store.manifest import canonical_json
 
@@ -52,8 +52,7 @@ def content_digest(spec: TableSpec, checksums: Iterable[Mapping[str, int]]) -> s
         spec: Its fingerprint is ignored.
         checksums: For each chunk, the CRC-32C of each array, including padding.
     """
-    shape = {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
-    digest = hashlib.sha256(canonical_json(shape).encode())
+    digest = hashlib.sha256(canonical_json(shape_to_json(spec)).encode())
     for columns in checksums:
         digest.update(canonical_json(dict(columns)).encode())
     return digest.hexdigest()

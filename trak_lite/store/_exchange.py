@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trak_lite.errors import InvalidInputError
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference
 from trak_lite.store._check_report import row_ranges
-from trak_lite.store._grid import compare_specs, flat_spec, spec_to_json
+from trak_lite.store._grid import compare_specs, flat_spec, shape_to_json
 from trak_lite.store._values import short_list
 from trak_lite.store.manifest import differing_keys
 
@@ -37,7 +37,7 @@ def diff_stores(here: AbstractFeatureStore, there: AbstractFeatureStore) -> tupl
 def _diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> Iterator[Difference]:
     for key, ours, theirs in differing_keys(flat_spec(here.spec), flat_spec(there.spec)):
         yield Difference(path, key, ours, theirs)
-    if _shape(here) != _shape(there):
+    if shape_to_json(here.spec) != shape_to_json(there.spec):
         return  # tables of different shapes cannot be compared row by row
     done = here.done(), there.done()
     for first, second, known in ((*done, ("done", "pending")), (*done[::-1], ("pending", "done"))):
@@ -122,10 +122,6 @@ def _differing_rows(here: AbstractRowTable, there: AbstractRowTable, chunk: int)
 def _bytes(rows: NDArray[Any]) -> NDArray[np.uint8]:
     width = rows.itemsize * int(np.prod(rows.shape[1:]))
     return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), width)
-
-
-def _shape(table: AbstractRowTable) -> dict[str, Any]:
-    return {key: value for key, value in spec_to_json(table.spec).items() if key != "fingerprint"}
 
 
 def _text(rows: range) -> str:

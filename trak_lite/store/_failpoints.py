@@ -59,7 +59,10 @@ REPAIR_FAILPOINTS = (
 )
 """Failpoints of a repair."""
 
-DROP_FAILPOINTS = ("table_renamed",)  # a dropped table is renamed but not deleted
+DROP_FAILPOINTS = (
+    "table_renamed",  # a dropped table is renamed but not deleted
+    "group_renamed",  # so is the group that held no other table
+)
 """Failpoints of dropping a table."""
 
 GROWTH_FAILPOINTS = (

@@ -23,6 +23,7 @@ __all__ = [
     "flat_spec",
     "grown_spec",
     "plain_json",
+    "shape_to_json",
     "spec_from_json",
     "spec_to_json",
 ]
@@ -131,6 +132,11 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
     }
 
 
+def shape_to_json(spec: TableSpec) -> dict[str, Any]:
+    """Return the JSON form of a spec without its fingerprint."""
+    return {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
+
+
 def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
     """Return the spec for a JSON record; the inverse of :func:`spec_to_json`.
 
@@ -184,8 +190,7 @@ def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
 
 def flat_spec(spec: TableSpec) -> dict[str, Any]:
     """Return shape and fingerprint of a spec as one mapping, for comparison key by key."""
-    shape = {key: value for key, value in spec_to_json(spec).items() if key != "fingerprint"}
-    return {**{f"table {key}": value for key, value in shape.items()}, **spec.fingerprint}
+    return {**{f"table {key}": value for key, value in shape_to_json(spec).items()}, **spec.fingerprint}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,11 @@ class Run:
     """First row, counted inside the chunk."""
     source: slice
     """Position of the rows in the given values."""
+
+    @property
+    def rows(self) -> slice:
+        """The rows, counted inside the chunk."""
+        return slice(self.start, self.start + self.source.stop - self.source.start)
 
 
 def contiguous_runs(first: int, count: int, chunk_rows: int, *, offset: int = 0) -> Iterator[Run]:

@@ -22,8 +22,7 @@ from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
-from trak_lite.store._names import natural_order, path_parts
-from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._names import group_of_tables, inside_a_table, missing_table, natural_order, path_parts
 from trak_lite.store._values import check_block, check_derived, short_list
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
 
@@ -83,17 +82,15 @@ class MemoryRowTable(AbstractRowTable):
         for chunk in block.runs:
             self._refuse_claimed(chunk)
         runs = [run for runs in block.runs.values() for run in runs]
-        places = [run.chunk * self.spec.chunk_rows + run.start for run in runs]
-        places_of = [slice(p, p + r.source.stop - r.source.start) for p, r in zip(places, runs, strict=True)]
-        done = [
-            place.start + i for place in places_of for i in np.flatnonzero(self._rows.done[place]).tolist()
-        ]
+        starts = [run.chunk * self.spec.chunk_rows for run in runs]
+        places = [slice(s + r.rows.start, s + r.rows.stop) for s, r in zip(starts, runs, strict=True)]
+        done = [place.start + i for place in places for i in np.flatnonzero(self._rows.done[place]).tolist()]
         if done:
             raise StateError(
                 f"Rows {short_list(done)} of {self._path} are done already. "
                 "Put pending rows only; pending() lists them."
             )
-        for place, run in zip(places_of, runs, strict=True):
+        for place, run in zip(places, runs, strict=True):
             for target, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
                 target[place] = array[run.source]
             self._rows.done[place] = True

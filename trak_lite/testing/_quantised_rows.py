@@ -1,20 +1,25 @@
-"""Laws of quantised columns, in the conformance kit for stores; the reference uses exact fractions."""
+"""Fixtures of the conformance kit for stores, and its laws of quantised columns.
+
+The reference of these laws uses exact fractions.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
-from trak_lite.testing._store_cases import MANIFEST, AbstractStoreTests
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 
-__all__ = ["QuantisedRowTests"]
+__all__ = ["MANIFEST", "QuantisedRowTests"]
 
+MANIFEST = Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 0}}, {"trak_lite": "test"})
 _LARGEST = {"int8": 127, "int4": 7}
 _DTYPES = pytest.mark.parametrize("dtype", list(_LARGEST))
 
@@ -55,8 +60,26 @@ def _fill(table: AbstractRowTable, width: int = 5) -> AbstractRowTable:
     return table
 
 
-class QuantisedRowTests(AbstractStoreTests):
-    """Laws of columns that are stored as integers with one scale per row."""
+class QuantisedRowTests(ABC):
+    """Laws of columns that are stored as integers with one scale per row; each test gets a fresh folder."""
+
+    @abstractmethod
+    def create(self, path: str, manifest: Manifest) -> AbstractFeatureStore:
+        """Create a store at the path, or open an existing one for writing."""
+
+    @abstractmethod
+    def open(self, path: str, mode: Literal["r", "r+"]) -> AbstractFeatureStore:
+        """Open the existing store at the path."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> str:
+        """Path of the store."""
+        return str(tmp_path / "run.zarr")
+
+    @pytest.fixture
+    def store(self, path: str) -> AbstractFeatureStore:
+        """An empty store."""
+        return self.create(path, MANIFEST)
 
     @_DTYPES
     @pytest.mark.parametrize("width", [1, 4, 5])

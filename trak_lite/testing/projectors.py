@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -46,18 +47,21 @@ class ProjectorTests(ABC):
     def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
         """Return a new projector."""
 
-    def test_features_fill_the_layout(self) -> None:
+    @pytest.fixture
+    def projector(self) -> AbstractProjector:
+        """The projector with seed 0."""
+        return self.make_projector(self.proj_dim, seed=0)
+
+    def test_features_fill_the_layout(self, projector: AbstractProjector) -> None:
         """Features are finite, with one row per sample and as many columns as the layout is wide."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         features = _project(projector, _gradients(0))
 
         assert features.shape == (_NUM_SAMPLES, projector.layout(_SHAPES).width)
         assert bool(features.isfinite().all())
         assert bool(features.any())
 
-    def test_projection_is_linear(self) -> None:
+    def test_projection_is_linear(self, projector: AbstractProjector) -> None:
         """The features of a x + b y are a times those of x plus b times those of y."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         x, y = _gradients(0), _gradients(1)
         combined = {name: 2.5 * x[name] - 0.5 * y[name] for name in x}
 
@@ -65,9 +69,8 @@ class ProjectorTests(ABC):
             _project(projector, combined), 2.5 * _project(projector, x) - 0.5 * _project(projector, y)
         )
 
-    def test_the_adjoint_is_the_transposed_map(self) -> None:
+    def test_the_adjoint_is_the_transposed_map(self, projector: AbstractProjector) -> None:
         """If the projector defines the adjoint, <R x, p> = <x, adjoint(p)> for all gradients x and feature rows p."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         features = _project(projector, grads)
         rows = _random(1, 3, features.shape[1])
@@ -83,9 +86,8 @@ class ProjectorTests(ABC):
         ]
         _assert_close(features.double() @ rows.T, torch.stack(products).sum(0))
 
-    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+    def test_a_row_does_not_depend_on_its_batch(self, projector: AbstractProjector) -> None:
         """A sample has the same feature row alone and in a batch."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         alone = [
             _project(projector, {name: grad[row : row + 1] for name, grad in grads.items()})
@@ -94,17 +96,15 @@ class ProjectorTests(ABC):
 
         _assert_close(torch.cat(alone), _project(projector, grads))
 
-    def test_the_order_of_blocks_does_not_matter(self) -> None:
+    def test_the_order_of_blocks_does_not_matter(self, projector: AbstractProjector) -> None:
         """Blocks in reverse order give the same features."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         backward = [DenseBlock(name, grads[name]) for name in reversed(grads)]
 
         _assert_close(_accumulate(projector, backward), _project(projector, grads))
 
-    def test_rows_may_come_in_chunks(self) -> None:
+    def test_rows_may_come_in_chunks(self, projector: AbstractProjector) -> None:
         """Blocks that cover parts of the batch give the same features as whole blocks."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         chunks = [
             DenseBlock(name, grad[start : start + 4], start)
@@ -114,34 +114,30 @@ class ProjectorTests(ABC):
 
         _assert_close(_accumulate(projector, chunks), _project(projector, grads))
 
-    def test_a_factored_block_counts_as_its_dense_gradient(self) -> None:
+    def test_a_factored_block_counts_as_its_dense_gradient(self, projector: AbstractProjector) -> None:
         """Factors of a matrix parameter give the same features as their product."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         inputs, output_grads = _random(0, _NUM_SAMPLES, 4, 3), _random(1, _NUM_SAMPLES, 4, 5)
         product = torch.einsum("bto,bti->boi", output_grads, inputs)
 
         factored = _accumulate(projector, [FactoredBlock("embed", inputs, output_grads)])
         _assert_close(factored, _accumulate(projector, [DenseBlock("embed", product)]))
 
-    def test_a_missing_parameter_counts_as_zero(self) -> None:
+    def test_a_missing_parameter_counts_as_zero(self, projector: AbstractProjector) -> None:
         """A parameter without a block gives the same features as one with zero gradient."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         some = [DenseBlock(name, grad) for name, grad in grads.items() if name != "body.weight"]
         zero = {**grads, "body.weight": torch.zeros_like(grads["body.weight"])}
 
         _assert_close(_accumulate(projector, some), _project(projector, zero))
 
-    def test_project_gives_what_the_accumulator_gives(self) -> None:
+    def test_project_gives_what_the_accumulator_gives(self, projector: AbstractProjector) -> None:
         """Collected gradients and streamed blocks give the same features."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
 
         _assert_close(projector.project(grads, 3), _project(projector, grads, model_id=3))
 
-    def test_a_batch_without_samples_gives_no_rows(self) -> None:
+    def test_a_batch_without_samples_gives_no_rows(self, projector: AbstractProjector) -> None:
         """For B = 0 the features have shape (0, K)."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         empty = [DenseBlock(name, torch.zeros(0, *shape)) for name, shape in _SHAPES.items()]
         accumulator = projector.accumulator(0, model_id=0, parameters=_SHAPES)
         for block in empty:
@@ -149,9 +145,8 @@ class ProjectorTests(ABC):
 
         assert accumulator.features().shape == (0, projector.layout(_SHAPES).width)
 
-    def test_memory_can_be_freed_at_any_time(self) -> None:
+    def test_memory_can_be_freed_at_any_time(self, projector: AbstractProjector) -> None:
         """Features are bitwise the same after ``free_memory``."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         before = _project(projector, _gradients(0))
         projector.free_memory()
 
@@ -260,9 +255,8 @@ class RandomProjectorTests(ProjectorTests):
 
         assert float(cosines.abs().max()) < 0.5
 
-    def test_a_name_keeps_its_matrix_among_other_parameters(self) -> None:
+    def test_a_name_keeps_its_matrix_among_other_parameters(self, projector: AbstractProjector) -> None:
         """The contribution of a parameter does not depend on the other parameters or on their order."""
-        projector = self.make_projector(self.proj_dim, seed=0)
         grads = _gradients(0)
         order = dict(reversed(_SHAPES.items()))
         parts = [projector.project({name: grad}, 0) for name, grad in grads.items()]

@@ -31,8 +31,7 @@ from trak_lite.errors import (
     StateError,
 )
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
-from trak_lite.testing._quantised_rows import QuantisedRowTests
-from trak_lite.testing._store_cases import MANIFEST
+from trak_lite.testing._quantised_rows import MANIFEST, QuantisedRowTests
 
 __all__ = ["StoreTests"]
 

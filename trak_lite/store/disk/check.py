@@ -11,12 +11,11 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import NEEDED_UNTIL, TableSpec
+from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._check_report import Finding, Tally
-from trak_lite.store._columns import Column, StoredArray
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
@@ -30,8 +29,9 @@ from trak_lite.store.disk.metadata import (
     check_array,
     check_hidden,
     manifest_from_json,
+    misnamed,
     read_attributes,
-    refuse_misnamed,
+    read_zarr_json,
     refuse_undescribed,
     sizes_under_way,
     table_from_json,
@@ -89,10 +89,11 @@ class StoreLook:
         look = cls(root)
         look._root()
         if os.path.isdir(root):
+            folder = f"{root}/{TABLES}"
             # Read the list before the folders, so that the folder of each listed table is visited.
-            names = names_in(f"{root}/{TABLES}") if _is_folder(f"{root}/{TABLES}") else []
+            names = names_in(folder) if os.path.isdir(folder) and not os.path.islink(folder) else []
             look._group(root, ())
-            if not os.path.islink(f"{root}/{TABLES}"):  # reported as a link
+            if not os.path.islink(folder):  # reported as a link
                 look._list(names)
                 look._entries()
         if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
@@ -153,7 +154,8 @@ class StoreLook:
         elif os.path.isdir(path) and is_name(name):
             self._folder(path, inside)
         elif not name.startswith("."):
-            refuse_misnamed(path)
+            if os.path.lexists(f"{path}/{_METADATA}"):
+                raise misnamed(path)  # its rows would be missed silently
             self._stray(path)
         else:
             self._stray(path)
@@ -179,7 +181,8 @@ class StoreLook:
                     raise lost_table(path, where=self.root)
                 self._listed(tables, path)
             except StoreError as error:
-                if os.path.lexists(tables.entry(path)) and not self._is_damaged(path):
+                is_damaged = path not in self._identities and os.path.lexists(f"{self.root}/{path}")
+                if os.path.lexists(tables.entry(path)) and not is_damaged:
                     self.entries.append(path)
                 self._damage(path, str(error), _LIST_AGAIN)
 
@@ -194,10 +197,6 @@ class StoreLook:
                 self._damage(
                     path, "another table than the one that the store lists under this path", _PUT_BACK_TABLE
                 )
-
-    def _is_damaged(self, path: str) -> bool:
-        """Whether the folder of a table exists but its metadata is damaged."""
-        return path not in self._identities and os.path.lexists(f"{self.root}/{path}")
 
     def _hidden(self, path: str, folder: str) -> None:
         """Check the folder of cached arrays or of entries; the entries themselves are checked last."""
@@ -269,9 +268,12 @@ class StoreLook:
         for name in sorted(set(names_in(path)) - {_METADATA, *(array.name for array in spec.arrays)}):
             self._stray(f"{path}/{name}")
         before = len(self.findings)
-        for column in spec.columns:
-            for array in column.arrays:
-                self._array(table, path, spec, column, array, sizes_under_way(record))
+        for array in spec.arrays:
+            try:
+                found = read_zarr_json(f"{path}/{array.name}")
+                check_array(found, path, array, spec, under_way=sizes_under_way(record))
+            except StoreError as error:
+                self._damage(table, str(error), _RESTORE, column=array.name)
         if len(self.findings) == before:
             files = TableFiles(path, spec, root=self.root, identity=self._identities[table])
             self.tables[table] = TableLook(table, files)
@@ -281,20 +283,6 @@ class StoreLook:
         else:  # with a wrong shape, valid chunks would look damaged and be set aside
             text = "its chunks were not checked: its metadata must be restored first"
             self.findings.append(Finding("note", table, text, "check again afterwards"))
-
-    def _array(
-        self,
-        table: str,
-        path: str,
-        spec: TableSpec,
-        column: Column,
-        array: StoredArray,
-        under_way: Sequence[int],
-    ) -> None:
-        try:
-            check_array(path, column, array, spec, under_way=under_way)
-        except StoreError as error:
-            self._damage(table, str(error), _RESTORE, column=array.name)
 
     def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
         self.findings.append(Finding("damage", table, text, next_step, column=column))
@@ -331,7 +319,7 @@ class TableLook:
             found += self._stage(chunks)
             found += self._commit_logs()
         except StoreError as error:
-            return [*found, self._finding("damage", str(error), "put the folder back, readable")]
+            return [*found, Finding("damage", self.path, str(error), "put the folder back, readable")]
         chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
         for chunk in sorted(chunks):
             found += self._chunk(chunk)
@@ -353,13 +341,13 @@ class TableLook:
         for name in sorted(set(names_in(column.folder)) - own):
             chunk = column.chunk_of(name)
             if chunk is None:
-                yield self._finding("note", f"{name!r} is not a chunk", _NOT_OURS, column=column.name)
+                yield Finding("note", self.path, f"{name!r} is not a chunk", _NOT_OURS, column=column.name)
             elif chunk < self.files.num_chunks:
                 chunks.add(chunk)
             elif not self.files.rows_on_disk(chunk):  # otherwise the table has grown during the check
                 self.strangers.append(column.visible(chunk))
                 text = f"{name}: the table has {self.files.num_chunks} chunks"
-                yield self._finding("damage", text, REPAIR, column=column.name, chunk=chunk)
+                yield Finding("damage", self.path, text, REPAIR, column=column.name, chunk=chunk)
 
     def _stage(self, chunks: set[int]) -> Iterator[Finding]:
         for name in sorted(names_in(self.files.stage)):
@@ -369,36 +357,23 @@ class TableLook:
             if name in known and chunk < self.files.num_chunks:
                 chunks.add(chunk)
             else:
-                yield self._finding("note", f"{STAGE}/{name!r} belongs to no chunk", _NOT_OURS)
+                yield Finding("note", self.path, f"{STAGE}/{name!r} belongs to no chunk", _NOT_OURS)
 
     def _commit_logs(self) -> Iterator[Finding]:
         for name in sorted(names_in(self.files.commits)):
             if not name.endswith(".log"):
-                yield self._finding("note", f"{COMMITS}/{name!r} is not a commit log", _NOT_OURS)
+                yield Finding("note", self.path, f"{COMMITS}/{name!r} is not a commit log", _NOT_OURS)
         for name, error in self._logs.poll_each().items():
             self.strangers.append(f"{self.files.commits}/{name}")
-            yield self._finding("damage", str(error), REPAIR)
+            yield Finding("damage", self.path, str(error), REPAIR)
         for name, lines in self._logs.foreign.items():
             self.strangers.append(f"{self.files.commits}/{name}")
-            yield self._finding("damage", f"commit log {name}: {lines} records of another table", REPAIR)
+            yield Finding("damage", self.path, f"commit log {name}: {lines} records of another table", REPAIR)
         for name, lines in self._logs.damaged.items():
             text = f"commit log {name}: {lines} of its lines do not match their checksum"
-            yield self._finding("note", text, "nothing: a chunk without its record is reported separately")
-
-    def _finding(
-        self,
-        level: Literal["damage", "note"],
-        text: str,
-        next_step: str,
-        *,
-        column: str | None = None,
-        chunk: int | None = None,
-    ) -> Finding:
-        return Finding(level, self.path, text, next_step, chunk, column=column)
-
-
-def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
+            yield Finding(
+                "note", self.path, text, "nothing: a chunk without its record is reported separately"
+            )
 
 
 def _age(path: str) -> float:

@@ -93,7 +93,7 @@ class ChunkLook:
 
     def state(self, chunk: int) -> ChunkState:
         """Return the state of a chunk at this moment."""
-        visible = [column for column in self._files.columns if _exists(column.visible(chunk))]
+        visible = [column for column in self._files.columns if os.path.lexists(column.visible(chunk))]
         record = self._logs.latest.get(chunk)
         try:
             with named_errors("Reading", self._files.describe(chunk)):
@@ -103,12 +103,13 @@ class ChunkLook:
                     return self._visible_state(chunk, record)
                 return self._staged_state(chunk, record, visible)
         except StoreError as error:
-            return self._unreadable(chunk, str(error))
+            none = np.zeros(self._files.rows_in(chunk), np.bool_)
+            return ChunkState((self._damage(chunk, str(error)),), none, visible=False)
 
     def _names(self, chunk: int) -> list[bool]:
         """Return for each file of a chunk whether it has its final name, and whether there is a row log."""
         paths = [*(column.visible(chunk) for column in self._files.columns), self._files.row_log(chunk)]
-        return [_exists(path) for path in paths]
+        return [os.path.lexists(path) for path in paths]
 
     def _visible_state(self, chunk: int, record: CommitRecord | None) -> ChunkState:
         none = np.zeros(self._files.rows_in(chunk), np.bool_)
@@ -146,7 +147,7 @@ class ChunkLook:
         )
 
     def _leftovers(self, chunk: int) -> Iterator[Finding]:
-        left = [path for path in self._files.staged_paths(chunk) if _exists(path)]
+        left = [path for path in self._files.staged_paths(chunk) if os.path.lexists(path)]
         if left and not self._is_held(chunk):
             names = ", ".join(os.path.basename(path) for path in left)
             yield self._note(chunk, f"committed; {names} still in the stage", _FINISH)
@@ -187,7 +188,9 @@ class ChunkLook:
     def _why_lost(self, chunk: int, visible: list[ColumnFiles]) -> str:
         if not visible:
             return "staged bytes do not match the row log"
-        missing = [c.name for c in self._files.columns if c not in visible and not _exists(c.staged(chunk))]
+        missing = [
+            c.name for c in self._files.columns if c not in visible and not os.path.lexists(c.staged(chunk))
+        ]
         if missing:
             return f"no file of the columns {', '.join(missing)}"
         return "half visible, and its bytes match neither the row log nor the commit record"
@@ -200,16 +203,12 @@ class ChunkLook:
             yield self._note(
                 chunk, f"commit interrupted, or under way elsewhere: only {names} visible", _FINISH
             )
-        staged = any(map(_exists, self._files.staged_paths(chunk)))
+        staged = any(map(os.path.lexists, self._files.staged_paths(chunk)))
         if record is not None and not visible and not staged:
             yield self._note(chunk, "committed once; its files were set aside or removed", AGAIN)
 
     def _is_held(self, chunk: int) -> bool:
         return holder_lives(read_holder(self._files.row_log(chunk)))
-
-    def _unreadable(self, chunk: int, text: str) -> ChunkState:
-        none = np.zeros(self._files.rows_in(chunk), np.bool_)
-        return ChunkState((self._damage(chunk, text),), none, visible=False)
 
     def _damage(
         self, chunk: int, text: str, *, column: str | None = None, rows: range | None = None
@@ -219,7 +218,3 @@ class ChunkLook:
 
     def _note(self, chunk: int, text: str, next_step: str) -> Finding:
         return Finding("note", self._table, text, next_step, chunk, self._files.rows_of(chunk))
-
-
-def _exists(path: str) -> bool:
-    return os.path.lexists(path)

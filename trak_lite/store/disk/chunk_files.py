@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -96,6 +95,8 @@ class TableFiles:
         self.spec = spec
         self.root = root
         self.identity = identity
+        self.where = os.path.join(root, folder)
+        """Folder or address of the table, for messages; ``folder`` is absolute on a disk, and a key elsewhere."""
         self.row_seed = crc32c(identity.encode())
         """Initial value of the checksums of row records."""
         self._record: tuple[bytes, dict[str, Any]] = (b"", {})
@@ -156,7 +157,7 @@ class TableFiles:
     def describe(self, chunk: int) -> str:
         """Return a description of a chunk for error messages."""
         rows = self.rows_of(chunk)
-        return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.folder}"
+        return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.where}"
 
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have staged files."""
@@ -280,16 +281,14 @@ class ChunkIndex:
         recorded = {name: size for name, (size, _) in record.columns.items()}
         if None in sizes.values():
             return False  # removed after it was listed
-        if sizes == expected == recorded and self._counts_its_rows(record):
-            return record.rows >= self._files.rows_in(chunk)
+        rows, done = self._files.rows_in(chunk), record.rows
+        is_counted = 0 < done <= rows or rows < done <= self._files.rows_on_disk(chunk)
+        if sizes == expected == recorded and is_counted:
+            return done >= rows
         raise CorruptStoreError(
             f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
             f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
         )
-
-    def _counts_its_rows(self, record: CommitRecord) -> bool:
-        rows = self._files.rows_in(record.chunk)
-        return 0 < record.rows <= rows or rows < record.rows <= self._files.rows_on_disk(record.chunk)
 
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""
@@ -298,8 +297,3 @@ class ChunkIndex:
             f"Remove {paths}: the rows become pending, and running again computes them. The command 'trak-lite check "
             f"{shlex.quote(self._files.root)} --repair' does it without deleting."
         )
-
-    def records(self) -> Iterator[CommitRecord]:
-        """Yield the records of the committed chunks, ascending."""
-        for chunk in sorted(self.committed):
-            yield self.committed[chunk]

@@ -135,22 +135,20 @@ class _Recent:
         self._of_thread = threading.local()
 
     def use(self, maps: ChunkMaps, key: tuple[str, int, int]) -> None:
-        """Mark a map as used and release the least recently used maps of any table above the limit."""
+        """Mark a map as used and release the least recently used maps of any table above the limit.
+
+        This is a quarter of the process's file descriptor limit, at most ``_KEPT``.
+        """
         order: OrderedDict[tuple[int, tuple[str, int, int]], weakref.ref[ChunkMaps]]
         order = self._of_thread.__dict__.setdefault("order", OrderedDict())
         order[id(maps), key] = weakref.ref(maps)
         order.move_to_end((id(maps), key))
-        while len(order) > _most_maps():
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        while len(order) > (_KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)):
             (_, oldest), owner = order.popitem(last=False)
             table = owner()
             if table is not None:
                 table.forget(oldest)
-
-
-def _most_maps() -> int:
-    """Return the maximum number of maps: a quarter of the process's file descriptor limit, at most ``_KEPT``."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)
 
 
 _RECENT = _Recent()

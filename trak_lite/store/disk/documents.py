@@ -33,7 +33,6 @@ __all__ = [
     "store_record",
     "table_documents",
     "table_identity",
-    "table_record",
 ]
 
 CHECKSUM = "checksum"
@@ -99,19 +98,13 @@ def store_id(record: Mapping[str, Any]) -> str:
     return str(record.get("id", record["origin"]))
 
 
-def table_record(path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a table; see :func:`table_identity`."""
-    return sealed({**_bare_record(path, origin, spec), "attributes": dict(attributes)})
-
-
 def table_documents(
     path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the documents of a table by subfolder; the table's own (``""``) is last."""
-    arrays = {
-        array.name: array_document(column, array, spec) for column in spec.columns for array in column.arrays
-    }
-    return {**arrays, "": group_document(table_record(path, origin, spec, attributes))}
+    arrays = {array.name: array_document(array, spec) for array in spec.arrays}
+    record = sealed({**_bare_record(path, origin, spec), "attributes": dict(attributes)})
+    return {**arrays, "": group_document(record)}
 
 
 def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,8 +112,9 @@ def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"attributes": {"trak_lite": dict(record)}, "zarr_format": 3, "node_type": "group"}
 
 
-def array_document(column: Column, array: StoredArray, spec: TableSpec) -> dict[str, Any]:
+def array_document(array: StoredArray, spec: TableSpec) -> dict[str, Any]:
     """Return the document of an array of a table."""
+    column = next((column for column in spec.columns if column.name == array.name), None)  # None for scales
     one_byte = array.stored_dtype.itemsize == 1  # a one-byte dtype has no byte order
     return {
         "shape": list(array.shape(spec.num_rows)),
@@ -133,7 +127,7 @@ def array_document(column: Column, array: StoredArray, spec: TableSpec) -> dict[
         # plain zarr reads missing rows as NaN (quantised: via the scale), never as plausible zeros
         "fill_value": "NaN" if math.isnan(array.fill) else array.fill,
         "codecs": [{"name": "bytes", **({} if one_byte else {"configuration": {"endian": "little"}})}],
-        "attributes": _how_to_read(column) if array.name == column.name else {},
+        "attributes": {} if column is None else _how_to_read(column),
         "dimension_names": ["row"] if array.width is None else ["row", f"{array.name}_dim"],
         "zarr_format": 3,
         "node_type": "array",

@@ -65,12 +65,15 @@ class StoreEntries:
     files: Files
     where: str
     """Path or address of the store, for messages."""
-    store: str | None
-    """Identifier of the store; ``None`` accepts any, because the metadata of the store is damaged."""
-    old: bool
-    """Whether the store was created by a version that did not bind entries."""
+    record: Mapping[str, Any] | None
+    """Record of the store; ``None`` accepts entries of any, because the metadata of the store is damaged."""
     lock: Callable[[], AbstractContextManager[None]] | None = None
     """Excludes other writers; an object store has no lock."""
+
+    @property
+    def store(self) -> str | None:
+        """Identifier of the store."""
+        return store_id(self.record) if self.record else None
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``.
@@ -163,7 +166,8 @@ class StoreEntries:
         if found is None:
             return "is damaged"
         if not found.bound:
-            return _UNBOUND if self.old and mark is None else "belongs to another store"
+            is_old = "id" not in (self.record or {})  # created by a version that did not bind entries
+            return _UNBOUND if is_old and mark is None else "belongs to another store"
         if self.store not in (None, found.bound[0]):
             return "belongs to another store"
         return None if found.bound[1] in allowed else "is not the one that the store lists"
@@ -185,10 +189,4 @@ class StoreEntries:
 
 def disk_entries(root: str, record: Mapping[str, Any] | None) -> StoreEntries:
     """Return the entries of the disk store with this record; ``None`` if it is damaged."""
-    return StoreEntries(
-        HiddenFiles(root),
-        root,
-        store=store_id(record) if record else None,
-        old="id" not in (record or {}),
-        lock=TableList(root).locked,
-    )
+    return StoreEntries(HiddenFiles(root), root, record, TableList(root).locked)

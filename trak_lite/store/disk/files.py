@@ -48,10 +48,10 @@ __all__ = [
     "read_file",
     "refuse_other_names",
     "remove_file",
-    "remove_folder",
     "remove_tree",
     "rename",
     "reserve",
+    "stamp",
     "sync_files",
     "sync_folder",
     "sync_folders",
@@ -218,12 +218,6 @@ def remove_file(path: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def remove_folder(path: str) -> None:
-    """Delete an empty folder."""
-    with _parent(path) as (folder, name):
-        os.rmdir(name, dir_fd=folder)
-
-
 def remove_tree(path: str, *, ignore_errors: bool = False) -> None:
     """Delete a folder and its content."""
     with contextlib.suppress(*[OSError] * ignore_errors), _parent(path) as (folder, name):
@@ -324,6 +318,15 @@ def _close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
+def stamp(path: str) -> tuple[int, ...]:
+    """Return inode and change time of a file or folder, which differ if it is replaced; empty if it is missing."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return found.st_ino, found.st_ctime_ns
+
+
 def is_named(path: str, fd: int) -> bool:
     """Return whether ``path`` still refers to the open file."""
     try:
@@ -382,7 +385,7 @@ def sync_files(files: Mapping[int, str]) -> None:
     After a failed sync, Linux marks the pages as clean, so a later sync would succeed without writing them. On failure
     this function therefore writes the bytes of the file again, which marks the pages as dirty, and raises.
     """
-    _raise_first(_at_once([functools.partial(_sync_file, fd, path) for fd, path in files.items()]))
+    _at_once([functools.partial(_sync_file, fd, path) for fd, path in files.items()])
 
 
 def _sync_file(fd: int, path: str) -> None:
@@ -397,11 +400,11 @@ def _sync_file(fd: int, path: str) -> None:
 
 def sync_folders(paths: Iterable[str]) -> None:
     """Sync folders, all at once; see :func:`sync_folder`."""
-    _raise_first(_at_once([functools.partial(sync_folder, path) for path in paths]))
+    _at_once([functools.partial(sync_folder, path) for path in paths])
 
 
-def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
-    """Run every call, all but the last in threads of their own; return the error of each, and interrupts meanwhile."""
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Run every call, all but the last in threads of their own; raise the first error, or an interrupt meanwhile."""
     errors: list[BaseException | None] = [None] * len(calls)
 
     def run(number: int) -> None:
@@ -431,13 +434,9 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> list[BaseException | None]:
                 except KeyboardInterrupt as error:
                     # The caller closes the files, which a thread may still sync.
                     errors.append(error)
-    return errors
-
-
-def _raise_first(errors: Iterable[BaseException | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error
+    for failure in errors:
+        if failure is not None:
+            raise failure
 
 
 def sync_folder(path: str) -> None:

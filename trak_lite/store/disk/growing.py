@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from trak_lite.errors import BusyError, CorruptStoreError
@@ -39,12 +39,18 @@ def grow(files: TableFiles, num_rows: int) -> None:
                 f"{files.folder} has another number of rows now, because another writer has grown it. Open it again, "
                 "then grow it."
             )
-        _announce(files, num_rows)
+        with _changed(files.folder, files.commits) as group:
+            record = group["attributes"]["trak_lite"]
+            record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
         failpoint("growth_announced")
         for column in files.columns:
-            _change(f"{files.folder}/{column.name}", files.commits, lambda array: _resize(array, num_rows))
+            with _changed(f"{files.folder}/{column.name}", files.commits) as array:
+                array["shape"] = [num_rows, *array["shape"][1:]]
             failpoint("array_grown")
-        _change(files.folder, files.commits, lambda group: _settle(group, num_rows))
+        with _changed(files.folder, files.commits) as group:
+            record = group["attributes"]["trak_lite"]
+            record["num_rows"] = num_rows
+            del record[GROWS_TO]
         failpoint("table_grown")
         if os.path.getsize(files.row_log(last)) == 0:
             lock.discard_log()  # created by the lock
@@ -52,53 +58,24 @@ def grow(files: TableFiles, num_rows: int) -> None:
         lock.close()
 
 
-def _announce(files: TableFiles, num_rows: int) -> None:
-    def announce(group: dict[str, Any]) -> None:
-        record = group["attributes"]["trak_lite"]
-        record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
-
-    _change(files.folder, files.commits, announce)
-
-
-def _resize(array: dict[str, Any], num_rows: int) -> None:
-    array["shape"] = [num_rows, *array["shape"][1:]]
-
-
-def _settle(group: dict[str, Any], num_rows: int) -> None:
-    record = group["attributes"]["trak_lite"]
-    record["num_rows"] = num_rows
-    del record[GROWS_TO]
-
-
 @contextlib.contextmanager
 def changed_metadata(folder: str) -> Iterator[dict[str, Any]]:
     """Yield the record of a group for modification and write it when the context exits; locked against others."""
-    with locked_file(f"{folder}/zarr.json"):
-        document = _read(folder)
+    with locked_file(f"{folder}/zarr.json"), _changed(folder, folder) as document:
         yield document["attributes"]["trak_lite"]
-        _replace(folder, folder, document)
 
 
-def _change(folder: str, scratch: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Atomically modify the ``zarr.json`` of a folder."""
-    document = _read(folder)
-    change(document)
-    _replace(folder, scratch, document)
-
-
-def _read(folder: str) -> dict[str, Any]:
-    path = f"{folder}/zarr.json"
+@contextlib.contextmanager
+def _changed(folder: str, scratch_folder: str) -> Iterator[dict[str, Any]]:
+    """Yield the ``zarr.json`` of a folder for modification; replace the file when the context exits."""
+    path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
     document = read_zarr_json(folder)
     if document is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
-    return document
-
-
-def _replace(folder: str, scratch_folder: str, document: dict[str, Any]) -> None:
+    yield document
     own = document["attributes"].get("trak_lite", {})
     if CHECKSUM in own:
         document["attributes"]["trak_lite"] = sealed(own)
-    path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
     with new_file(scratch, encode_document(document)):
         rename(scratch, path)
     sync_folder(folder)

@@ -33,9 +33,10 @@ from trak_lite.store.disk.files import (
     remove_file,
     remove_tree,
     rename,
+    stamp,
     sync_folder,
 )
-from trak_lite.store.disk.folders import building, is_free, names_in, publish_folder, write_document
+from trak_lite.store.disk.folders import building, is_free, names_in
 
 __all__ = [
     "TABLES",
@@ -45,7 +46,6 @@ __all__ = [
     "entry_name",
     "listed_path",
     "lost_table",
-    "publish_hidden",
 ]
 
 TABLES = ".tables"
@@ -155,15 +155,17 @@ class TableList:
 
     def lost(self, paths: Iterable[str]) -> set[str]:
         """Return the tables that are listed but missing; takes no lock, and is correct during drops and creations."""
-        stamps = {path: stamp for path in paths if (stamp := self._stamp(path)) and not self._is_there(path)}
+        stamps = {
+            path: entry for path in paths if (entry := stamp(self.entry(path))) and not self._is_there(path)
+        }
         names = names_in(self.folder) if stamps else ()
         dropped = {name[len(_DROPPED) : -33] for name in names if name.startswith(_DROPPED)}
         # An entry is created after its folder, and removed after the folder is renamed but before it is removed. While
         # the same entry exists, the folder must be in one of the two places, or the table is lost.
         return {
             path
-            for path, stamp in stamps.items()
-            if entry_name(path) not in dropped and self._stamp(path) == stamp
+            for path, entry in stamps.items()
+            if entry_name(path) not in dropped and stamp(self.entry(path)) == entry
         }
 
     @contextlib.contextmanager
@@ -206,6 +208,23 @@ class TableList:
         """Delete the renamed folders of a dropped table."""
         for folder in self.dropped(path):
             _remove(folder)
+
+    def drop_group(self, path: str) -> None:
+        """Remove a group that holds nothing but its ``zarr.json``.
+
+        A table that another process publishes in it meanwhile is not listed yet, so it has no rows. It goes too, and
+        its creator creates group and table again.
+        """
+        folder, scratch = f"{self._root}/{path}", f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+        with self.locked():
+            if names_in(folder) != [_METADATA]:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                rename(folder, scratch)  # at once: a group without its zarr.json would be damaged
+                failpoint("group_renamed")
+                sync_folder(os.path.dirname(folder))
+                sync_folder(self.folder)
+        _remove(scratch)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
@@ -250,14 +269,6 @@ class TableList:
         sync_folder(self.folder)
         sync_folder(self._root)
 
-    def _stamp(self, path: str) -> tuple[int, int] | None:
-        """Return inode and change time of a table's entry, which differ if it is replaced, or ``None``."""
-        try:
-            found = os.lstat(self.entry(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_ino, found.st_ctime_ns
-
     def _is_there(self, path: str) -> bool:
         return os.path.lexists(f"{self._root}/{path}/{_METADATA}")
 
@@ -265,17 +276,6 @@ class TableList:
         with contextlib.suppress(FileNotFoundError):
             remove_file(self.entry(path))
             sync_folder(self.folder)
-
-
-def publish_hidden(folder: str, scratch: str) -> None:
-    """Publish a folder that zarr tools do not list, if it does not exist.
-
-    Args:
-        folder: Final path of the folder.
-        scratch: Scratch folder; see :meth:`TableList.scratch`.
-    """
-    write_document(scratch, hidden_document(os.path.basename(folder).removeprefix(".")))
-    publish_folder(scratch, folder)
 
 
 def _remove(path: str) -> None:

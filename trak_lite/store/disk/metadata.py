@@ -9,7 +9,7 @@ from typing import Any
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import Column, StoredArray
+from trak_lite.store._columns import StoredArray
 from trak_lite.store._grid import spec_from_json
 from trak_lite.store.disk.documents import (
     CHECKSUM,
@@ -25,7 +25,6 @@ from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_j
 __all__ = [
     "attributes_from_json",
     "check_array",
-    "check_array_document",
     "check_hidden",
     "manifest_from_json",
     "misnamed",
@@ -34,7 +33,6 @@ __all__ = [
     "read_attributes",
     "read_zarr_bytes",
     "read_zarr_json",
-    "refuse_misnamed",
     "refuse_undescribed",
     "sizes_under_way",
     "table_from_json",
@@ -153,16 +151,6 @@ def refuse_undescribed(folder: str, spec: TableSpec) -> None:
         )
 
 
-def refuse_misnamed(folder: str) -> None:
-    """Raise if a folder with an invalid table name holds a ``zarr.json``; its rows would be silently missed.
-
-    Raises:
-        CorruptStoreError: If there is such a file.
-    """
-    if os.path.lexists(f"{folder}/zarr.json"):
-        raise misnamed(folder)
-
-
 def misnamed(folder: str) -> CorruptStoreError:
     """Return the error for a table or group with an invalid name."""
     return CorruptStoreError(
@@ -178,36 +166,23 @@ def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
 
 
 def check_array(
-    folder: str, column: Column, array: StoredArray, spec: TableSpec, *, under_way: Sequence[int] = ()
-) -> None:
-    """Raise unless the metadata of an array matches the table, so that sizes are verified before mapping.
-
-    Args:
-        folder: Folder of the table.
-        column: Column of the table.
-        array: Stored array of the column.
-        spec: Spec of the table.
-        under_way: Other allowed row counts; see :func:`sizes_under_way`.
-
-    Raises:
-        CorruptStoreError: Names every differing key.
-    """
-    found = read_zarr_json(f"{folder}/{array.name}")
-    check_array_document(found, folder, column, array, spec, under_way=under_way)
-
-
-def check_array_document(
     found: Mapping[str, Any] | None,
     folder: str,
-    column: Column,
     array: StoredArray,
     spec: TableSpec,
     *,
     under_way: Sequence[int] = (),
 ) -> None:
-    """Raise unless the ``zarr.json`` of an array equals what the store would write; see :func:`check_array`.
+    """Raise unless the ``zarr.json`` of an array equals what the store would write; sizes are relied on when mapping.
 
     Keys and attributes added by other tools are ignored.
+
+    Args:
+        found: The document; ``None`` if it is missing.
+        folder: Folder or address of the table, for messages.
+        array: Stored array of the table.
+        spec: Spec of the table.
+        under_way: Other allowed row counts; see :func:`sizes_under_way`.
 
     Raises:
         CorruptStoreError: Names every differing key.
@@ -215,7 +190,7 @@ def check_array_document(
     path = f"{folder}/{array.name}/zarr.json"
     if found is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
-    expected = array_document(column, array, spec)
+    expected = array_document(array, spec)
     shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
     expected["shape"] = next((shape for shape in shapes if shape == found.get("shape")), shapes[0])
     own = expected.pop("attributes").get("trak_lite")

@@ -263,18 +263,13 @@ class CommitLogs:
                 self.damaged[name] = self.damaged.get(name, 0) + 1
             elif record.table != self._table:
                 self.foreign[name] = self.foreign.get(name, 0) + 1
-            else:
-                self._add(record)
+            elif (known := self.latest.get(record.chunk)) is None or known.generation < record.generation:
+                self.latest[record.chunk] = record
         self._read_to[name] = offset + whole
         if len(text) == _LONGEST_LINE and not whole:  # too long for a record: ignore the rest of the log
             self.damaged[name] = self.damaged.get(name, 0) + 1
             self._read_to[name] = size
         return whole > 0
-
-    def _add(self, record: CommitRecord) -> None:
-        known = self.latest.get(record.chunk)
-        if known is None or known.generation < record.generation:
-            self.latest[record.chunk] = record
 
 
 @final

@@ -1,4 +1,4 @@
-"""Staged chunks: writing rows and committing complete chunks.
+"""Staged chunks: writing rows, committing complete chunks, and locking those of a table that is dropped.
 
 The rows of a chunk are written to one staged file per stored array. A row log next to these files records which rows
 are written; the lock on the log is the lock on the chunk. Once every row is done, a commit performs these steps: sync
@@ -25,7 +25,7 @@ from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
-from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.chunk_files import STAGE, ColumnFiles, TableFiles
 from trak_lite.store.disk.files import (
     Descriptors,
     file_size,
@@ -42,6 +42,7 @@ from trak_lite.store.disk.files import (
     write_all,
     zeros,
 )
+from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.records import (
     HOLDER_BYTES,
     RECORD_BYTES,
@@ -53,7 +54,15 @@ from trak_lite.store.disk.records import (
     holder_line,
 )
 
-__all__ = ["Progress", "StagedChunk", "done_values", "proven_rows", "read_row_log", "sound_log"]
+__all__ = [
+    "Progress",
+    "StagedChunk",
+    "done_values",
+    "proven_rows",
+    "read_row_log",
+    "sound_log",
+    "stage_locked",
+]
 
 _LARGEST_LOG = 1 << 30
 
@@ -346,7 +355,7 @@ class StagedChunk:
             os.ftruncate(self._log_fd, log_size)
             self.log_size = log_size
         for run in runs:
-            self.done[run.start : run.start + run.source.stop - run.source.start] = False
+            self.done[run.rows] = False
 
     def commit(self, log: CommitLog) -> CommitRecord:
         """Commit the complete chunk and release its lock.
@@ -418,8 +427,46 @@ def _busy_error(where: str, log_fd: int) -> BusyError:
         return HeldHereError(
             f"{where}: this process already writes them through another open store. Close that one first."
         )
-    name = os.pread(log_fd, HOLDER_BYTES, 0).decode("ascii", "replace").strip()
     return BusyError(
-        f"{where}: another writer ({name or 'unnamed'}) holds them. "
+        f"{where}: another writer ({_holder(log_fd)}) holds them. "
         "Wait for it to finish, stop it, or give this process other rows."
     )
+
+
+@contextlib.contextmanager
+def stage_locked(folder: str) -> Iterator[None]:
+    """Hold the locks of all staged chunks of a table; its metadata may be damaged.
+
+    Raises:
+        BusyError: If another writer holds one of the locks; names the writer.
+    """
+    held = Descriptors()
+    try:
+        for path in _row_logs(folder):
+            with contextlib.suppress(FileNotFoundError):  # the chunk has just been committed
+                _lock(held, path, folder)
+        yield
+    finally:
+        held.close()
+
+
+def _row_logs(folder: str) -> Iterator[str]:
+    for column in names_in(folder):
+        stage = f"{folder}/{column}/{STAGE}"
+        if os.path.isdir(stage) and not os.path.islink(f"{folder}/{column}"):
+            yield from (f"{stage}/{name}" for name in names_in(stage) if name.endswith(".log"))
+
+
+def _lock(held: Descriptors, path: str, folder: str) -> None:
+    fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BusyError(
+            f"{folder}: another writer ({_holder(fd)}) holds rows of it, so it was not dropped. "
+            "Wait for it to finish, or stop it."
+        ) from None
+
+
+def _holder(log_fd: int) -> str:
+    return os.pread(log_fd, HOLDER_BYTES, 0).decode("ascii", "replace").strip() or "unnamed"

@@ -7,10 +7,9 @@ are written concurrently to one chunk, and silently reads missing chunks as fill
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Self, final
 
 from numpy.typing import NDArray
@@ -21,20 +20,18 @@ from trak_lite.errors import (
     InvalidInputError,
     MissingStoreError,
     ReadOnlyStoreError,
-    StateError,
     StoreError,
 )
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._check_report import Report
-from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._grid import (
     check_spec,
     compare_specs,
     grown_spec,
     plain_json,
 )
-from trak_lite.store._names import is_name, natural_order, path_parts
-from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._names import path_parts
+from trak_lite.store._recorded import RecordedFeatureStore
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
@@ -46,9 +43,8 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.dropping import drop_group, stage_locked
 from trak_lite.store.disk.entries import ENTRIES, disk_entries
-from trak_lite.store.disk.files import make_folder, named_errors
+from trak_lite.store.disk.files import make_folder, named_errors, stamp
 from trak_lite.store.disk.folders import (
     make_folders,
     names_in,
@@ -57,18 +53,17 @@ from trak_lite.store.disk.folders import (
     write_document,
 )
 from trak_lite.store.disk.growing import changed_metadata, grow
-from trak_lite.store.disk.listing import TABLES, TableList, lost_table, publish_hidden
+from trak_lite.store.disk.listing import TABLES, TableList
 from trak_lite.store.disk.metadata import (
-    attributes_from_json,
     check_array,
     manifest_from_json,
     read_attributes,
-    refuse_misnamed,
+    read_zarr_json,
     refuse_undescribed,
     sizes_under_way,
-    table_from_json,
 )
 from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.staging import stage_locked
 from trak_lite.store.disk.zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 
@@ -84,7 +79,7 @@ MapFiles = Literal["auto", "always", "never"]
 
 
 @final
-class ZarrFeatureStore(AbstractFeatureStore):
+class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
     """Feature store in a local folder. Use :meth:`create` or :meth:`open` to construct it.
 
     Example:
@@ -111,17 +106,12 @@ class ZarrFeatureStore(AbstractFeatureStore):
         check: CheckChunks = "first_touch",
         mapping: MapFiles = "auto",
     ) -> None:
+        super().__init__(root, manifest, record, disk_entries(root, record), writable=writable)
         self._root = root
-        self._origin = record["origin"]
         self._list = TableList(root)
         self._check = check
         self._mapped = {"auto": None, "always": True, "never": False}[mapping]
-        self._manifest = manifest
-        self._writable = writable
-        self._closed = False
-        self._tables: dict[str, ZarrRowTable] = {}
         self._hidden = HiddenFiles(root)
-        self._entries = disk_entries(root, record)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
@@ -149,14 +139,12 @@ class ZarrFeatureStore(AbstractFeatureStore):
             if read_attributes(root) is None:
                 _refuse_occupied(root)
                 make_folders(os.path.dirname(root))
-                _publish_store(root, store_record(manifest))
-        store = cls.open(root, "r+")
-        store.manifest.check_same(manifest, where=root)
-        if store.manifest.made_with != manifest.made_with:
-            logger.warning(
-                "%s was made with %s, this is %s.", root, store.manifest.made_with, manifest.made_with
-            )
-        return store
+                with scratch_folder(root) as scratch:
+                    make_folder(f"{scratch}/{TABLES}")
+                    write_document(f"{scratch}/{TABLES}", hidden_document("tables"))
+                    write_document(scratch, group_document(store_record(manifest)))
+                    publish_folder(scratch, root)
+        return cls.open(root, "r+")._made_with(manifest)
 
     @classmethod
     def open(
@@ -205,21 +193,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 store._list.sweep()
         return store
 
-    @property
-    def manifest(self) -> Manifest:
-        """Settings that the store was created with."""
-        return self._manifest
-
-    @property
-    def path(self) -> str:
-        """Folder of the store, with symbolic links resolved."""
-        return self._root
-
-    @property
-    def writable(self) -> bool:
-        """Whether the store is open for writing."""
-        return self._writable and not self._closed
-
     def create_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
@@ -230,7 +203,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         plain = plain_json(dict(attributes or {}), what="A table's attributes")
         table = None
         while table is None:
-            if self._table_record(parts) is None:
+            if self._table_record(path) is None:
                 if path in self._tables:  # dropped by another process
                     self._tables.pop(path).close()
                 with named_errors("Creating", f"{self._root}/{path}"):
@@ -252,10 +225,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
         compare_specs(table.spec, spec, where=f"{self._root}/{path}")
         return table
 
-    def open_table(self, path: str) -> AbstractRowTable:
-        """Open an existing table, for writing if the store is writable."""
-        return self._open(path)
-
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
 
@@ -265,7 +234,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
         parts = path_parts(path, what="table")
         folder = f"{self._root}/{path}"
         with named_errors("Dropping", folder):
-            if self._table_record(parts) is not None:
+            if self._table_record(path) is not None:
                 if path in self._tables:
                     self._tables[path].give_up_locks()
                 with stage_locked(folder):
@@ -277,17 +246,15 @@ class ZarrFeatureStore(AbstractFeatureStore):
             else:
                 self._require_table(path)
             self._list.remove_dropped(path)
-            group = os.path.dirname(folder)
-            if len(parts) > 2 and not drop_group(group):  # the group of one target set
-                with contextlib.suppress(FileExistsError):  # the creator of a table in it was first
-                    write_document(group, group_document({}))
+            if len(parts) > 2:  # the group of one target set
+                self._list.drop_group(os.path.dirname(path))
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table; see :meth:`AbstractFeatureStore.grow_table`."""
         self._require_writable()
         self._open(path)  # validates its folders and arrays
         folder, record = f"{self._root}/{path}", self._require_table(path)
-        spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
+        spec = self._spec(record, path)
         if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
             return self._tables[path]
         self._tables.pop(path).close()
@@ -306,29 +273,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
             record["fingerprint"] = given
         self._manifest = manifest
 
-    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return the differences between this store and another one."""
-        return diff_stores(self, other)
-
-    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Copy the rows that are missing here from other stores."""
-        self._require_writable()
-        return merge_stores(self, parts)
-
-    def attributes(self, path: str) -> dict[str, Any]:
-        """Return the attributes recorded when the table was created."""
-        return attributes_from_json(self._require_table(path), where=f"{self._root}/{path}/zarr.json")
-
-    def table_names(self, prefix: str = "") -> list[str]:
-        """Return the paths of all tables inside the group ``prefix``, in natural order."""
-        parts = path_parts(prefix, what="table") if prefix else ()
-        found = self._tables_below(parts)
-        start = f"{prefix}/" if prefix else ""
-        for path in self._list.paths():
-            if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
-                found.append(path)  # just created, or the metadata of a parent group is missing
-        return sorted(found, key=natural_order)
-
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the cached array with this name and key, or ``None``."""
         return self._hidden.cached(name, key)
@@ -341,33 +285,20 @@ class ZarrFeatureStore(AbstractFeatureStore):
         self._make_hidden(CACHE)
         self._hidden.cache(name, key, array)
 
-    def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
-        return self._entries.get(name, key)
-
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
         self._require_writable()
         self._make_hidden(ENTRIES)
-        self._entries.put(name, key, array)
-
-    def entry_names(self, prefix: str = "") -> list[str]:
-        """Return the names of all entries below ``prefix``, sorted."""
-        start = f"{prefix}/" if prefix else ""
-        return [name for name in self._entries.names() if name.startswith(start)]
-
-    def drop_entry(self, name: str) -> None:
-        """Delete an entry if it exists."""
-        self._require_writable()
-        self._entries.drop(name)
+        super().put_entry(name, key, array)
 
     def _make_hidden(self, folder: str) -> None:
         """Create a folder that zarr tools do not list, if it does not exist."""
         with named_errors("Storing an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
                 with self._list.scratch() as scratch:
-                    publish_hidden(f"{self._root}/{folder}", scratch)
+                    write_document(scratch, hidden_document(folder.removeprefix(".")))
+                    publish_folder(scratch, f"{self._root}/{folder}")
 
     def check(self, *, repair: bool = False) -> Report:
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.check_store`.
@@ -391,41 +322,26 @@ class ZarrFeatureStore(AbstractFeatureStore):
         for table in self._tables.values():
             table.close()
 
-    def _require_writable(self) -> None:
-        if not self._writable:
-            raise ReadOnlyStoreError(f"{self._root} was opened for reading. Open it with mode='r+'.")
-        if self._closed:
-            raise StateError(f"{self._root} was closed. Open it again.")
-
     def _open(self, path: str) -> ZarrRowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
-            place = self._place(path)
+            place = stamp(f"{self._root}/{path}")
             try:
                 self._tables[path] = self._opened(path, record)
             except (StoreError, FileNotFoundError):
                 self._require_table(path)
-                if self._place(path) == place:
+                if stamp(f"{self._root}/{path}") == place:
                     raise  # otherwise the table was replaced while it was being opened: try again
         return self._tables[path]
 
-    def _place(self, path: str) -> tuple[int, ...]:
-        """Return inode and change time of a table's folder, which differ if the folder is replaced."""
-        try:
-            found = os.stat(f"{self._root}/{path}")
-        except FileNotFoundError:
-            return ()
-        return found.st_ino, found.st_ctime_ns
-
     def _opened(self, path: str, record: Mapping[str, Any]) -> ZarrRowTable:
-        folder = f"{self._root}/{path}"
-        spec = table_from_json(record, path, self._origin, where=f"{folder}/zarr.json")
+        folder, spec = f"{self._root}/{path}", self._spec(record, path)
         self._require_listed(path, spec)
         refuse_undescribed(folder, spec)
-        for column in spec.columns:
-            for array in column.arrays:
-                check_array(folder, column, array, spec, under_way=sizes_under_way(record))
+        for array in spec.arrays:
+            found = read_zarr_json(f"{folder}/{array.name}")
+            check_array(found, folder, array, spec, under_way=sizes_under_way(record))
         return ZarrRowTable(
             self._files(path, spec),
             writable=self.writable,
@@ -452,9 +368,7 @@ class ZarrFeatureStore(AbstractFeatureStore):
             added = listed is None and (not self._writable or self._list.add(path, identity))
         if added:
             return
-        now = table_from_json(
-            self._require_table(path), path, self._origin, where=f"{self._root}/{path}/zarr.json"
-        )
+        now = self._spec(self._require_table(path), path)
         if table_identity(path, self._origin, now) == identity and self._list.identity(path) == listed:
             raise CorruptStoreError(
                 f"{self._root}/{path} is another table than the one that the store lists under this path: it was "
@@ -462,37 +376,25 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 "this one and call check_store(path, repair=True)."
             )
 
-    def _require_table(self, path: str) -> dict[str, Any]:
-        record = self._table_record(path_parts(path, what="table"))
-        if record is None:
-            raise missing_table(path, where=self._root, tables=self.table_names())
-        return record
+    def _group(self, path: str) -> dict[str, Any] | None:
+        return read_attributes(f"{self._root}/{path}")
 
-    def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return the record in a table's ``zarr.json``; ``None`` if there is no such table.
+    def _has_document(self, path: str) -> bool:
+        return os.path.lexists(f"{self._root}/{path}/zarr.json")
 
-        Raises:
-            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
-            CorruptStoreError: If the table is listed but its metadata is missing or does not describe a table.
-        """
-        for depth in range(1, len(parts)):
-            folder = os.path.join(self._root, *parts[:depth])
-            record = read_attributes(folder)
-            if record is not None and "columns" in record:
-                table_from_json(record, "/".join(parts[:depth]), self._origin, where=f"{folder}/zarr.json")
-                raise inside_a_table("/".join(parts), above="/".join(parts[:depth]))
-        path = "/".join(parts)
-        record = read_attributes(f"{self._root}/{path}")
-        if record is None and self._list.lost([path]):
-            raise lost_table(path, where=self._root)
-        if record is not None and "columns" not in record:
-            if os.path.lexists(self._list.entry(path)):
-                raise CorruptStoreError(
-                    f"{self._root}/{path}/zarr.json does not describe a table, but the store lists one there. Restore "
-                    "the file from a backup, or use another path."
-                )
-            raise group_of_tables(path, tables=self.table_names(path))
-        return record
+    def _folders(self, path: str) -> list[str]:
+        folder = os.path.join(self._root, path)
+        names = names_in(folder) if os.path.isdir(folder) else []
+        return [name for name in names if os.path.isdir(os.path.join(folder, name))]
+
+    def _listed_paths(self) -> list[str]:
+        return self._list.paths()
+
+    def _is_listed(self, path: str) -> bool:
+        return os.path.lexists(self._list.entry(path))
+
+    def _is_lost(self, path: str) -> bool:
+        return bool(self._list.lost([path]))
 
     def _make_parents(self, parts: tuple[str, ...]) -> None:
         for depth in range(1, len(parts)):
@@ -519,24 +421,6 @@ class ZarrFeatureStore(AbstractFeatureStore):
                 make_folder(f"{scratch}/{first}/{name}")
             publish_folder(scratch, f"{self._root}/{path}")
 
-    def _tables_below(self, parts: tuple[str, ...]) -> list[str]:
-        folder = os.path.join(self._root, *parts)
-        if not os.path.isdir(folder):
-            return []
-        found: list[str] = []
-        for name in names_in(folder):
-            if name.startswith(".") or not os.path.isdir(f"{folder}/{name}"):
-                continue
-            if not is_name(name):
-                refuse_misnamed(os.path.join(folder, name))
-                continue
-            record = read_attributes(os.path.join(folder, name))
-            if record is not None and "columns" in record:
-                found.append("/".join((*parts, name)))
-            elif record is not None:
-                found.extend(self._tables_below((*parts, name)))
-        return found
-
 
 def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
@@ -547,11 +431,3 @@ def _refuse_occupied(root: str) -> None:
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."
         )
-
-
-def _publish_store(root: str, record: Mapping[str, Any]) -> None:
-    with scratch_folder(root) as scratch:
-        make_folder(f"{scratch}/{TABLES}")
-        write_document(f"{scratch}/{TABLES}", hidden_document("tables"))
-        write_document(scratch, group_document(record))
-        publish_folder(scratch, root)

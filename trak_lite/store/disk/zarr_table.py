@@ -13,14 +13,12 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError, StateError
-from trak_lite.store._base import AbstractRowTable, TableSpec
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.errors import BusyError, HeldHereError, StateError
+from trak_lite.store._columns import StoredRows
 from trak_lite.store._grid import Run
-from trak_lite.store._refusals import require_writable_table
+from trak_lite.store._recorded import RecordedRowTable
 from trak_lite.store._values import RowBlock, check_block, short_list
-from trak_lite.store.disk.chunk_files import ChunkIndex, TableFiles
+from trak_lite.store.disk.chunk_files import ChunkIndex, ColumnFiles, TableFiles
 from trak_lite.store.disk.chunk_maps import ChunkMaps
 from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.records import CommitLog, CommitRecord
@@ -34,7 +32,7 @@ _OPEN_CHUNKS = 32  # maximum number of open staged chunks; each holds a lock and
 
 
 @final
-class ZarrRowTable(AbstractRowTable):
+class ZarrRowTable(RecordedRowTable):
     """Rows of one table of a :class:`~trak_lite.store.ZarrFeatureStore`.
 
     Each call of ``done``, ``pending`` or ``committed_chunks`` sees the commits of other processes. Reading looks for
@@ -44,26 +42,18 @@ class ZarrRowTable(AbstractRowTable):
     def __init__(
         self, files: TableFiles, *, writable: bool, check: bool = True, mapped: bool | None = None
     ) -> None:
-        self._spec = files.spec
-        self._files = files
-        self._index = ChunkIndex(self._files)
+        super().__init__(files, writable=writable)
+        self._index: ChunkIndex = ChunkIndex(self._files)
         self._maps = ChunkMaps(self._files, self._index, check=check, mapped=mapped)
         self._log = CommitLog(self._files.commits)
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
         self._claimed: set[int] = set()
         self._known: dict[int, Progress] = {}
-        self._writable = writable
-        self._closed = False
         self._index.refresh()
         if writable:
             self._files.make_folders()
             self._recover()
             _TABLES.add(self)
-
-    @property
-    def spec(self) -> TableSpec:
-        """Shape, columns and fingerprint of the table."""
-        return self._spec
 
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
@@ -74,7 +64,7 @@ class ZarrRowTable(AbstractRowTable):
         call. After a later failure, the rows of the current chunk are pending and those of earlier chunks are done.
         """
         self._require_writable()
-        block = check_block(rows, values, self._spec)
+        block = check_block(rows, values, self.spec)
         with named_errors("Writing rows to", self._files.folder):
             for chunk in block.runs.keys() & self._index.committed.keys():
                 raise self._is_done(chunk)
@@ -114,41 +104,11 @@ class ZarrRowTable(AbstractRowTable):
         self._mark_staged(mask, late)
         if late:
             self._refresh()
-        for chunk in self._index.committed:
-            first, stop = self.chunk_range(chunk)
-            mask[first:stop] = True
-        return mask
-
-    def committed_chunks(self) -> list[int]:
-        """Return the chunks that are complete and readable, ascending."""
-        self._refresh()
-        return sorted(self._index.committed)
-
-    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk, memory-mapped; see :meth:`AbstractRowTable.stored_chunk`.
-
-        The arrays are read-only. Their pages are private, so the file cannot change even if a caller marks an array
-        writable (as torch requires for arrays that it shares).
-        """
-        found = self.column(column)
-        record = self._record_of(chunk)
-        try:
-            return self._mapped(found, record)
-        except CorruptStoreError:
-            newer, visible = self._index.look_at(chunk)
-            if newer is None or newer == record or len(visible) < len(self._files.columns):
-                raise
-            self._index.add(newer)  # a repair set the chunk aside and it was committed again
-            return self._mapped(found, newer)
-
-    def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each array of a committed chunk from its commit record."""
-        record = self._record_of(chunk)
-        return {name: checksum for name, (_, checksum) in record.columns.items()}
+        return self._mark_committed(mask)
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
         """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
-        first, stop = self.chunk_range(chunk)
+        first, _ = self.chunk_range(chunk)
         if chunk not in self._index.committed:
             # stage before index, as in done()
             with named_errors("Reading staged rows in", self._files.stage):
@@ -156,21 +116,12 @@ class ZarrRowTable(AbstractRowTable):
                 done, values = done_values(self._files, chunk, log, self._index.record(chunk))
             self._index.refresh()
             if chunk not in self._index.committed:
-                return np.flatnonzero(done) + first, self._decoded(values)
-        names = [column.name for column in self._spec.columns]
-        return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
-
-    def content_key(self) -> str:
-        """Return a digest of the committed contents."""
-        committed = self.committed_chunks()
-        for chunk in range(self.num_chunks):
-            if len(committed) <= chunk or committed[chunk] != chunk:
-                raise_incomplete(self, chunk, where=self._files.folder)
-        sums = (
-            {name: checksum for name, (_, checksum) in record.columns.items()}
-            for record in self._index.records()
-        )
-        return content_digest(self._spec, sums)
+                rows = {
+                    column.name: StoredRows(column, tuple(values[a.name] for a in column.arrays)).decode()
+                    for column in self.spec.columns
+                }
+                return np.flatnonzero(done) + first, rows
+        return self._committed_rows(chunk)
 
     def close(self) -> None:
         """Release locks and files. Rows already put are safe, and reading remains possible."""
@@ -191,28 +142,15 @@ class ZarrRowTable(AbstractRowTable):
         self._claimed.clear()
         self._log.close()
 
-    def _mapped(self, column: Column, record: CommitRecord) -> StoredRows:
-        files = self._files.by_column[column.name]
-        return StoredRows(column, tuple(self._maps.get(each, record) for each in files))
+    def _array(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        return self._maps.get(column, record)
 
-    def _decoded(self, stored: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Decode the stored arrays to the values of each column."""
-        return {
-            column.name: StoredRows(column, tuple(stored[array.name] for array in column.arrays)).decode()
-            for column in self._spec.columns
-        }
-
-    def _record_of(self, chunk: int) -> CommitRecord:
-        self.chunk_range(chunk)
-        if chunk not in self._index.committed:
-            self._index.refresh()
-        record = self._index.committed.get(chunk)
-        if record is None:
-            raise_incomplete(self, chunk, where=self._files.folder)
-        return record
-
-    def _require_writable(self) -> None:
-        require_writable_table(self._files.folder, writable=self._writable, closed=self._closed)
+    def _newest_record(self, chunk: int) -> CommitRecord | None:
+        newer, visible = self._index.look_at(chunk)
+        if newer is None or len(visible) < len(self._files.columns):
+            return None
+        self._index.add(newer)
+        return newer
 
     def _stage(self, chunk: int) -> StagedChunk:
         """Return a staged chunk ready for writing; close the oldest one if too many are open."""
@@ -266,7 +204,7 @@ class ZarrRowTable(AbstractRowTable):
     def _refuse_grown(self, chunk: int) -> None:
         """Raise if the locked chunk has grown since the table was opened: padding would overwrite the new rows."""
         rows = self._files.rows_in(chunk)
-        if rows < self._spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
+        if rows < self.spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
             raise StateError(
                 f"{self._files.folder} has grown since it was opened. Open it again to put rows."
             )
@@ -276,17 +214,11 @@ class ZarrRowTable(AbstractRowTable):
         self._known[chunk] = stage.progress
         stage.close()
 
-    def _is_done(self, chunk: int) -> StateError:
-        return StateError(
-            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
-        )
-
     def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
         for run in runs:
-            rows = slice(run.start, run.start + run.source.stop - run.source.start)
-            if stage.done[rows].any():
-                first = stage.chunk * self._spec.chunk_rows + rows.start
-                done = (np.flatnonzero(stage.done[rows]) + first).tolist()
+            if stage.done[run.rows].any():
+                first = stage.chunk * self.spec.chunk_rows + run.start
+                done = (np.flatnonzero(stage.done[run.rows]) + first).tolist()
                 raise StateError(
                     f"Rows {short_list(done)} of {self._files.folder} are done already. "
                     "Put pending rows only; pending() lists them."
@@ -315,8 +247,7 @@ class ZarrRowTable(AbstractRowTable):
         self._close_finished_log()
 
     def _refresh(self) -> None:
-        """Update the index with the commits of all processes."""
-        self._index.refresh()
+        super()._refresh()
         self._close_finished_log()
 
     def _close_finished_log(self) -> None:

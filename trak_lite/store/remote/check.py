@@ -12,11 +12,11 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.documents import identity_of, store_id
+from trak_lite.store.disk.documents import identity_of
 from trak_lite.store.disk.entries import ENTRIES, StoreEntries, entry_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
-    check_array_document,
+    check_array,
     manifest_from_json,
     misnamed,
     own_attributes,
@@ -27,7 +27,7 @@ from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["check_remote", "remote_entries"]
+__all__ = ["check_remote"]
 
 _METADATA = "zarr.json"
 _REMOVE = "remove it, then featurize again"
@@ -50,16 +50,6 @@ def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
     return RemoteLook(objects).report()
 
 
-def remote_entries(objects: AbstractObjects, record: Mapping[str, Any] | None) -> StoreEntries:
-    """Return the entries of the remote store with this record; ``None`` if it is damaged."""
-    return StoreEntries(
-        objects,
-        objects.url,
-        store=store_id(record) if record else None,
-        old="id" not in (record or {}),
-    )
-
-
 @final
 class RemoteLook:
     """Checks one remote store from a single listing of its objects."""
@@ -73,12 +63,7 @@ class RemoteLook:
         self._identities: dict[str, str] = {}
 
     def report(self) -> Report:
-        """List all objects, fetch all chunks, and compare them with the records.
-
-        Raises:
-            MissingStoreError: If there is no store.
-            ManifestMismatchError: If the store has the format of another trak_lite version.
-        """
+        """List all objects, fetch all chunks, and compare them with the records; see :func:`check_remote`."""
         text = self._objects.get(_METADATA)
         if text is None:
             raise missing_store(self._objects.url)
@@ -90,11 +75,14 @@ class RemoteLook:
             manifest_from_json(record, self._objects.url)
             self._record = record
         self._sizes = self._objects.sizes("")
-        tables = {path: self._files(path, spec) for path, spec in self._tables().items()}
+        tables = {
+            path: TableFiles(path, spec, root=self._objects.url, identity=self._identities[path])
+            for path, spec in self._tables().items()
+        }
         self._list()
         for path, files in tables.items():
             self._table(path, files)
-        entries = remote_entries(self._objects, self._record)
+        entries = StoreEntries(self._objects, self._objects.url, self._record)
         for name, wrong in entries.problems():
             self._add("damage", None, f"the entry {name!r} {wrong}", entries.remedy(wrong))
         for key in sorted(self._sizes):
@@ -129,17 +117,13 @@ class RemoteLook:
                     origin = str(self._record["origin"] if self._record else record.get("store"))
                     spec = table_from_json(record, folder, origin, where=where)
                     self._identities[folder] = identity_of(record)
-                    for column in spec.columns:
-                        for array in column.arrays:
-                            found = documents.get(f"{folder}/{array.name}")
-                            check_array_document(found, self._where(folder), column, array, spec)
+                    for array in spec.arrays:
+                        found = documents.get(f"{folder}/{array.name}")
+                        check_array(found, self._where(folder), array, spec)
                     tables[folder] = spec
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)
         return tables
-
-    def _files(self, path: str, spec: TableSpec) -> TableFiles:
-        return TableFiles(path, spec, root=self._objects.url, identity=self._identities[path])
 
     def _list(self) -> None:
         """Compare the list of tables with the tables found."""

@@ -99,13 +99,6 @@ class RemoteIndex:
         self._note(record)
         self.committed[chunk] = record
 
-    def describe(self, chunk: int) -> str:
-        """Return a description of a chunk for error messages."""
-        rows = self._files.rows_of(chunk)
-        return (
-            f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self._files.root}/{self._files.folder}"
-        )
-
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""
         keys = ", ".join(column.visible(chunk) for column in self._files.columns)
@@ -122,8 +115,8 @@ class RemoteIndex:
         if seen == expected == recorded and record.rows == self._files.rows_in(record.chunk):
             return True
         raise CorruptStoreError(
-            f"The objects of {self.describe(record.chunk)} have {seen} bytes; expected {expected}, recorded {recorded} "
-            f"for {record.rows} rows. {self.remedy(record.chunk)}"
+            f"The objects of {self._files.describe(record.chunk)} have {seen} bytes; expected {expected}, "
+            f"recorded {recorded} for {record.rows} rows. {self.remedy(record.chunk)}"
         )
 
     def _record_for(self, chunk: int, contents: Sequence[NDArray[Any]]) -> CommitRecord:
@@ -172,9 +165,9 @@ class RemoteIndex:
 
     def _lost(self, winner: CommitRecord) -> BusyError:
         return BusyError(
-            f"Another writer ({winner.writer or 'unnamed'}) has committed {self.describe(winner.chunk)} with other "
-            "bytes. Its rows stay, and the rows of this writer were discarded. Run again for the rows that are still "
-            "pending, or give the writers different rows."
+            f"Another writer ({winner.writer or 'unnamed'}) has committed {self._files.describe(winner.chunk)} "
+            "with other bytes. Its rows stay, and the rows of this writer were discarded. Run again for the rows that "
+            "are still pending, or give the writers different rows."
         )
 
     def _next_generation(self, chunk: int) -> int:

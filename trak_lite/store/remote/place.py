@@ -56,7 +56,8 @@ class RemotePlace:
             UnsupportedStoreError: If the package for the URL scheme is not installed.
         """
         self.objects = _connect(where, dict(options or {}))
-        self._staging = os.fspath(_default_staging() if staging is None else staging)
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        self._staging = os.path.join(cache, "trak_lite", "staging") if staging is None else os.fspath(staging)
 
     @property
     def url(self) -> str:
@@ -119,8 +120,3 @@ def _connect_url(url: str, scheme: str, options: dict[str, object]) -> AbstractO
         f"{url} needs a package that is not installed ({'; '.join(missing)}). "
         "Install it with pip install trak-lite[remote]."
     )
-
-
-def _default_staging() -> str:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "trak_lite", "staging")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
 from numpy.typing import NDArray
@@ -18,17 +18,14 @@ from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
     ManifestMismatchError,
-    ReadOnlyStoreError,
-    StateError,
     UnsupportedStoreError,
 )
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._check_report import Report
-from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import check_spec, compare_specs, plain_json
-from trak_lite.store._names import is_name, natural_order, path_parts
-from trak_lite.store._refusals import group_of_tables, inside_a_table, missing_table
+from trak_lite.store._names import path_parts
+from trak_lite.store._recorded import RecordedFeatureStore
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
@@ -41,6 +38,7 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
+from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.files import locked_file, named_errors, open_file
 from trak_lite.store.disk.listing import (
     TABLES,
@@ -48,19 +46,16 @@ from trak_lite.store.disk.listing import (
     encode_entry,
     entry_name,
     listed_path,
-    lost_table,
 )
 from trak_lite.store.disk.metadata import (
-    check_array_document,
+    check_array,
     manifest_from_json,
-    misnamed,
     own_attributes,
     parse_zarr_json,
-    table_from_json,
 )
 from trak_lite.store.disk.zarr_store import CheckChunks, ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
-from trak_lite.store.remote.check import check_remote, remote_entries
+from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 from trak_lite.store.remote.table import RemoteRowTable
@@ -74,7 +69,7 @@ _DROPPED = "dropped"
 
 
 @final
-class RemoteFeatureStore(AbstractFeatureStore):
+class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
     """Feature store in an object store. Use :meth:`create` or :meth:`open` to construct it.
 
     Several machines may write to one store. If two compute the same chunk, the first commit wins. Cached arrays are
@@ -103,14 +98,10 @@ class RemoteFeatureStore(AbstractFeatureStore):
         writable: bool,
         check: CheckChunks = "first_touch",
     ) -> None:
-        self._origin = record["origin"]
+        entries = StoreEntries(place.objects, place.url, record)
+        super().__init__(place.url, manifest, record, entries, writable=writable)
         self._objects: AbstractObjects = place.objects
-        self._entries = remote_entries(place.objects, record)
-        self._manifest = manifest
-        self._writable = writable
         self._check = check
-        self._closed = False
-        self._tables: dict[str, RemoteRowTable] = {}
         self._staging_root = place.staging_root(manifest)
         self._local: ZarrFeatureStore | None = None
         if writable:
@@ -139,11 +130,7 @@ class RemoteFeatureStore(AbstractFeatureStore):
             _refuse_occupied(place.objects)
             place.objects.create(f"{TABLES}/{_METADATA}", encode_document(hidden_document("tables")))
             place.objects.create(_METADATA, encode_document(group_document(store_record(manifest))))
-        store = cls.open(place, "r+")
-        store.manifest.check_same(manifest, where=place.url)
-        if store.manifest.made_with != made_with:
-            logger.warning("%s was made with %s, this is %s.", place.url, store.manifest.made_with, made_with)
-        return store
+        return cls.open(place, "r+")._made_with(manifest)
 
     @classmethod
     def open(
@@ -186,21 +173,6 @@ class RemoteFeatureStore(AbstractFeatureStore):
         return cls(place, manifest, record, writable=mode == "r+", check=check)
 
     @property
-    def manifest(self) -> Manifest:
-        """Settings that the store was created with."""
-        return self._manifest
-
-    @property
-    def path(self) -> str:
-        """The address of the store."""
-        return self._objects.url
-
-    @property
-    def writable(self) -> bool:
-        """Whether the store is open for writing."""
-        return self._writable and not self._closed
-
-    @property
     def objects(self) -> AbstractObjects:
         """The objects of the store."""
         return self._objects
@@ -209,14 +181,14 @@ class RemoteFeatureStore(AbstractFeatureStore):
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
         """Open a table for writing; create it if it does not exist."""
-        local = self._require_writable()
+        local = self._writable_local()
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
         plain = plain_json(dict(attributes or {}), what="A table's attributes")
-        if self._table_record(parts) is None:
+        if self._table_record(path) is None:
             with self._staging_locked():
                 if (
-                    self._table_record(parts) is None
+                    self._table_record(path) is None
                 ):  # checked again: another process of this machine may just have created it
                     self._finish_dropping(path)
                     _drop_staged(local, path)  # staged rows of a dropped table must not reappear
@@ -225,17 +197,13 @@ class RemoteFeatureStore(AbstractFeatureStore):
         compare_specs(table.spec, spec, where=f"{self.path}/{path}")
         return table
 
-    def open_table(self, path: str) -> AbstractRowTable:
-        """Open an existing table, for writing if the store is writable."""
-        return self._open(path)
-
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
 
         A partly deleted table does not exist any more; creating it again first completes the deletion. Writers on other
         machines are not detected: stop them first.
         """
-        local = self._require_writable()
+        local = self._writable_local()
         self._require_table(path)
         with self._staging_locked():
             self._require_table(path)
@@ -273,29 +241,6 @@ class RemoteFeatureStore(AbstractFeatureStore):
             "Copy the store to a local disk, append the rows there and copy it back, or featurize into another path."
         )
 
-    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return the differences between this store and another one."""
-        return diff_stores(self, other)
-
-    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Copy the rows that are missing here from other stores."""
-        self._require_writable()
-        return merge_stores(self, parts)
-
-    def attributes(self, path: str) -> dict[str, Any]:
-        """Return the attributes recorded when the table was created."""
-        return dict(self._require_table(path).get("attributes") or {})
-
-    def table_names(self, prefix: str = "") -> list[str]:
-        """Return the paths of all tables inside the group ``prefix``, in natural order."""
-        folder = "/".join(path_parts(prefix, what="table")) if prefix else ""
-        found = self._tables_below(folder)
-        start = f"{folder}/" if folder else ""
-        for path in self._listed_paths():
-            if path.startswith(start) and path not in found and self._table_record(tuple(path.split("/"))):
-                found.append(path)  # just created, or the metadata of a parent group is missing
-        return sorted(found, key=natural_order)
-
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the array cached on this machine with this name and key, or ``None``."""
         path_parts(name, what="cache")
@@ -307,26 +252,6 @@ class RemoteFeatureStore(AbstractFeatureStore):
         check_derived(name, key, array)
         if self._local is not None:
             self._local.cache(name, key, array)
-
-    def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
-        return self._entries.get(name, key)
-
-    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Store an array that cannot be recomputed, replacing any entry of the same name."""
-        check_derived(name, key, array)
-        self._require_writable()
-        self._entries.put(name, key, array)
-
-    def entry_names(self, prefix: str = "") -> list[str]:
-        """Return the names of all entries below ``prefix``, sorted."""
-        start = f"{prefix}/" if prefix else ""
-        return [name for name in self._entries.names() if name.startswith(start)]
-
-    def drop_entry(self, name: str) -> None:
-        """Delete an entry if it exists."""
-        self._require_writable()
-        self._entries.drop(name)
 
     def check(self, *, repair: bool = False) -> Report:
         """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.
@@ -344,12 +269,10 @@ class RemoteFeatureStore(AbstractFeatureStore):
         if self._local is not None:
             self._local.close()
 
-    def _require_writable(self) -> ZarrFeatureStore:
-        """Return the local store in which rows are staged."""
-        if not self._writable or self._local is None:
-            raise ReadOnlyStoreError(f"{self.path} was opened for reading. Open it with mode='r+'.")
-        if self._closed:
-            raise StateError(f"{self.path} was closed. Open it again.")
+    def _writable_local(self) -> ZarrFeatureStore:
+        """Return the local store in which a writer stages rows."""
+        self._require_writable()
+        assert self._local is not None
         return self._local
 
     def _local_store(self) -> ZarrFeatureStore | None:
@@ -377,15 +300,13 @@ class RemoteFeatureStore(AbstractFeatureStore):
     def _open(self, path: str) -> RemoteRowTable:
         if path not in self._tables:
             record = self._require_table(path)
-            where = f"{self.path}/{path}"
-            spec = table_from_json(record, path, self._origin, where=f"{where}/{_METADATA}")
+            where, spec = f"{self.path}/{path}", self._spec(record, path)
             identity = table_identity(path, self._origin, spec)
             self._require_listed(path, identity)
-            arrays = [(column, array) for column in spec.columns for array in column.arrays]
-            texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for _, array in arrays)
-            for (column, array), (key, text) in zip(arrays, texts.items(), strict=True):
+            texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for array in spec.arrays)
+            for array, (key, text) in zip(spec.arrays, texts.items(), strict=True):
                 found = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
-                check_array_document(found, where, column, array, spec)
+                check_array(found, where, array, spec)
             root, staged = self._staging_root, table_identity(path, self._manifest.digest(), spec)
             self._tables[path] = RemoteRowTable(
                 self._objects,
@@ -397,36 +318,15 @@ class RemoteFeatureStore(AbstractFeatureStore):
             )
         return self._tables[path]
 
-    def _require_table(self, path: str) -> dict[str, Any]:
-        record = self._table_record(path_parts(path, what="table"))
-        if record is None:
-            raise missing_table(path, where=self.path, tables=self.table_names())
-        return record
-
-    def _table_record(self, parts: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return the record in a table's ``zarr.json``; ``None`` if there is no such table.
-
-        Raises:
-            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
-        """
-        path = "/".join(parts)
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            if "columns" in (_read_group(self._objects, above) or {}):
-                raise inside_a_table(path, above=above)
+    def _group(self, path: str) -> dict[str, Any] | None:
         record = _read_group(self._objects, path)
-        if record is None and self._is_lost(path):
-            raise lost_table(path, where=self.path)
-        if record is None or _DROPPED in record:
-            return None
-        if "columns" not in record:
-            if self._objects.get(_entry(path)) is not None:
-                raise CorruptStoreError(
-                    f"{self.path}/{path}/{_METADATA} does not describe a table, but the store lists one there. Restore "
-                    "it from a backup, or use another address."
-                )
-            raise group_of_tables(path, tables=self.table_names(path))
-        return record
+        return None if record is None or _DROPPED in record else record
+
+    def _has_document(self, path: str) -> bool:
+        return self._objects.get(f"{path}/{_METADATA}") is not None
+
+    def _folders(self, path: str) -> list[str]:
+        return self._objects.folders(path)
 
     def _put_documents(self, parts: tuple[str, ...], spec: TableSpec, attributes: Mapping[str, Any]) -> None:
         """Create the ``zarr.json`` documents of the parent groups, the arrays, and, last, the table itself."""
@@ -452,17 +352,16 @@ class RemoteFeatureStore(AbstractFeatureStore):
                 f"them and {entry}."
             )
 
+    def _is_listed(self, path: str) -> bool:
+        return self._objects.get(_entry(path)) is not None
+
     def _listed_paths(self) -> list[str]:
         names = (key.rpartition("/")[2] for key in self._objects.sizes(TABLES))
         return [path for path in map(listed_path, names) if path is not None]
 
     def _is_lost(self, path: str) -> bool:
-        """Whether a table is listed but missing; checked twice, because others may be dropping it."""
-        document = f"{path}/{_METADATA}"
-        return all(
-            self._objects.get(_entry(path)) is not None and self._objects.get(document) is None
-            for _ in range(2)
-        )
+        # twice, because others may be dropping it
+        return all(self._is_listed(path) and not self._has_document(path) for _ in range(2))
 
     @contextlib.contextmanager
     def _staging_locked(self) -> Iterator[None]:
@@ -482,21 +381,6 @@ class RemoteFeatureStore(AbstractFeatureStore):
                 if key != mark:
                     self._objects.delete(key)
             self._objects.delete(mark)
-
-    def _tables_below(self, folder: str) -> list[str]:
-        found: list[str] = []
-        for name in self._objects.folders(folder):
-            path = f"{folder}/{name}" if folder else name
-            if not is_name(name):
-                if not name.startswith(".") and self._objects.get(f"{path}/{_METADATA}") is not None:
-                    raise misnamed(f"{self._objects.url}/{path}")
-                continue
-            record = _read_group(self._objects, path)
-            if record is not None and "columns" in record:
-                found.append(path)
-            elif record is not None and _DROPPED not in record:
-                found.extend(self._tables_below(path))
-        return found
 
 
 def _as_place(where: object) -> RemotePlace:

@@ -18,17 +18,17 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_digest, raise_incomplete
-from trak_lite.store._refusals import require_writable_table
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._recorded import RecordedRowTable
 from trak_lite.store._values import check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.files import file_size, map_file, named_errors, remove_file
 from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.disk.staging import StagedChunk
 from trak_lite.store.remote.index import RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects
-from trak_lite.store.remote.staging import complete_chunks, is_complete, remove_chunk, staged_contents
 
 __all__ = ["RemoteRowTable"]
 
@@ -38,7 +38,7 @@ _KEPT_BYTES = 256 << 20
 
 
 @final
-class RemoteRowTable(AbstractRowTable):
+class RemoteRowTable(RecordedRowTable):
     """Rows of one table of a :class:`~trak_lite.store.RemoteFeatureStore`.
 
     A row is done if it is committed in the object store or staged on this machine. Chunks that an earlier run has
@@ -55,25 +55,18 @@ class RemoteRowTable(AbstractRowTable):
         writable: bool,
         check: bool,
     ) -> None:
+        super().__init__(files, writable=writable)
         self._objects = objects
-        self._files = files
         self._staging = staging
         self._find_staged = staged
         self._own: AbstractRowTable | None = None
-        self._writable = writable
         self._check = check
-        self._closed = False
-        self._index = RemoteIndex(objects, files)
+        self._index: RemoteIndex = RemoteIndex(objects, files)
         self._asked: set[int] = set()
         self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
         self._index.refresh()
         if writable:
             self._recover()
-
-    @property
-    def spec(self) -> TableSpec:
-        """Shape, columns and fingerprint of the table."""
-        return self._files.spec
 
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
@@ -90,7 +83,7 @@ class RemoteRowTable(AbstractRowTable):
             self._refuse_committed(chunk)
         self._local().put(rows, values)
         for chunk in chunks:
-            if is_complete(self._staging, chunk):
+            if _is_complete(self._staging, chunk):
                 self._publish(chunk)
 
     @contextlib.contextmanager
@@ -105,11 +98,11 @@ class RemoteRowTable(AbstractRowTable):
             # Check under the lock: other processes of this machine cannot commit the chunk from here on.
             committed = self._index.is_committed(chunk)
             self._asked.add(chunk)
-            if not committed and is_complete(self._staging, chunk):
+            if not committed and _is_complete(self._staging, chunk):
                 self._publish(chunk)
             yield pending[:0] if committed else pending
         if committed:
-            remove_chunk(self._staging, chunk)
+            _remove_chunk(self._staging, chunk)
 
     def done(self) -> NDArray[np.bool_]:
         """Return a mask of the done rows, ``(num_rows,)``: committed in the object store or staged on this machine."""
@@ -117,37 +110,11 @@ class RemoteRowTable(AbstractRowTable):
         mask = np.zeros(self.spec.num_rows, np.bool_) if staged is None else staged.done()
         # Read the index after the stage: a chunk that is uploaded and unstaged in between is then found in the index.
         self._index.refresh()
-        for chunk in self._index.committed:
-            first, stop = self.chunk_range(chunk)
-            mask[first:stop] = True
-        return mask
-
-    def committed_chunks(self) -> list[int]:
-        """Return the chunks that are committed in the object store, ascending."""
-        self._index.refresh()
-        return sorted(self._index.committed)
-
-    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk, downloading all of it; see :meth:`AbstractRowTable.stored_chunk`."""
-        found = self.column(column)
-        record = self._record_of(chunk)
-        try:
-            return self._get_rows(found, record)
-        except (CorruptStoreError, IncompleteStoreError):
-            self._index.refresh()
-            newer = self._index.committed.get(chunk)
-            if newer is None or newer == record:
-                raise
-            return self._get_rows(found, newer)  # the chunk was removed and committed again
-
-    def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each array of a committed chunk from its commit record."""
-        return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
+        return self._mark_committed(mask)
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
         """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
-        first, stop = self.chunk_range(chunk)
-        names = [column.name for column in self.spec.columns]
+        self.chunk_range(chunk)
         staged = self._staged()
         if chunk not in self._index.committed and staged is not None:
             try:
@@ -159,28 +126,13 @@ class RemoteRowTable(AbstractRowTable):
                 if not self._index.is_committed(chunk):
                     raise
         if not self._index.is_committed(chunk):
-            return np.empty(0, np.int64), {name: self._empty(name, 0) for name in names}
-        return np.arange(first, stop), {name: self.read_chunk(chunk, name).copy() for name in names}
-
-    def content_key(self) -> str:
-        """Return a digest of the committed contents, equal to that of a disk store with the same rows."""
-        committed = set(self.committed_chunks())
-        for chunk in range(self.num_chunks):
-            if chunk not in committed:
-                raise_incomplete(self, chunk, where=self._where)
-        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+            return np.empty(0, np.int64), {c.name: self._empty(c.name, 0) for c in self.spec.columns}
+        return self._committed_rows(chunk)
 
     def close(self) -> None:
         """Close the table for writing and release downloaded chunks."""
         self._closed = True
         self._fetched.clear()
-
-    @property
-    def _where(self) -> str:
-        return f"{self._files.root}/{self._files.folder}"
-
-    def _require_writable(self) -> None:
-        require_writable_table(self._where, writable=self._writable, closed=self._closed)
 
     def _staged(self) -> AbstractRowTable | None:
         """Return the local table, or ``None``; only a writer remembers it."""
@@ -205,14 +157,12 @@ class RemoteRowTable(AbstractRowTable):
             committed = self._index.is_committed(chunk)
             self._asked.add(chunk)
         if committed:
-            raise StateError(
-                f"{self._index.describe(chunk)} are done already. Put pending rows only; pending() lists them."
-            )
+            raise self._is_done(chunk)
 
     def _publish(self, chunk: int) -> None:
         """Upload a complete chunk from the staging folder, then remove it from the folder."""
         try:
-            contents = staged_contents(self._staging, self._local(), chunk)
+            contents = _staged_contents(self._staging, self._local(), chunk)
         except StoreError:
             if self._index.is_committed(chunk):
                 return  # another process of this machine has uploaded and unstaged it
@@ -220,35 +170,27 @@ class RemoteRowTable(AbstractRowTable):
         try:
             self._index.publish(chunk, contents)
         except BusyError:
-            remove_chunk(self._staging, chunk)
+            _remove_chunk(self._staging, chunk)
             raise
-        remove_chunk(self._staging, chunk)
+        _remove_chunk(self._staging, chunk)
 
     def _recover(self) -> None:
         """Upload chunks that a killed writer completed; remove staged chunks that are already committed."""
         self._local()  # opening it commits complete staged chunks locally
-        for chunk in complete_chunks(self._staging):
+        complete = set.intersection(*(column.list_visible() for column in self._staging.columns))
+        for chunk in sorted(complete):
             try:
                 self._publish(chunk)
             except BusyError as error:
                 logger.warning("Staged rows were dropped. %s", error)
         for chunk in self._staging.staged_chunks() & self._index.committed.keys():
-            remove_chunk(self._staging, chunk)
+            _remove_chunk(self._staging, chunk)
 
-    def _record_of(self, chunk: int) -> CommitRecord:
-        self.chunk_range(chunk)
-        if chunk not in self._index.committed:
-            self._index.refresh()
-        record = self._index.committed.get(chunk)
-        if record is None:
-            raise_incomplete(self, chunk, where=self._where)
-        return record
+    def _newest_record(self, chunk: int) -> CommitRecord | None:
+        self._index.refresh()
+        return self._index.committed.get(chunk)
 
-    def _get_rows(self, column: Column, record: CommitRecord) -> StoredRows:
-        files = self._files.by_column[column.name]
-        return StoredRows(column, tuple(self._get(each, record) for each in files))
-
-    def _get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+    def _array(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         key = column.name, record.chunk, record.generation
         if key not in self._fetched:
             self._fetched[key] = self._fetch(column, record)
@@ -259,7 +201,7 @@ class RemoteRowTable(AbstractRowTable):
 
     def _fetch(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         chunk, (size, checksum) = record.chunk, record.columns[column.name]
-        where = f"{column.visible(chunk)}, {self._index.describe(chunk)}"
+        where = f"{column.visible(chunk)}, {self._files.describe(chunk)}"
         content = self._objects.get(column.visible(chunk))
         if content is None:
             raise IncompleteStoreError(
@@ -274,3 +216,51 @@ class RemoteRowTable(AbstractRowTable):
             )
         array = np.frombuffer(content, column.dtype).reshape(column.shape)
         return array[: self._files.rows_in(chunk)]
+
+
+def _is_complete(files: TableFiles, chunk: int) -> bool:
+    """Return whether a chunk of a staging folder is complete."""
+    return all(file_size(column.visible(chunk)) is not None for column in files.columns)
+
+
+def _staged_contents(files: TableFiles, table: AbstractRowTable, chunk: int) -> list[NDArray[Any]]:
+    """Return the bytes of each stored array of a complete chunk, after checking them against the commit record.
+
+    Raises:
+        CorruptStoreError: If a checksum differs.
+    """
+    recorded = table.checksums(chunk)
+    contents = []
+    for column in files.columns:
+        path = column.visible(chunk)
+        with named_errors("Reading", path):
+            content = map_file(path, column.chunk_bytes)
+        if crc32c(content) != recorded[column.name]:
+            raise CorruptStoreError(
+                f"{path} changed after it was written: its checksum is {crc32c(content):08x}, recorded "
+                f"{recorded[column.name]:08x}. It was not put anywhere. Remove it, check the disk, and run again."
+            )
+        contents.append(content)
+    return contents
+
+
+def _remove_chunk(files: TableFiles, chunk: int) -> None:
+    """Delete the staged files of a chunk that is committed remotely.
+
+    If another process holds the chunk, nothing is deleted; that process detects the commit when it uploads the chunk.
+    """
+    with named_errors("Removing staged files of", files.describe(chunk)):
+        try:
+            stage = StagedChunk.lock(files, chunk)
+        except BusyError as error:
+            logger.info("Not removed here, because another writer has it: %s", error)
+            return
+        try:
+            for column in files.columns:
+                for path in (column.visible(chunk), column.staged(chunk)):
+                    if file_size(path) is not None:
+                        remove_file(path)
+                        failpoint("staged_file_removed")
+            stage.discard_log()
+        finally:
+            stage.close()

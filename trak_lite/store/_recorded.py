@@ -1,0 +1,323 @@
+"""What stores on a disk and in an object store share: documents, the list of tables, entries and commit records."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, ReadOnlyStoreError, StateError
+from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._names import (
+    group_of_tables,
+    inside_a_table,
+    is_name,
+    missing_table,
+    natural_order,
+    path_parts,
+)
+from trak_lite.store._values import check_derived
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.entries import StoreEntries
+from trak_lite.store.disk.listing import lost_table
+from trak_lite.store.disk.metadata import attributes_from_json, misnamed, table_from_json
+from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.manifest import Manifest
+
+__all__ = ["RecordedFeatureStore", "RecordedRowTable"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Index(Protocol):
+    committed: dict[int, CommitRecord]
+
+    def refresh(self) -> None: ...
+
+
+class RecordedRowTable(AbstractRowTable):
+    """A table whose committed chunks are those of an index of commit records."""
+
+    _index: _Index
+
+    def __init__(self, files: TableFiles, *, writable: bool) -> None:
+        self._files = files
+        self._writable = writable
+        self._closed = False
+
+    @property
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+        return self._files.spec
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+        self._refresh()
+        return sorted(self._index.committed)
+
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a committed chunk; see :meth:`AbstractRowTable.stored_chunk`.
+
+        On a disk they are memory-mapped; of an object store, the chunk is downloaded. The arrays are read-only. Their
+        pages are private, so the file cannot change even if a caller marks an array writable (as torch requires for
+        arrays that it shares).
+        """
+        found, record = self.column(column), self._record_of(chunk)
+        try:
+            return self._stored_rows(found, record)
+        except (CorruptStoreError, IncompleteStoreError):
+            newer = self._newest_record(chunk)
+            if newer is None or newer == record:
+                raise
+            return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again
+
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each array of a committed chunk from its commit record."""
+        return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
+
+    def content_key(self) -> str:
+        """Return a digest of the committed contents, equal to that of any other store with the same rows."""
+        committed = set(self.committed_chunks())
+        for chunk in range(self.num_chunks):
+            if chunk not in committed:
+                raise_incomplete(self, chunk, where=self._files.where)
+        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+
+    def _refresh(self) -> None:
+        """Update the index with the commits of all processes."""
+        self._index.refresh()
+
+    @abstractmethod
+    def _array(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        """Return one stored array of a committed chunk."""
+
+    @abstractmethod
+    def _newest_record(self, chunk: int) -> CommitRecord | None:
+        """Look at a chunk again and return its record; ``None`` if it is not committed any more."""
+
+    def _stored_rows(self, column: Column, record: CommitRecord) -> StoredRows:
+        files = self._files.by_column[column.name]
+        return StoredRows(column, tuple(self._array(each, record) for each in files))
+
+    def _committed_rows(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the rows of a committed chunk and copies of their values."""
+        names = [column.name for column in self.spec.columns]
+        return np.arange(*self.chunk_range(chunk)), {
+            name: self.read_chunk(chunk, name).copy() for name in names
+        }
+
+    def _mark_committed(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        for chunk in self._index.committed:
+            mask[slice(*self.chunk_range(chunk))] = True
+        return mask
+
+    def _record_of(self, chunk: int) -> CommitRecord:
+        self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            self._index.refresh()
+        record = self._index.committed.get(chunk)
+        if record is None:
+            raise_incomplete(self, chunk, where=self._files.where)
+        return record
+
+    def _is_done(self, chunk: int) -> StateError:
+        return StateError(
+            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+        )
+
+    def _require_writable(self) -> None:
+        where = self._files.where
+        if not self._writable:
+            raise ReadOnlyStoreError(
+                f"{where} was opened for reading. Open the store with mode='r+' to put rows."
+            )
+        if self._closed:
+            raise StateError(
+                f"{where}: the store was closed, or the table dropped. Open it again to put rows."
+            )
+
+
+_Table = TypeVar("_Table", bound=RecordedRowTable)
+
+
+class RecordedFeatureStore(AbstractFeatureStore, Generic[_Table]):
+    """A store whose groups and tables are described by ``zarr.json`` documents, and whose tables are listed."""
+
+    def __init__(
+        self,
+        where: str,
+        manifest: Manifest,
+        record: Mapping[str, Any],
+        entries: StoreEntries,
+        *,
+        writable: bool,
+    ) -> None:
+        self._where = where
+        self._origin = record["origin"]
+        self._manifest = manifest
+        self._entries = entries
+        self._writable = writable
+        self._closed = False
+        self._tables: dict[str, _Table] = {}
+
+    @property
+    def manifest(self) -> Manifest:
+        """Settings that the store was created with."""
+        return self._manifest
+
+    @property
+    def path(self) -> str:
+        """Folder of the store, with symbolic links resolved, or its address."""
+        return self._where
+
+    @property
+    def writable(self) -> bool:
+        """Whether the store is open for writing."""
+        return self._writable and not self._closed
+
+    def open_table(self, path: str) -> AbstractRowTable:
+        """Open an existing table, for writing if the store is writable."""
+        return self._open(path)
+
+    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
+        """Return the differences between this store and another one."""
+        return diff_stores(self, other)
+
+    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
+        """Copy the rows that are missing here from other stores."""
+        self._require_writable()
+        return merge_stores(self, parts)
+
+    def attributes(self, path: str) -> dict[str, Any]:
+        """Return the attributes recorded when the table was created."""
+        return attributes_from_json(self._require_table(path), where=f"{self._where}/{path}/zarr.json")
+
+    def table_names(self, prefix: str = "") -> list[str]:
+        """Return the paths of all tables inside the group ``prefix``, in natural order."""
+        start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
+        found = list(self._tables_below(start))
+        for path in self._listed_paths():
+            if path.startswith(start) and path not in found and self._table_record(path) is not None:
+                found.append(path)  # just created, or the metadata of a parent group is missing
+        return sorted(found, key=natural_order)
+
+    def entry(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
+        return self._entries.get(name, key)
+
+    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Store an array that cannot be recomputed, replacing any entry of the same name."""
+        check_derived(name, key, array)
+        self._require_writable()
+        self._entries.put(name, key, array)
+
+    def entry_names(self, prefix: str = "") -> list[str]:
+        """Return the names of all entries below ``prefix``, sorted."""
+        start = f"{prefix}/" if prefix else ""
+        return [name for name in self._entries.names() if name.startswith(start)]
+
+    def drop_entry(self, name: str) -> None:
+        """Delete an entry if it exists."""
+        self._require_writable()
+        self._entries.drop(name)
+
+    def _require_writable(self) -> None:
+        if not self._writable:
+            raise ReadOnlyStoreError(f"{self._where} was opened for reading. Open it with mode='r+'.")
+        if self._closed:
+            raise StateError(f"{self._where} was closed. Open it again.")
+
+    def _made_with(self, manifest: Manifest) -> Self:
+        """Return the store if it has these settings; warn if other versions made it."""
+        self._manifest.check_same(manifest, where=self._where)
+        if self._manifest.made_with != manifest.made_with:
+            logger.warning(
+                "%s was made with %s, this is %s.", self._where, self._manifest.made_with, manifest.made_with
+            )
+        return self
+
+    @abstractmethod
+    def _open(self, path: str) -> _Table:
+        """Return a table, opened at most once."""
+
+    @abstractmethod
+    def _group(self, path: str) -> dict[str, Any] | None:
+        """Return the record in the ``zarr.json`` of a table or group; ``None`` if there is none."""
+
+    @abstractmethod
+    def _has_document(self, path: str) -> bool:
+        """Whether there is a ``zarr.json`` at a path, which may be damaged."""
+
+    @abstractmethod
+    def _folders(self, path: str) -> Iterable[str]:
+        """Return the names of the folders in a group."""
+
+    @abstractmethod
+    def _listed_paths(self) -> list[str]:
+        """Return the paths in the list of tables, unordered."""
+
+    @abstractmethod
+    def _is_listed(self, path: str) -> bool:
+        """Whether the list of tables has an entry of a table, which may be damaged."""
+
+    @abstractmethod
+    def _is_lost(self, path: str) -> bool:
+        """Whether a table is listed but missing; correct also while others create and drop it."""
+
+    def _spec(self, record: Mapping[str, Any], path: str) -> TableSpec:
+        return table_from_json(record, path, self._origin, where=f"{self._where}/{path}/zarr.json")
+
+    def _require_table(self, path: str) -> dict[str, Any]:
+        record = self._table_record(path)
+        if record is None:
+            raise missing_table(path, where=self._where, tables=self.table_names())
+        return record
+
+    def _table_record(self, path: str) -> dict[str, Any] | None:
+        """Return the record in a table's ``zarr.json``; ``None`` if there is no such table.
+
+        Raises:
+            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
+            CorruptStoreError: If the table is listed but its metadata is missing or does not describe a table.
+        """
+        parts = path_parts(path, what="table")
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            record = self._group(above)
+            if record is not None and "columns" in record:
+                self._spec(record, above)  # raises if it was exchanged
+                raise inside_a_table(path, above=above)
+        record = self._group(path)
+        if record is None and self._is_lost(path):
+            raise lost_table(path, where=self._where)
+        if record is not None and "columns" not in record:
+            if self._is_listed(path):
+                raise CorruptStoreError(
+                    f"{self._where}/{path}/zarr.json does not describe a table, but the store lists one there. Restore "
+                    "the file from a backup, or use another path."
+                )
+            raise group_of_tables(path, tables=self.table_names(path))
+        return record
+
+    def _tables_below(self, start: str) -> Iterator[str]:
+        """Yield the paths of the tables in a group, whose path ends in ``/``."""
+        for name in self._folders(start.rstrip("/")):
+            path = f"{start}{name}"
+            if name.startswith("."):
+                continue
+            if not is_name(name):
+                if self._has_document(path):
+                    raise misnamed(f"{self._where}/{path}")
+                continue
+            record = self._group(path)
+            if record is not None and "columns" in record:
+                yield path
+            elif record is not None:
+                yield from self._tables_below(f"{path}/")
