@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,21 +77,24 @@ def canonical_json(value: Any) -> str:
 
 
 class StoredValues(dict[str, Any]):
-    """Settings read from a store, which may be from elsewhere: a wrong or missing value is an error of the store."""
+    """Settings read from a store, which may be from elsewhere: a wrong or missing value is an error of the store.
 
-    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+    Types are checked when a value is read, because tables of others may use the same keys for something else.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), *, where: str = "The store"
+    ) -> None:
         super().__init__(values)
         self._where = where
-        wrong = [
-            f"{path} is {found!r:.100}"
-            for path, types in _TYPES.items()
-            if type(found := self._found(path)) not in (*types, type(None))
-        ]
-        if wrong:
-            raise CorruptStoreError(
-                f"{where} has values of other types than trak_lite writes: {'; '.join(wrong)}. Restore the file from a "
-                "backup, or use another path."
-            )
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value of the type that trak_lite writes."""
+        return self._checked(key, super().__getitem__(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of the type that trak_lite writes, or the default if there is none."""
+        return self._checked(key, super().get(key, default))
 
     def __missing__(self, key: str) -> Any:
         """Raise for a key that is not there."""
@@ -100,10 +103,17 @@ class StoredValues(dict[str, Any]):
             "from a backup, or use another path."
         )
 
-    def _found(self, path: str) -> Any:
-        value: Any = self
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
+    def _checked(self, key: str, value: Any) -> Any:
+        for path, types in _TYPES.items():
+            name, _, inner = path.partition(".")
+            if name != key:
+                continue
+            found = value.get(inner) if inner and isinstance(value, dict) else value
+            if type(found) not in (*types, type(None)):
+                raise CorruptStoreError(
+                    f"{self._where} has values of other types than trak_lite writes: {path} is {found!r:.100}. Restore "
+                    "the file from a backup, or use another path."
+                )
         return value
 
 
