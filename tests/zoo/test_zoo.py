@@ -96,3 +96,11 @@ def test_every_architecture_of_the_table_is_right_or_refused_by_a_named_error_th
             assert row["outcome"] == "refused", name
             assert issubclass(getattr(trak_lite.errors, row["error"]), trak_lite.errors.TrakLiteError)
             assert f"| {name} | `{row['error']}` |" in page
+
+
+def test_gradients_of_every_architecture_that_was_run_are_right_in_every_precision() -> None:
+    path = ROOT / "benchmarks" / "results" / "zoo_gradients.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["models"]
+
+    assert sum(row["domain"] == "mixtures and hybrids" for row in rows.values()) >= 40
+    assert {name: row["outcome"] for name, row in rows.items()} == dict.fromkeys(rows, "right")
