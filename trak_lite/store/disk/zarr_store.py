@@ -31,7 +31,6 @@ from trak_lite.store._grid import (
     plain_json,
 )
 from trak_lite.store._names import path_parts
-from trak_lite.store._recorded import RecordedFeatureStore
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
@@ -62,6 +61,7 @@ from trak_lite.store.disk.metadata import (
     refuse_undescribed,
     sizes_under_way,
 )
+from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.disk.staging import stage_locked
 from trak_lite.store.disk.zarr_table import ZarrRowTable

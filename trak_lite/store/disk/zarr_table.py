@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.store._columns import StoredRows
 from trak_lite.store._grid import Run
-from trak_lite.store._recorded import RecordedRowTable
 from trak_lite.store._values import RowBlock, check_block, short_list
 from trak_lite.store.disk.chunk_files import ChunkIndex, ColumnFiles, TableFiles
 from trak_lite.store.disk.chunk_maps import ChunkMaps
 from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.recorded import RecordedRowTable
 from trak_lite.store.disk.records import CommitLog, CommitRecord
 from trak_lite.store.disk.staging import Progress, StagedChunk, done_values, proven_rows, read_row_log
 

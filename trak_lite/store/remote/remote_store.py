@@ -25,7 +25,6 @@ from trak_lite.store._check_report import Report
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import check_spec, compare_specs, plain_json
 from trak_lite.store._names import path_parts
-from trak_lite.store._recorded import RecordedFeatureStore
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
@@ -53,6 +52,7 @@ from trak_lite.store.disk.metadata import (
     own_attributes,
     parse_zarr_json,
 )
+from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.zarr_store import CheckChunks, ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote

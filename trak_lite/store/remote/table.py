@@ -21,10 +21,10 @@ from trak_lite.errors import (
 from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._recorded import RecordedRowTable
 from trak_lite.store._values import check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.files import file_size, map_file, named_errors, remove_file
+from trak_lite.store.disk.recorded import RecordedRowTable
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.disk.staging import StagedChunk
 from trak_lite.store.remote.index import RemoteIndex
