@@ -50,7 +50,6 @@ from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES,
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.gradient_computers.self_check import naming_graph_failures
 from trak_lite.models.sharded import class_of
-from trak_lite.types import BlockSink
 
 __all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
 
@@ -80,11 +79,8 @@ class GradientPass(AbstractInterceptor):
         self,
         plan: Plan,
         kept: Mapping[str, nn.Parameter],
-        num_samples: int,
+        ledger: GradientLedger,
         *,
-        sink: BlockSink,
-        start: int = 0,
-        keep_factors: bool = False,
         by_class: bool = True,
     ) -> None:
         """Prepare a pass.
@@ -92,10 +88,7 @@ class GradientPass(AbstractInterceptor):
         Args:
             plan: The model's plan from :func:`make_plan`.
             kept: Parameters to keep gradients for, by name; they require grad.
-            num_samples: B.
-            sink: Receives the blocks.
-            start: Row in the batch of this pass's sample 0.
-            keep_factors: Stream the factors of matrices and convolutions even if the gradients are smaller.
+            ledger: Counts the uses of the same parameters, and passes their blocks on.
             by_class: Intercept operations by the class of the parameters if these and the plan's tensors are plain;
                 otherwise, and if false, by a mode.
         """
@@ -104,11 +97,12 @@ class GradientPass(AbstractInterceptor):
         self._dispatch: ClassDispatch | None = None
         """Intercepts the operations; ``None`` outside the pass, and if the mode does."""
         self._thread = get_ident()
-        self._keep_factors = keep_factors
         self._plan = plan
         self._kept = dict(kept)
-        self._num_samples = num_samples
-        self._ledger = GradientLedger(kept, num_samples, sink=sink, start=start, keep_factors=keep_factors)
+        self._ledger = ledger
+        self._num_samples = num_samples = ledger.num_samples
+        self.escaped: dict[str, Tensor] = {}
+        """Ordinary gradients of parameters from uses that were not intercepted, by name; set by :meth:`backward`."""
         self._cursor = 0
         self._in_backward = self._recomputes = False
         self._code = SampleCode(num_samples)
@@ -424,7 +418,7 @@ class GradientPass(AbstractInterceptor):
             axes,
             step.output_axes,
             None,
-            self._keep_factors,
+            self._ledger.keep_factors,
             step.site.sliceable,
             versions=versions,
         )
@@ -457,7 +451,7 @@ class GradientPass(AbstractInterceptor):
             axes,
             site.output_axes,
             spec,
-            self._keep_factors,
+            self._ledger.keep_factors,
             site.sliceable,
         )
         call.versions = [
@@ -638,8 +632,8 @@ class GradientPass(AbstractInterceptor):
 
     # Backward
 
-    def backward(self, output: Tensor) -> dict[str, Tensor]:
-        """Run the backward pass of ``output.sum()``; return ordinary gradients of parameters (escaped), by name.
+    def backward(self, output: Tensor) -> None:
+        """Run the backward pass of ``output.sum()``.
 
         Raises:
             UnsupportedModelError: If the model ran other operations than planned, or one cannot be split by sample.
@@ -649,7 +643,6 @@ class GradientPass(AbstractInterceptor):
                 f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
                 "batch. Expected the same operations for every batch. Use another gradient computer."
             )
-        escaped: dict[str, Tensor] = {}
         if output.requires_grad:
             self._in_backward, self._expected = True, None
             inputs = [*self._kept.values(), *self._taps.values()]
@@ -659,10 +652,9 @@ class GradientPass(AbstractInterceptor):
             self._tag_rows(output, inputs)
             uses, edges = self._collected()
             found = self._run_backward(total, [*inputs, *edges])
-            escaped = {name: grad for name, grad in zip(self._kept, found, strict=False) if grad is not None}
+            self.escaped = {name: g for name, g in zip(self._kept, found, strict=False) if g is not None}
             _take(uses, list(found[len(inputs) :]))
         self._ledger.finish()
-        return escaped
 
     def _other_leaves(self, total: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
         """Return the other leaves of f's graph: autograd calls hooks only on the way to tensors it is asked for."""
