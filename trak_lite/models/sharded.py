@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, final
 
@@ -359,13 +360,13 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 @final
+@dataclass(eq=False)
 class Lockstep:
     """Collective operations among the ranks that share one sharded model; no-ops for an unsharded model."""
 
-    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
-        """Store the process group and its device; without a group there is one rank."""
-        self._group = group
-        self._device = device
+    _group: Any = None
+    """The process group; without one there is one rank."""
+    _device: torch.device | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:

@@ -93,12 +93,21 @@ class AbstractMatrixMap(ABC):
 
     @abstractmethod
     def __init__(
-        self, proj_dim: int, *, device: torch.device | None, dtype: torch.dtype | None, scaled: bool
+        self,
+        proj_dim: int,
+        *,
+        kind: str,
+        seed: int,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None,
+        scaled: bool,
     ) -> None:
         """Store the settings; nothing is drawn.
 
         Args:
             proj_dim: K, number of features per sample.
+            kind: Name of the map in the store's manifest.
+            seed: Any integer.
             device: Device of the products; ``None`` for the gradients' device.
             dtype: Dtype of the features; ``None`` for the dtype of the sums.
             scaled: Whether features are divided by ``sqrt(K)``; entries have variance 1.
@@ -109,9 +118,17 @@ class AbstractMatrixMap(ABC):
         if dtype is not None and not dtype.is_floating_point:
             raise InvalidInputError(f"dtype must be a floating-point dtype or None, got {dtype}.")
         self.proj_dim = proj_dim
-        self.device = device
+        self.seed = seed
+        self.device = None if device is None else torch.device(device)
         self.dtype = dtype
         self.scale = 1 / math.sqrt(proj_dim) if scaled else 1.0
+        self._fingerprint: dict[str, Any] = {
+            "kind": kind,
+            "proj_dim": proj_dim,
+            "seed": seed,
+            "version": 1,
+            "scaled": scaled,
+        }
 
     @abstractmethod
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -128,13 +145,13 @@ class AbstractMatrixMap(ABC):
             model_id: The checkpoint.
         """
 
-    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features."""
+        return dict(self._fingerprint)
 
-    @abstractmethod
     def clear(self) -> None:
-        """Free all matrices and workspaces."""
+        """Free all matrices and workspaces; they are generated again when needed."""
+        return
 
 
 @final
@@ -158,11 +175,10 @@ class DenseMap(AbstractMatrixMap):
         Raises:
             InvalidInputError: If the dtype, the budget or the precision is invalid.
         """
-        super().__init__(
-            proj_dim, device=None if device is None else torch.device(device), dtype=dtype, scaled=scaled
-        )
-        one_of(["ieee", "tf32"], precision=precision)
         entries = _ENTRIES[proj_type]
+        kind = f"dense_{entries.kind}"
+        super().__init__(proj_dim, kind=kind, seed=seed, device=device, dtype=dtype, scaled=scaled)
+        one_of(["ieee", "tf32"], precision=precision)
         if precision != "ieee" and entries is not RademacherEntries:
             raise InvalidInputError(
                 f"precision={precision!r} is for the signs of a Rademacher projection, got {proj_type.value} "
@@ -170,16 +186,8 @@ class DenseMap(AbstractMatrixMap):
             )
         budget = positive_int(memory_budget=memory_budget)
         self.matrices = MatrixCache(entries, proj_dim, seed=seed, memory_budget=budget)
-        self._seed = seed
         self._precision = precision
         self._has_signs = entries is RademacherEntries
-        self._fingerprint = {
-            "kind": f"dense_{entries.kind}",
-            "proj_dim": proj_dim,
-            "seed": seed,
-            "version": 1,
-            "scaled": scaled,
-        }
         if precision != "ieee":
             self._fingerprint["precision"] = precision
 
@@ -192,7 +200,7 @@ class DenseMap(AbstractMatrixMap):
         """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
         kernel = self._kernel_for(total, rows)
         if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
-            key = parameter_key(self._seed, model_id, name, Stream.RADEMACHER)
+            key = parameter_key(self.seed, model_id, name, Stream.RADEMACHER)
             for start, piece in _pieces_on(rows, total.device):
                 kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
             return
@@ -201,10 +209,6 @@ class DenseMap(AbstractMatrixMap):
         )
         for start, matrix in matrix_blocks:
             _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the JSON values that determine the features."""
-        return dict(self._fingerprint)
 
     def clear(self) -> None:
         """Free all matrices and workspaces; they are generated again when needed."""
@@ -308,8 +312,7 @@ class AbstractDenseProjector(AbstractProjector):
         proj_type: str | ProjectionType,
     ) -> None:
         """Store the map and set the original TRAK's attributes."""
-        seed = matrix_map.fingerprint()["seed"]
-        super().__init__(grad_dim, matrix_map.proj_dim, seed, proj_type, matrix_map.device)
+        super().__init__(grad_dim, matrix_map.proj_dim, matrix_map.seed, proj_type, matrix_map.device)
         self._map = matrix_map
         self.dtype = matrix_map.dtype
 

@@ -94,7 +94,6 @@ class RademacherEntries(AbstractEntries):
     stream = Stream.RADEMACHER
 
     def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
-        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
         super().__init__(proj_dim, num_rows, device)
         self._shifts = empty_buffer(32, dtype=torch.int32, device=device)
         torch.arange(31, -1, -1, out=self._shifts, device=device)
@@ -137,7 +136,6 @@ class GaussianEntries(AbstractEntries):
     stream = Stream.GAUSSIAN
 
     def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
-        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
         super().__init__(proj_dim, num_rows, device)
         self._quantiles = empty_buffer(1 << 16, dtype=torch.float32, device=device)
         self._quantiles.copy_(normal_quantiles())
