@@ -407,6 +407,7 @@ ALONE = Lockstep()
 
 
 @final
+@dataclass(eq=False)
 class Turns:
     """Makes all ranks run the same number of passes, although they may have different numbers of batches.
 
@@ -415,13 +416,12 @@ class Turns:
     table.
     """
 
-    def __init__(self, lockstep: Lockstep, repeat: Callable[[], object]) -> None:
-        """Store the ranks and a function that runs a pass whose result is discarded."""
-        self._lockstep = lockstep
-        self._repeat = repeat
-        self._in_pass = False
-        self._knows_failure = False
-        """Whether another rank has signalled a failure."""
+    _lockstep: Lockstep
+    _repeat: Callable[[], object]
+    """Runs a pass whose result is discarded."""
+    _in_pass: bool = False
+    _knows_failure: bool = False
+    """Whether another rank has signalled a failure."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:

@@ -20,9 +20,7 @@ from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
-    TrakLiteError,
     UnsupportedModelError,
-    refuse_machine_failure,
 )
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
@@ -167,9 +165,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         _refuse_complex(kept)
-        with self._naming_failures(batch), self._prepared(kept) as read:
+        with self._refusing(batch, self._message), self._prepared(kept) as read:
             self.checks.refuse_failed(self._conditions(kept))
-            key = self._structure(batch, kept)
+            key = (*structure_of(batch), self._conditions(kept))
             plan = self._planned(key, read, batch)
             found = []
             for rows in self._chunks(count):
@@ -265,7 +263,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         try:
             refuse_batch_statistics(ModelTree(self.model))
             _refuse_complex(kept)
-            with self._naming_failures(two), self._prepared(kept) as read:
+            with self._refusing(two, self._message), self._prepared(kept) as read:
                 plan = make_plan(self.model, read, two, self._output, may_repeat=self._sharded is None)
                 samples = Samples([0, 1] if self._compares() else [], kept)
                 part = _Part(two, read, lambda _: None, 0)
@@ -288,25 +286,12 @@ class HookGradientComputer(AbstractStreamingComputer):
         lines.update((name, ParameterCoverage(name, "refused", hidden)) for name in grad_pass.escaped)
         return Coverage(tuple(lines.values()))
 
-    @contextmanager
-    def _naming_failures(self, batch: Batch) -> Iterator[None]:
-        """Raise UnsupportedModelError with advice if the hooks fail and the model itself runs."""
-        try:
-            yield
-        except (TrakLiteError, torch.OutOfMemoryError):
-            raise
-        except MODEL_FAILURES as error:
-            refuse_machine_failure(error)
-            if self._sharded is not None:
-                raise  # another forward pass would need the other ranks
-            # If the plain forward pass fails too, raise its error instead.
-            with torch.no_grad():
-                self.terms(batch)
-            first = next(iter(str(error).splitlines()), "no message")
-            raise UnsupportedModelError(
-                f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
-                "runs. Use gradient_computer='functional' or 'iterative'."
-            ) from error
+    def _message(self, error: BaseException) -> str:
+        first = next(iter(str(error).splitlines()), "no message")
+        return (
+            f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
+            "runs. Use gradient_computer='functional' or 'iterative'."
+        )
 
     @contextmanager
     def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[Mapping[str, nn.Parameter]]:
@@ -342,9 +327,6 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._plans[key] = plan
         if len(self._plans) > _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
-
-    def _structure(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Any:
-        return *structure_of(batch), self._conditions(kept)
 
     def _refuse_hidden(self, plan: Plan, kept: Mapping[str, nn.Parameter], grad_pass: GradientPass) -> None:
         """Raise for parameters without a per-sample gradient, according to ``strict``."""

@@ -164,7 +164,10 @@ class GradientPass(AbstractInterceptor):
     ) -> Any:
         """Run an operation that reads watched tensors; the expected one goes straight to its step."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not torch.is_grad_enabled() or (get_ident() != self._thread and not _in_graph_task()):
+            # A backward pass, which has a graph task, runs in threads of its own on accelerators.
+            if not torch.is_grad_enabled() or (
+                get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+            ):
                 return func(*args, **(kwargs or {}))
             assert self._dispatch is not None
             if not self._dispatch.owns(types):
@@ -172,7 +175,9 @@ class GradientPass(AbstractInterceptor):
                     f"{describe(func)} reads a parameter and a tensor of a subclass, unlike in the first batch. "
                     "Expected the same classes of tensors for every batch. Use another gradient computer."
                 )
-            step = self._step_of_use(func, args) if self._names else self._expected
+            step = self._expected
+            if self._names and func in RULES and not self._in_backward:
+                step = self._steps.get(self._use_key(func, args))
             if (
                 step is not None
                 and func is step.function
@@ -272,12 +277,6 @@ class GradientPass(AbstractInterceptor):
         known = self._plan.uses.get(site.use, site)
         reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in leaves)
         return site if reads_samples and not known.batched else known
-
-    def _step_of_use(self, function: Any, args: Sequence[Any]) -> Step | None:
-        """Return the step of an operation on these parameters, if rows are routed and the operation is bound."""
-        if self._in_backward or function not in RULES:
-            return None
-        return self._steps.get(self._use_key(function, args))
 
     def _use_key(self, function: Any, args: Sequence[Any]) -> Any:
         """Return the key of a step if rows are routed; with a step's shapes it determines ``Site.use``."""
@@ -800,11 +799,6 @@ def _take(uses: list[_Use], grads: list[Tensor | None]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunction():
         while grads:
             uses.pop().take(grads.pop())
-
-
-def _in_graph_task() -> bool:
-    """Whether this thread is inside a backward pass of autograd, which has threads of its own on accelerators."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _graph_of(total: Tensor) -> tuple[list[Tensor], bool]:

@@ -279,15 +279,8 @@ def fast_jl_map(
 ) -> AbstractMatrixMap:
     """Return the extension's map if it can be used, otherwise the map of this package.
 
-    Args:
-        proj_dim: K, number of features per sample.
-        proj_type: Distribution of the entries.
-        seed: Any integer.
-        device: Device of the projection; ``None`` for the current GPU, or the gradients' device if there is no GPU.
-        dtype: Dtype of the features.
-        memory_budget: Bytes that matrices of this package may take.
-        scaled: Whether features are divided by ``sqrt(K)``.
-        most_rows: Rows per call of the extension: 8, 16 or 32.
+    The arguments are those of :class:`FastJLProjector`, ``scaled`` of :class:`AbstractMatrixMap`, and ``most_rows``:
+    rows per call of the extension, 8, 16 or 32.
 
     Raises:
         InvalidInputError: If an argument is out of range.

@@ -212,7 +212,8 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
             check_factors(block, self._num_samples, self._parameters)
             values = _entries_of_factors(block, index)
         else:
-            values = _entries_of_rows(block_rows(block, self._num_samples, self._parameters), index)
+            rows = block_rows(block, self._num_samples, self._parameters)
+            values = rows.index_select(1, index.to(rows.device)).to(sum_dtype(rows.dtype))
         chosen = self._chosen.of(values.dtype, values.device)
         if entries is not None:
             rows = chosen[block.start : block.start + block.num_samples]
@@ -223,11 +224,6 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
         chosen = self._chosen.whole()
         scaled = chosen * self._plan.scale.to(chosen)
         return scaled if self._plan.fold is None else _folded(scaled, self._plan.fold)
-
-
-def _entries_of_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Return the entries ``(b, n)`` of gradient rows ``(b, p)``, in float32, or float64 for float64."""
-    return rows.index_select(1, index.to(rows.device)).to(sum_dtype(rows.dtype))
 
 
 def _entries_of_factors(block: FactoredBlock, index: Tensor) -> Tensor:
