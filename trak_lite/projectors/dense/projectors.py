@@ -13,7 +13,6 @@ are computed by a Triton kernel that generates the same signs on the fly, or by 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import operator
 from abc import ABC, abstractmethod
@@ -33,6 +32,7 @@ from trak_lite.projectors._base import (
     ProjectionType,
 )
 from trak_lite.projectors._blocks import block_rows, check_grad_dim
+from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors.dense.matrices import MatrixCache
 from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
 from trak_lite.projectors.random.hash import Stream, parameter_key
@@ -49,8 +49,6 @@ __all__ = [
     "integer_seed",
     "projection_type",
 ]
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_BUDGET = 1 << 30
 """Memory limit of a dense projector in bytes: enough for a matrix of 512 columns and half a million rows."""
@@ -218,28 +216,14 @@ class DenseMap(AbstractMatrixMap):
         """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
         if not self._has_signs or total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
             return None
-        kernel = _sign_kernel(total.device)
+        kernel = usable_kernels(_load, "Dense Rademacher projections", total.device)
         return kernel if kernel is not None and rows.dtype in kernel.DTYPES else None
 
 
-@functools.cache
-def _sign_kernel(device: torch.device) -> ModuleType | None:
-    """Return the Triton kernel's module; if it cannot be used, log one warning and return ``None``."""
-    try:
-        from trak_lite.projectors.dense import triton as _triton_dense
-    except ImportError as error:
-        reason: str | None = f"triton cannot be imported ({error})"
-    else:
-        reason = _triton_dense.why_unusable(device)
-        if reason is None:
-            return _triton_dense
-    logger.warning(
-        "Dense Rademacher projections on %s use torch operations instead of the Triton kernel: %s. "
-        "The features are the same, but the projection is slower.",
-        device,
-        reason,
-    )
-    return None
+def _load() -> ModuleType:
+    from trak_lite.projectors.dense import triton as _triton_dense
+
+    return _triton_dense
 
 
 @final
