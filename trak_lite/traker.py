@@ -155,7 +155,9 @@ class TRAKer:
         self.dtype = torch.float16 if use_half_precision else torch.float32
         self.lambda_reg = real_at_least(0.0, lambda_reg=lambda_reg)
         self.load_from_save_dir = load_from_save_dir
-        self.parameters = _kept_parameters(model, grad_wrt)
+        names = [name for name, _ in model.named_parameters()] if grad_wrt is None else grad_wrt
+        kept = select_parameters(model, names)  # in model order; without names also those that are frozen
+        self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in kept.items()}
         self.grad_wrt = None if grad_wrt is None else list(self.parameters)
         self.num_params_for_grad = num_entries(self.parameters)
         self.normalize_factor = math.sqrt(self.num_params_for_grad)
@@ -823,12 +825,6 @@ def _sample_keys(batch: Batch) -> NDArray[np.float32]:
         rows = array.view(torch.uint8).numpy()
         keys = [zlib.crc32(row.tobytes(), key) for row, key in zip(rows, keys, strict=True)]
     return np.array([key & 0xFFFFFF for key in keys], np.float32)
-
-
-def _kept_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> ParameterShapes:
-    """Return the shapes of the parameters in ``grad_wrt``, in model order; ``None`` selects all, with frozen ones."""
-    names = [name for name, _ in model.named_parameters()] if grad_wrt is None else grad_wrt
-    return {name: tuple(p.shape) for name, p in select_parameters(model, names).items()}
 
 
 def _refuse_replacements(**given: object) -> None:

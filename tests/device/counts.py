@@ -190,7 +190,7 @@ def counted(device: torch.device, *, triton: bool = True) -> Iterator[Counting]:
             for name in ("_ring_sums", "_tile_sums", "_matrix_sums")
         ]
         if device.type != "cuda":
-            places.append((base, "_usable_kernels", lambda _: sketches))
+            places.append((base, "usable_kernels", lambda *_: sketches))
     kinds = frozenset({device.type}) if triton else frozenset()
     places += [(base, "_KERNEL_DEVICES", kinds), (dense, "_KERNEL_DEVICES", frozenset())]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]

@@ -16,6 +16,7 @@ from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
+from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors.dense import projectors as dense
 from trak_lite.projectors.random.entries import RademacherEntries
 from trak_lite.projectors.random.hash import Stream, hash_words_, key32, parameter_key, wrap32
@@ -44,9 +45,9 @@ def kernel(interpreter):
 @pytest.fixture
 def forget_choices():
     """Each device's choice of a kernel is made anew, and again after the test."""
-    dense._sign_kernel.cache_clear()
+    usable_kernels.cache_clear()
     yield
-    dense._sign_kernel.cache_clear()
+    usable_kernels.cache_clear()
 
 
 def torch_signs(num_entries: int, proj_dim: int, start: int = 0, device: torch.device = CPU) -> torch.Tensor:

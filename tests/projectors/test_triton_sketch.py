@@ -16,6 +16,7 @@ from projection_cases import random32 as random
 from triton_interpreter import fresh_kernels, interpreted
 
 from trak_lite.projectors import CountSketchProjector
+from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors._scratch import Scratch
 from trak_lite.projectors.random.hash import hash_signs
 from trak_lite.projectors.sketch import base as _sketch
@@ -57,9 +58,9 @@ def wide_programs(kernels, monkeypatch):
 @pytest.fixture
 def forget_choices():
     """Each device's choice of the kernels is made anew, and again after the test."""
-    _sketch._usable_kernels.cache_clear()
+    usable_kernels.cache_clear()
     yield
-    _sketch._usable_kernels.cache_clear()
+    usable_kernels.cache_clear()
 
 
 def vector_sketch(num_entries: int, proj_dim: int, device: torch.device = CPU) -> VectorSketch:

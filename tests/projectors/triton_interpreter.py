@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import trak_lite.projectors as package
-from trak_lite.projectors.dense import projectors as dense
-from trak_lite.projectors.sketch import base as _sketch
+from trak_lite.projectors._kernels import usable_kernels
 
 PREFIX = "triton"
 
@@ -42,8 +41,7 @@ def fresh_kernels(*, interpret: bool) -> Iterator[None]:
 
 
 def _forget_choices() -> None:
-    dense._sign_kernel.cache_clear()
-    _sketch._usable_kernels.cache_clear()
+    usable_kernels.cache_clear()
 
 
 def _take_kernel_modules() -> dict:

@@ -19,7 +19,13 @@ from torch.nn.utils import parametrize
 from trak_lite._devices import Float32Products, float32_products
 from trak_lite._validate import known_names, one_of, positive_int
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
 from trak_lite.gradient_computers.self_check import (
     Samples,
     SelfCheck,
@@ -434,6 +440,22 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return ModelCall(
             self.model, parameters, buffers, modules=modules, float32_products=self.float32_products
         )
+
+    @contextmanager
+    def _refusing(self, batch: Batch, message: Callable[[BaseException], str]) -> Iterator[None]:
+        """Raise UnsupportedModelError with this message if the block fails, but not the model itself on ``batch``."""
+        try:
+            yield
+        except (TrakLiteError, torch.OutOfMemoryError):
+            raise
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            if is_sharded(self._tree or self.model):
+                raise  # another forward pass would need the other ranks
+            # If the plain forward pass fails too, raise its error instead.
+            with torch.no_grad():
+                self.terms(batch)
+            raise UnsupportedModelError(message(error)) from error
 
     def _autocast(self) -> Any:
         """Return the context for the forward pass: autocast, if a dtype is set."""

@@ -77,7 +77,9 @@ def choose_gradient_computer(
         )
         error = _failure(computer, few)
         if error is None:
-            return _decided(name, _reasons(errors) or "every kept parameter is covered", computer)
+            reason = _reasons(errors) or "every kept parameter is covered"
+            logger.info("gradient_computer='auto' selects %r: %s", name, reason)
+            return ChosenComputer(name, reason, computer)
         errors[name] = error
     # If the model itself cannot run, raise its own error unchanged.
     own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
@@ -108,8 +110,3 @@ def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None
         refuse_machine_failure(error)
         return error
     return None
-
-
-def _decided(name: str, reason: str, computer: AbstractGradientComputer) -> ChosenComputer:
-    logger.info("gradient_computer='auto' selects %r: %s", name, reason)
-    return ChosenComputer(name, reason, computer)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from trak_lite.data.batches import flatten_batch
-from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     joined_terms,
@@ -88,7 +87,9 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         found: list[OutputTerms] = []
         any_nonzero = False
         for rows in self._chunks(count):
-            grads, terms = self._run(transformed, values, [leaf[rows] for leaf in leaves], rebuild)
+            part = [leaf[rows] for leaf in leaves]
+            with self._refusing(rebuild(part), self._message):
+                grads, terms = transformed(values, part)
             found.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())
             for name in list(grads):
@@ -114,28 +115,11 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         gradient: Any = grad(value, has_aux=True)
         return gradient  # type: ignore[no-any-return]
 
-    def _run(
-        self,
-        transformed: Callable[..., Any],
-        kept: Mapping[str, Tensor],
-        rows: list[Tensor],
-        rebuild: Callable[[Sequence[Tensor]], Batch],
-    ) -> tuple[dict[str, Tensor], OutputTerms]:
-        """Run the transformed function; raise UnsupportedModelError if only vmap fails, not the model itself."""
-        try:
-            grads, terms = transformed(kept, rows)
-        except (TrakLiteError, torch.OutOfMemoryError):
-            raise
-        except MODEL_FAILURES as error:
-            refuse_machine_failure(error)
-            # If the plain forward pass fails too, raise its error instead.
-            with torch.no_grad():
-                self.terms(rebuild(rows))
-            raise UnsupportedModelError(
-                f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. The model itself "
-                "runs. Use IterativeGradientComputer (gradient_computer='iterative'), which needs only autograd."
-            ) from error
-        return dict(grads), terms
+    def _message(self, error: BaseException) -> str:
+        return (
+            f"torch.func.vmap cannot transform {type(self.model).__name__}: {_operation(error)}. The model itself "
+            "runs. Use IterativeGradientComputer (gradient_computer='iterative'), which needs only autograd."
+        )
 
 
 def _operation(error: BaseException) -> str:

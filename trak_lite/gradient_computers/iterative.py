@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.data.batches import take_rows
-from trak_lite.errors import (
-    MODEL_FAILURES,
-    InvalidInputError,
-    TrakLiteError,
-    UnsupportedModelError,
-    refuse_machine_failure,
-)
+from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     differentiating_only,
@@ -73,7 +67,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         self, one: Batch, batch: Batch, kept: Mapping[str, nn.Parameter]
     ) -> tuple[OutputTerms, dict[str, Tensor]]:
         """Return the detached terms of one sample, and the gradients of f; empty if f does not require grad."""
-        terms = self._terms_alone(one, batch)
+        with self._refusing(batch, self._message):
+            terms = self.terms(one)
         grads = {}
         if terms.output.requires_grad:
             with naming_graph_failures(type(self.model).__name__):
@@ -82,26 +77,12 @@ class IterativeGradientComputer(AbstractStreamingComputer):
             refuse_detached(self.model, self.modelout_fn, one, kept)
         return OutputTerms(*(term.detach() for term in terms)), grads
 
-    def _terms_alone(self, one: Batch, batch: Batch) -> OutputTerms:
-        """Return the terms of one sample.
-
-        Raises:
-            UnsupportedModelError: If the model runs on the batch but not on a single sample.
-        """
-        try:
-            return self.terms(one)
-        except (TrakLiteError, torch.OutOfMemoryError):
-            raise
-        except MODEL_FAILURES as error:
-            refuse_machine_failure(error)
-            # If the whole batch fails too, raise its error instead.
-            with torch.no_grad():
-                self.terms(batch)
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} runs on a batch, but not on one of its samples alone ({_named(error)}). "
-                "Expected a model that accepts a batch of one: keep the sample axis (no squeeze() without an axis), "
-                "and compute no statistics over the batch."
-            ) from error
+    def _message(self, error: BaseException) -> str:
+        return (
+            f"{type(self.model).__name__} runs on a batch, but not on one of its samples alone ({_named(error)}). "
+            "Expected a model that accepts a batch of one: keep the sample axis (no squeeze() without an axis), and "
+            "compute no statistics over the batch."
+        )
 
 
 def _taken_out(batch: Batch, row: int) -> Batch:
@@ -119,6 +100,6 @@ def _taken_out(batch: Batch, row: int) -> Batch:
         ) from error
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"

@@ -84,7 +84,9 @@ class RowNormalizer:
             self._norms.add_squares(squares, block.start)
             held.arrived += block.num_samples
             # Blocks of one parameter may hold fewer samples than those of another.
-            if held.arrived == groups[group] * len({i for b in held.blocks for i in _rows_of(b)}):
+            if held.arrived == groups[group] * len(
+                {b.start + i for b in held.blocks for i in range(b.num_samples)}
+            ):
                 self._release(held, sink)
 
         terms = computer.stream_gradients(batch, take)
@@ -171,10 +173,6 @@ class _Waiting:
     blocks: list[GradientBlock] = field(default_factory=list)
     arrived: int = 0
     """Samples of ``blocks``, counted once per block."""
-
-
-def _rows_of(block: GradientBlock) -> range:
-    return range(block.start, block.start + block.num_samples)
 
 
 def _change(state: AdamState, grads: Tensor, q: Tensor) -> Tensor:

@@ -144,13 +144,6 @@ class SelfCheck:
                 "To start again, call load_model_params or change the mode of the model."
             )
 
-    def is_due(self, structure: Any, size: int, *, always: bool = False) -> bool:
-        """Whether a check of a batch of this size is due; ``always``: every batch is checked."""
-        known = self._progress.get(structure)
-        if known is None or size not in known.checked_sizes:
-            return True
-        return always or _is_scheduled(known.num_batches + 1)
-
     def positions(
         self,
         structure: Any,
@@ -160,15 +153,16 @@ class SelfCheck:
         always: bool = False,
         whole: bool = False,
     ) -> list[int]:
-        """Return the positions to compare; ``whole``: all positions of the first batch of a size."""
-        if not self.is_due(structure, size, always=always):
-            return []
+        """Return the positions to compare: ``always`` some, and ``whole`` all of the first batch of a size."""
         known = self._progress.get(structure)
         if known is None or size not in known.checked_sizes:
             return list(range(size)) if whole else _spread(size, _most_samples(kept))
+        scheduled = _is_scheduled(known.num_batches + 1)
+        if not (always or scheduled):
+            return []
         self._turn += 1
         turn = self._turn % size
-        return sorted({0, turn, size - 1}) if _is_scheduled(known.num_batches + 1) else [turn]
+        return sorted({0, turn, size - 1}) if scheduled else [turn]
 
     @contextmanager
     def batch(self, structure: Any, conditions: Any, size: int, positions: Sequence[int]) -> Iterator[None]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, final
 
@@ -359,13 +360,13 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 @final
+@dataclass(eq=False)
 class Lockstep:
     """Collective operations among the ranks that share one sharded model; no-ops for an unsharded model."""
 
-    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
-        """Store the process group and its device; without a group there is one rank."""
-        self._group = group
-        self._device = device
+    _group: Any = None
+    """The process group; without one there is one rank."""
+    _device: torch.device | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -406,6 +407,7 @@ ALONE = Lockstep()
 
 
 @final
+@dataclass(eq=False)
 class Turns:
     """Makes all ranks run the same number of passes, although they may have different numbers of batches.
 
@@ -414,13 +416,12 @@ class Turns:
     table.
     """
 
-    def __init__(self, lockstep: Lockstep, repeat: Callable[[], object]) -> None:
-        """Store the ranks and a function that runs a pass whose result is discarded."""
-        self._lockstep = lockstep
-        self._repeat = repeat
-        self._in_pass = False
-        self._knows_failure = False
-        """Whether another rank has signalled a failure."""
+    _lockstep: Lockstep
+    _repeat: Callable[[], object]
+    """Runs a pass whose result is discarded."""
+    _in_pass: bool = False
+    _knows_failure: bool = False
+    """Whether another rank has signalled a failure."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:

@@ -1,15 +1,16 @@
-"""Scratch memory of projections: reusable buffers, and limits on their size."""
+"""Memory of projections: sums of features, reusable buffers, and limits on their size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch", "empty_buffer", "form", "scratch_bytes", "sum_dtype"]
+__all__ = ["FeatureRows", "Scratch", "empty_buffer", "form", "scratch_bytes", "sum_dtype"]
 
 _CPU_SCRATCH_BYTES = 8 << 20  # fits into a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the cost of kernel launches
@@ -20,6 +21,30 @@ def empty_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> Tenso
     """Return an uninitialised tensor that later calls can write to, also if created in inference mode."""
     with torch.inference_mode(False):  # inference tensors are read-only outside inference mode
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+@final
+@dataclass(eq=False)
+class FeatureRows:
+    """Sums of features ``(B, K)``: at first zeros, in the widest dtype of the gradients so far."""
+
+    _num_samples: int
+    _width: int
+    _device: str | torch.device | None
+    """``None`` for the device of the first gradients."""
+    _sums: Tensor | None = None
+
+    def of(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the sums, promoted to hold gradients of this dtype that are on this device."""
+        if self._sums is None:
+            shape = (self._num_samples, self._width)
+            self._sums = torch.zeros(shape, dtype=dtype, device=self._device or device)
+        self._sums = self._sums.to(torch.promote_types(self._sums.dtype, dtype))
+        return self._sums
+
+    def whole(self, device: torch.device | None = None) -> Tensor:
+        """Return the sums; without gradients float32 zeros, on ``device`` or the CPU if no device was chosen."""
+        return self.of(torch.float32, device or torch.device("cpu")) if self._sums is None else self._sums
 
 
 @final

@@ -6,6 +6,7 @@ Shapes: B samples, P gradient entries per sample; K = P.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -17,6 +18,7 @@ from trak_lite.projectors._base import (
     ProjectionType,
 )
 from trak_lite.projectors._blocks import block_rows
+from trak_lite.projectors._scratch import FeatureRows
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 
 __all__ = ["NoOpProjector"]
@@ -83,39 +85,20 @@ class _ColumnAccumulator(AbstractFeatureAccumulator):
     ) -> None:
         self._num_samples = num_samples
         self._parameters = parameters
-        self._device = device
-        self._features: Tensor | None = None
-        self._columns: dict[str, int] = {}
-        column = 0
-        for name, shape in parameters.items():
-            self._columns[name] = column
-            column += math.prod(shape)
+        self._columns = dict(
+            zip(parameters, accumulate(map(math.prod, parameters.values()), initial=0), strict=False)
+        )
+        self._features = FeatureRows(num_samples, num_entries(parameters), device)
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
         """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         rows = block_rows(block, self._num_samples, self._parameters)
-        features = self._features_for(rows)
+        features = self._features.of(rows.dtype, rows.device)
         column = self._columns[block.name]
         target = features[block.start : block.start + block.num_samples, column : column + rows.shape[1]]
         target.add_(rows.to(features.device))
 
     def features(self) -> Tensor:
         """Return ``(B, P)`` in the widest dtype of the gradients; float32 zeros if no block was added."""
-        if self._features is None:
-            return torch.zeros(
-                self._num_samples, num_entries(self._parameters), dtype=torch.float32, device=self._device
-            )
-        return self._features
-
-    def _features_for(self, rows: Tensor) -> Tensor:
-        """Return the feature buffer, promoted to a dtype that can hold these gradient rows."""
-        if self._features is None:
-            self._features = torch.zeros(
-                self._num_samples,
-                num_entries(self._parameters),
-                dtype=rows.dtype,
-                device=self._device or rows.device,
-            )
-        self._features = self._features.to(torch.promote_types(self._features.dtype, rows.dtype))
-        return self._features
+        return self._features.whole()

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
-    TrakLiteError,
     UnsupportedModelError,
-    refuse_machine_failure,
 )
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
@@ -39,6 +37,7 @@ from trak_lite.gradient_computers.hooks.engine import (
     UnexpectedPathError,
     UnexpectedRowsError,
 )
+from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -58,6 +57,17 @@ _MAX_PLANS = 64
 """Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
 _MAX_PATHS = 8
 """Largest number of further plans of one structure, for a model that chooses operations by values."""
+
+
+class _Part(NamedTuple):
+    """Samples that go through the model in one pass."""
+
+    batch: Batch
+    kept: Mapping[str, nn.Parameter]
+    """The tensors that operations read, by the names of the kept parameters."""
+    sink: BlockSink
+    start: int
+    """Row in the whole batch of the first sample."""
 
 
 class HookGradientComputer(AbstractStreamingComputer):
@@ -112,30 +122,18 @@ class HookGradientComputer(AbstractStreamingComputer):
         self_check: bool = True,
         keep_factors: bool = False,
     ) -> None:
-        """Store the settings.
+        """Store the settings; the arguments are those of :class:`AbstractStreamingComputer`, and two more.
 
-        Args:
-            model: The module whose parameters are differentiated; it is not copied.
-            task: Model output function.
-            grad_dim: P, if the caller wants it checked.
-            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
-            device: Ignored, part of the original's signature; gradients are on the model's device.
-            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
-            chunk_size: Number of samples per pass; bounds the memory of a large batch.
-            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            float32_products: ``"ieee"`` for full float32 products, ``"tf32"`` to round their factors to 10 bits of
-                mantissa on an accelerator; see :class:`AbstractStreamingComputer`.
-            strict: ``True`` raises for every kept parameter without a per-sample gradient. ``False`` sets its gradient
-                to zero, and :meth:`explain` reports it. ``None`` raises if f depends on the parameter in a way that
-                hooks cannot split by sample, and sets it to zero if f does not depend on it (an unused layer). A
-                parameter that a routed batch does not reach (an expert without rows) is zero in all three cases.
-            self_check: Compare some samples' gradients with autograd's on each sample alone (see the class docstring).
-            keep_factors: Stream a convolution's inputs and output gradients as factors even if its gradients have
-                fewer entries. Slower.
+        ``strict=True`` raises for every kept parameter without a per-sample gradient. ``False`` sets its gradient to
+        zero, and :meth:`explain` reports it. ``None`` raises if f depends on the parameter in a way that hooks cannot
+        split by sample, and sets it to zero if f does not depend on it (an unused layer). A parameter that a routed
+        batch does not reach (an expert without rows) is zero in all three cases.
+
+        ``keep_factors=True`` streams a convolution's inputs and output gradients as factors even if its gradients have
+        fewer entries. Slower.
         """
-        given = (model, task, grad_dim, dtype, device, grad_wrt)
         super().__init__(
-            *given,
+            *(model, task, grad_dim, dtype, device, grad_wrt),
             chunk_size=chunk_size,
             autocast_dtype=autocast_dtype,
             float32_products=float32_products,
@@ -167,19 +165,19 @@ class HookGradientComputer(AbstractStreamingComputer):
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         _refuse_complex(kept)
-        with self._naming_failures(batch), self._prepared(kept) as read:
+        with self._refusing(batch, self._message), self._prepared(kept) as read:
             self.checks.refuse_failed(self._conditions(kept))
-            key = self._structure(batch, kept)
+            key = (*structure_of(batch), self._conditions(kept))
             plan = self._planned(key, read, batch)
             found = []
             for rows in self._chunks(count):
-                part = take_rows(batch, rows)
+                part = _Part(take_rows(batch, rows), read, sink, rows.start)
                 try:
-                    found.append(self._checked_run(key, plan, read, part, sink, rows.start))
+                    found.append(self._checked_run(key, plan, part))
                 except UnexpectedPathError as error:
                     if not self._may_take_other_paths(plan):
                         raise
-                    found.append(self._run_on_other_path(error, key, read, part, sink, rows.start))
+                    found.append(self._run_on_other_path(error, key, part))
             self._keep(key, plan)
         return joined_terms(found)
 
@@ -199,15 +197,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Whether a batch on another path is planned again; otherwise a path may depend on sums over samples."""
         return self._sharded is None and plan.chooses_in_python and plan.reads_only_quantifiers
 
-    def _run_on_other_path(
-        self,
-        error: UnexpectedPathError,
-        key: Any,
-        kept: Mapping[str, nn.Parameter],
-        batch: Batch,
-        sink: BlockSink,
-        start: int,
-    ) -> OutputTerms:
+    def _run_on_other_path(self, error: UnexpectedPathError, key: Any, part: _Part) -> OutputTerms:
         """Run a batch with the plan of a sample on its path; raise ``error`` if no sample alone takes this path.
 
         The plan of every path is checked like that of a new structure.
@@ -217,13 +207,13 @@ class HookGradientComputer(AbstractStreamingComputer):
             known = self._plans.pop(path, None)
             plan = known
             if plan is None:
-                row = sample_on_path(self.model, kept, batch, self._output)
+                row = sample_on_path(self.model, part.kept, part.batch, self._output)
                 if row is None:
                     break
                 self.checks.forget(path)
-                plan = make_plan(self.model, kept, take_rows(batch, [row]), self._output)
+                plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
             try:
-                terms = self._checked_run(path, plan, kept, batch, sink, start)
+                terms = self._checked_run(path, plan, part)
             except UnexpectedPathError:
                 if known is None:
                     raise
@@ -269,27 +259,23 @@ class HookGradientComputer(AbstractStreamingComputer):
         kept = select_parameters(self.model, self.grad_wrt)
         if not batch_size(batch):
             raise InvalidInputError("The batch is empty. Pass at least one sample.")
-        rows = [0, min(1, batch_size(batch) - 1)]
-        part = map_tensors(Tensor.detach, take_rows(batch, rows))
+        two = map_tensors(Tensor.detach, take_rows(batch, [0, min(1, batch_size(batch) - 1)]))
         try:
             refuse_batch_statistics(ModelTree(self.model))
             _refuse_complex(kept)
-            with self._naming_failures(part), self._prepared(kept) as read:
-                plan = make_plan(self.model, read, part, self._output, may_repeat=self._sharded is None)
+            with self._refusing(two, self._message), self._prepared(kept) as read:
+                plan = make_plan(self.model, read, two, self._output, may_repeat=self._sharded is None)
                 samples = Samples([0, 1] if self._compares() else [], kept)
+                part = _Part(two, read, lambda _: None, 0)
                 try:
-                    found = self._compared_pass(plan, read, part, lambda _: None, 0, samples)
+                    _, grad_pass = self._compared_pass(plan, part, samples)
                 except UnexpectedPathError:
-                    row = (
-                        None
-                        if not self._may_take_other_paths(plan)
-                        else sample_on_path(self.model, read, part, self._output)
-                    )
+                    other = self._may_take_other_paths(plan)
+                    row = sample_on_path(self.model, read, two, self._output) if other else None
                     if row is None:
                         raise
-                    plan = make_plan(self.model, read, take_rows(part, [row]), self._output)
-                    found = self._compared_pass(plan, read, part, lambda _: None, 0, samples)
-                grad_pass, escaped = found[1:]
+                    plan = make_plan(self.model, read, take_rows(two, [row]), self._output)
+                    _, grad_pass = self._compared_pass(plan, part, samples)
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"
@@ -297,28 +283,15 @@ class HookGradientComputer(AbstractStreamingComputer):
         if self.strict is False:
             hidden += ": its rows are zero, as strict=False asks for"
         lines = {name: _line(name, grad_pass.methods[name], unread) for name in kept}
-        lines.update((name, ParameterCoverage(name, "refused", hidden)) for name in escaped)
+        lines.update((name, ParameterCoverage(name, "refused", hidden)) for name in grad_pass.escaped)
         return Coverage(tuple(lines.values()))
 
-    @contextmanager
-    def _naming_failures(self, batch: Batch) -> Iterator[None]:
-        """Raise UnsupportedModelError with advice if the hooks fail and the model itself runs."""
-        try:
-            yield
-        except (TrakLiteError, torch.OutOfMemoryError):
-            raise
-        except MODEL_FAILURES as error:
-            refuse_machine_failure(error)
-            if self._sharded is not None:
-                raise  # another forward pass would need the other ranks
-            # If the plain forward pass fails too, raise its error instead.
-            with torch.no_grad():
-                self.terms(batch)
-            first = next(iter(str(error).splitlines()), "no message")
-            raise UnsupportedModelError(
-                f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
-                "runs. Use gradient_computer='functional' or 'iterative'."
-            ) from error
+    def _message(self, error: BaseException) -> str:
+        first = next(iter(str(error).splitlines()), "no message")
+        return (
+            f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
+            "runs. Use gradient_computer='functional' or 'iterative'."
+        )
 
     @contextmanager
     def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[Mapping[str, nn.Parameter]]:
@@ -355,17 +328,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         if len(self._plans) > _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
 
-    def _structure(self, batch: Batch, kept: Mapping[str, nn.Parameter]) -> Any:
-        return *structure_of(batch), self._conditions(kept)
-
-    def _refuse_hidden(
-        self,
-        plan: Plan,
-        kept: Mapping[str, nn.Parameter],
-        grad_pass: GradientPass,
-        escaped: Mapping[str, Tensor],
-    ) -> None:
+    def _refuse_hidden(self, plan: Plan, kept: Mapping[str, nn.Parameter], grad_pass: GradientPass) -> None:
         """Raise for parameters without a per-sample gradient, according to ``strict``."""
+        escaped = grad_pass.escaped
         if escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(escaped)[:5]} through operations that hooks cannot see: an autograd.Function, a "
@@ -380,12 +345,10 @@ class HookGradientComputer(AbstractStreamingComputer):
                 "for every kept parameter. Leave them out of grad_wrt, or pass strict=False to use zeros for them."
             )
 
-    def _pass(
-        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
-    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+    def _pass(self, plan: Plan, part: _Part) -> tuple[OutputTerms, GradientPass]:
         """Run forward and backward; after an unexpected number of rows, run again and find the rows' samples."""
         try:
-            return self._single_pass(plan, kept, batch, sink, start)
+            return self._single_pass(plan, part)
         except UnexpectedRowsError as error:
             if self._sharded is not None:
                 raise UnsupportedModelError(
@@ -394,59 +357,47 @@ class HookGradientComputer(AbstractStreamingComputer):
                 ) from error
             logger.info("%s", error)
             plan.doubt()  # the second pass does not assume a number of rows
-            return self._single_pass(plan, kept, batch, sink, start)
+            return self._single_pass(plan, part)
 
-    def _single_pass(
-        self, plan: Plan, kept: Mapping[str, nn.Parameter], batch: Batch, sink: BlockSink, start: int
-    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+    def _single_pass(self, plan: Plan, part: _Part) -> tuple[OutputTerms, GradientPass]:
         """Run forward and backward once; again with a mode if the forward pass fails without it."""
 
         def made(by_class: bool) -> GradientPass:
-            size, factors = batch_size(batch), self.keep_factors
-            return GradientPass(
-                plan, kept, size, sink=sink, start=start, keep_factors=factors, by_class=by_class
-            )
+            size, factors = batch_size(part.batch), self.keep_factors
+            ledger = GradientLedger(part.kept, size, part.sink, part.start, factors)
+            return GradientPass(plan, part.kept, ledger, by_class=by_class)
 
         grad_pass = made(by_class=self._sharded is None)  # FSDP2 replaces parameters during a pass
         try:
-            return self._run(grad_pass, kept, batch)
+            return self._run(grad_pass, part), grad_pass
         except (torch.OutOfMemoryError, UnexpectedRowsError):
             raise
         except MODEL_FAILURES:
             if not grad_pass.may_use_mode:
                 raise
         # The model may ask for the class of its parameters, or pass them where only a mode sees them.
-        found = self._run(made(by_class=False), kept, batch)
+        grad_pass = made(by_class=False)
+        terms = self._run(grad_pass, part)
         plan.has_plain_tensors = False
-        return found
+        return terms, grad_pass
 
-    def _run(
-        self, grad_pass: GradientPass, kept: Mapping[str, nn.Parameter], batch: Batch
-    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+    def _run(self, grad_pass: GradientPass, part: _Part) -> OutputTerms:
         """Run forward and backward with hooks, and remove these."""
         handles = grad_pass.install(self._tree or ModelTree(self.model))
         try:
             with grad_pass:
-                terms = self.terms(batch)
-                escaped = grad_pass.backward(terms.output)
+                terms = self.terms(part.batch)
+                grad_pass.backward(terms.output)
         finally:
             for handle in handles:
                 handle.remove()
         if not terms.output.requires_grad:
-            refuse_detached(self.model, self.modelout_fn, batch, kept)
-        return OutputTerms(*(term.detach() for term in terms)), grad_pass, escaped
+            refuse_detached(self.model, self.modelout_fn, part.batch, part.kept)
+        return OutputTerms(*(term.detach() for term in terms))
 
-    def _checked_run(
-        self,
-        key: Any,
-        plan: Plan,
-        kept: Mapping[str, nn.Parameter],
-        batch: Batch,
-        sink: BlockSink,
-        start: int,
-    ) -> OutputTerms:
+    def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
-        size = batch_size(batch)
+        size, kept = batch_size(part.batch), part.kept
         often = plan.flattened or plan.chooses_in_python
         positions = (
             # If the forward pass reads values, a branch may depend on any sample of the batch.
@@ -455,26 +406,17 @@ class HookGradientComputer(AbstractStreamingComputer):
             else []
         )
         with self.checks.batch(key, self._conditions(kept), size, positions):
-            samples = Samples(positions, kept, start)
-            terms, grad_pass, escaped = self._compared_pass(plan, kept, batch, sink, start, samples)
-        self._refuse_hidden(plan, kept, grad_pass, escaped)
+            terms, grad_pass = self._compared_pass(plan, part, Samples(positions, kept, part.start))
+        self._refuse_hidden(plan, kept, grad_pass)
         return terms
 
-    def _compared_pass(
-        self,
-        plan: Plan,
-        kept: Mapping[str, nn.Parameter],
-        batch: Batch,
-        sink: BlockSink,
-        start: int,
-        samples: Samples,
-    ) -> tuple[OutputTerms, GradientPass, dict[str, Tensor]]:
+    def _compared_pass(self, plan: Plan, part: _Part, samples: Samples) -> tuple[OutputTerms, GradientPass]:
         """Run forward and backward, and compare samples with plain autograd."""
-        terms, grad_pass, escaped = self._pass(plan, kept, batch, samples.passing(sink), start)
-        seen = {name: p for name, p in kept.items() if name not in escaped}
+        terms, grad_pass = self._pass(plan, part._replace(sink=samples.passing(part.sink)))
+        seen = {name: p for name, p in part.kept.items() if name not in grad_pass.escaped}
         if seen and samples.positions:
-            compare(self, batch, seen, samples, list(plan.dtypes))
-        return terms, grad_pass, escaped
+            compare(self, part.batch, seen, samples, list(plan.dtypes))
+        return terms, grad_pass
 
     def _compares(self) -> bool:
         """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""

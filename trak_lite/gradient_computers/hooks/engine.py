@@ -50,7 +50,6 @@ from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES,
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.gradient_computers.self_check import naming_graph_failures
 from trak_lite.models.sharded import class_of
-from trak_lite.types import BlockSink
 
 __all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
 
@@ -80,11 +79,8 @@ class GradientPass(AbstractInterceptor):
         self,
         plan: Plan,
         kept: Mapping[str, nn.Parameter],
-        num_samples: int,
+        ledger: GradientLedger,
         *,
-        sink: BlockSink,
-        start: int = 0,
-        keep_factors: bool = False,
         by_class: bool = True,
     ) -> None:
         """Prepare a pass.
@@ -92,10 +88,7 @@ class GradientPass(AbstractInterceptor):
         Args:
             plan: The model's plan from :func:`make_plan`.
             kept: Parameters to keep gradients for, by name; they require grad.
-            num_samples: B.
-            sink: Receives the blocks.
-            start: Row in the batch of this pass's sample 0.
-            keep_factors: Stream the factors of matrices and convolutions even if the gradients are smaller.
+            ledger: Counts the uses of the same parameters, and passes their blocks on.
             by_class: Intercept operations by the class of the parameters if these and the plan's tensors are plain;
                 otherwise, and if false, by a mode.
         """
@@ -104,11 +97,12 @@ class GradientPass(AbstractInterceptor):
         self._dispatch: ClassDispatch | None = None
         """Intercepts the operations; ``None`` outside the pass, and if the mode does."""
         self._thread = get_ident()
-        self._keep_factors = keep_factors
         self._plan = plan
         self._kept = dict(kept)
-        self._num_samples = num_samples
-        self._ledger = GradientLedger(kept, num_samples, sink=sink, start=start, keep_factors=keep_factors)
+        self._ledger = ledger
+        self._num_samples = num_samples = ledger.num_samples
+        self.escaped: dict[str, Tensor] = {}
+        """Ordinary gradients of parameters from uses that were not intercepted, by name; set by :meth:`backward`."""
         self._cursor = 0
         self._in_backward = self._recomputes = False
         self._code = SampleCode(num_samples)
@@ -170,7 +164,10 @@ class GradientPass(AbstractInterceptor):
     ) -> Any:
         """Run an operation that reads watched tensors; the expected one goes straight to its step."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not torch.is_grad_enabled() or (get_ident() != self._thread and not _in_graph_task()):
+            # A backward pass, which has a graph task, runs in threads of its own on accelerators.
+            if not torch.is_grad_enabled() or (
+                get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+            ):
                 return func(*args, **(kwargs or {}))
             assert self._dispatch is not None
             if not self._dispatch.owns(types):
@@ -178,7 +175,9 @@ class GradientPass(AbstractInterceptor):
                     f"{describe(func)} reads a parameter and a tensor of a subclass, unlike in the first batch. "
                     "Expected the same classes of tensors for every batch. Use another gradient computer."
                 )
-            step = self._step_of_use(func, args) if self._names else self._expected
+            step = self._expected
+            if self._names and func in RULES and not self._in_backward:
+                step = self._steps.get(self._use_key(func, args))
             if (
                 step is not None
                 and func is step.function
@@ -278,12 +277,6 @@ class GradientPass(AbstractInterceptor):
         known = self._plan.uses.get(site.use, site)
         reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in leaves)
         return site if reads_samples and not known.batched else known
-
-    def _step_of_use(self, function: Any, args: Sequence[Any]) -> Step | None:
-        """Return the step of an operation on these parameters, if rows are routed and the operation is bound."""
-        if self._in_backward or function not in RULES:
-            return None
-        return self._steps.get(self._use_key(function, args))
 
     def _use_key(self, function: Any, args: Sequence[Any]) -> Any:
         """Return the key of a step if rows are routed; with a step's shapes it determines ``Site.use``."""
@@ -424,7 +417,7 @@ class GradientPass(AbstractInterceptor):
             axes,
             step.output_axes,
             None,
-            self._keep_factors,
+            self._ledger.keep_factors,
             step.site.sliceable,
             versions=versions,
         )
@@ -457,7 +450,7 @@ class GradientPass(AbstractInterceptor):
             axes,
             site.output_axes,
             spec,
-            self._keep_factors,
+            self._ledger.keep_factors,
             site.sliceable,
         )
         call.versions = [
@@ -638,8 +631,8 @@ class GradientPass(AbstractInterceptor):
 
     # Backward
 
-    def backward(self, output: Tensor) -> dict[str, Tensor]:
-        """Run the backward pass of ``output.sum()``; return ordinary gradients of parameters (escaped), by name.
+    def backward(self, output: Tensor) -> None:
+        """Run the backward pass of ``output.sum()``.
 
         Raises:
             UnsupportedModelError: If the model ran other operations than planned, or one cannot be split by sample.
@@ -649,7 +642,6 @@ class GradientPass(AbstractInterceptor):
                 f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
                 "batch. Expected the same operations for every batch. Use another gradient computer."
             )
-        escaped: dict[str, Tensor] = {}
         if output.requires_grad:
             self._in_backward, self._expected = True, None
             inputs = [*self._kept.values(), *self._taps.values()]
@@ -659,10 +651,9 @@ class GradientPass(AbstractInterceptor):
             self._tag_rows(output, inputs)
             uses, edges = self._collected()
             found = self._run_backward(total, [*inputs, *edges])
-            escaped = {name: grad for name, grad in zip(self._kept, found, strict=False) if grad is not None}
+            self.escaped = {name: g for name, g in zip(self._kept, found, strict=False) if g is not None}
             _take(uses, list(found[len(inputs) :]))
         self._ledger.finish()
-        return escaped
 
     def _other_leaves(self, total: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
         """Return the other leaves of f's graph: autograd calls hooks only on the way to tensors it is asked for."""
@@ -808,11 +799,6 @@ def _take(uses: list[_Use], grads: list[Tensor | None]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunction():
         while grads:
             uses.pop().take(grads.pop())
-
-
-def _in_graph_task() -> bool:
-    """Whether this thread is inside a backward pass of autograd, which has threads of its own on accelerators."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _graph_of(total: Tensor) -> tuple[list[Tensor], bool]:

@@ -42,35 +42,25 @@ class _Uses:
     parts: list[Contribution] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class GradientLedger:
     """Counts the uses of parameters in one forward pass, and collects their gradients in the backward pass."""
 
-    def __init__(
-        self,
-        kept: Mapping[str, nn.Parameter],
-        num_samples: int,
-        *,
-        sink: BlockSink,
-        start: int,
-        keep_factors: bool = False,
-    ) -> None:
-        """Start a pass.
+    _kept: Mapping[str, nn.Parameter]
+    """Parameters to keep gradients for, by name."""
+    num_samples: int
+    """B."""
+    _sink: BlockSink
+    _start: int = 0
+    """Row in the batch of this pass's sample 0."""
+    keep_factors: bool = False
+    """Whether to stream the factors of matrices and convolutions even if the gradients are smaller."""
 
-        Args:
-            kept: Parameters to keep gradients for, by name.
-            num_samples: B.
-            sink: Receives the blocks.
-            start: Row in the batch of this pass's sample 0.
-            keep_factors: Never contract factors.
-        """
-        self._keep_factors = keep_factors
-        self.methods: dict[str, dict[str, None]] = {name: {} for name in kept}
+    def __post_init__(self) -> None:
+        """Start without uses."""
+        self.methods: dict[str, dict[str, None]] = {name: {} for name in self._kept}
         """The rules that computed each parameter's gradient."""
-        self._kept = kept
-        self._num_samples = num_samples
-        self._sink = sink
-        self._start = start
-        self._uses = {id(p): _Uses(p, name) for name, p in kept.items()}
+        self._uses = {id(p): _Uses(p, name) for name, p in self._kept.items()}
         self._emitted: set[str] = set()
 
     def names_of(self, read: Sequence[int]) -> tuple[str, ...]:
@@ -150,12 +140,12 @@ class GradientLedger:
         if uses.name is not None:
             if parts and uses.name not in self._emitted:
                 self._emitted.add(uses.name)
-                self._emit(uses.name, merged(parts, uses.tensor.shape, keep_factors=self._keep_factors))
+                self._emit(uses.name, merged(parts, uses.tensor.shape, keep_factors=self.keep_factors))
             return
         roots = [self._uses[root] for root in uses.roots]
         if parts:
             grads = dense_of(merged(parts, uses.tensor.shape))
-            grads = grads.reshape(self._num_samples, *uses.tensor.shape)
+            grads = grads.reshape(self.num_samples, *uses.tensor.shape)
             for root, part in zip(
                 roots, _pulled_back(uses.tensor, [r.tensor for r in roots], grads), strict=True
             ):
@@ -168,7 +158,7 @@ class GradientLedger:
         if isinstance(part, Tensor):
             shape = self._kept[name].shape
             if part.dim() != len(shape) + 1:
-                part = part.reshape(self._num_samples, *shape)
+                part = part.reshape(self.num_samples, *shape)
             self._sink(DenseBlock(name, part, self._start))
         elif isinstance(part, Factors):
             self._sink(FactoredBlock(name, *part, self._start))
@@ -195,7 +185,7 @@ class GradientLedger:
                     self._settle(uses)
             for name, parameter in self._kept.items():
                 if name not in self._emitted:
-                    self._emit(name, parameter.new_zeros(()).expand(self._num_samples, *parameter.shape))
+                    self._emit(name, parameter.new_zeros(()).expand(self.num_samples, *parameter.shape))
 
 
 def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:

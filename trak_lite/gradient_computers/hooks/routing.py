@@ -51,13 +51,12 @@ class RowLayout:
     """Whether to broadcast arguments to the result's shape first."""
 
 
+@dataclass(eq=False)
 class RowScales:
     """Caches :meth:`SampleCode.row_scales` during one pass."""
 
-    def __init__(self, code: SampleCode) -> None:
-        """Store the code."""
-        self._code = code
-        self._known: dict[Any, list[Tensor]] = {}
+    _code: SampleCode
+    _known: dict[Any, list[Tensor]] = field(default_factory=dict)
 
     def of(self, axis: BatchAxis, lead: torch.Size, like: Tensor) -> list[Tensor]:
         """Return the scales of rows indexed by axes of this shape."""

@@ -18,6 +18,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, final
 
@@ -57,24 +58,16 @@ _STREAMS = {
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class FastJLEngine:
     """The extension on one device: rows of any floating-point dtype and range in, float32 features out."""
 
-    def __init__(
-        self, module: ModuleType, proj_type: ProjectionType, *, device: torch.device, multiprocessors: int
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            module: ``fast_jl``, or what has its functions.
-            proj_type: Distribution of the entries.
-            device: Where the extension runs.
-            multiprocessors: Of that device; the extension cuts gradients in as many tiles.
-        """
-        self.device = device
-        self.multiprocessors = multiprocessors
-        self._module = module
-        self._kind = proj_type.value
+    _module: ModuleType
+    """``fast_jl``, or what has its functions."""
+    _proj_type: ProjectionType
+    device: torch.device
+    multiprocessors: int
+    """Of the device; the extension cuts gradients in as many tiles."""
 
     def project(self, rows: Tensor, proj_dim: int, seed: int) -> Tensor:
         """Return the unscaled features ``(b, K)`` of gradient rows, float32.
@@ -86,7 +79,7 @@ class FastJLEngine:
         """
         halves, shift = _in_half_range(rows)
         num_rows = next(size for size in _ROWS if size >= halves.shape[0])
-        function = getattr(self._module, f"project_{self._kind}_{num_rows}")
+        function = getattr(self._module, f"project_{self._proj_type.value}_{num_rows}")
         columns = -(-proj_dim // _COLUMNS) * _COLUMNS
         tiles = min(self.multiprocessors, -(-halves.shape[1] // _TILE))  # none without work
         with _default_stream(self.device) as caller:
@@ -162,7 +155,7 @@ def _tested_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEng
         import fast_jl
     except ImportError as error:
         return f"it cannot be imported ({error}). Install it with pip install --no-build-isolation fast-jl"
-    engine = FastJLEngine(fast_jl, proj_type, device=device, multiprocessors=count)
+    engine = FastJLEngine(fast_jl, proj_type, device, count)
     try:
         fault = _self_test(engine)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # what a compiled extension raises
@@ -251,19 +244,12 @@ class FastJLMap(AbstractMatrixMap):
         Raises:
             InvalidInputError: If the dtype is not floating point.
         """
-        super().__init__(proj_dim, device=engine.device, dtype=dtype, scaled=scaled)
+        kind = f"fast_jl_{proj_type.value}"
+        super().__init__(proj_dim, kind=kind, seed=seed, device=engine.device, dtype=dtype, scaled=scaled)
         self._engine = engine
-        self._seed = seed
         self._stream = _STREAMS[proj_type]
         self._most_rows = most_rows
-        self._fingerprint = {
-            "kind": f"fast_jl_{proj_type.value}",
-            "proj_dim": proj_dim,
-            "seed": seed,
-            "version": 1,
-            "scaled": scaled,
-            "multiprocessors": engine.multiprocessors,
-        }
+        self._fingerprint["multiprocessors"] = engine.multiprocessors
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float32: the extension knows no other."""
@@ -271,20 +257,13 @@ class FastJLMap(AbstractMatrixMap):
 
     def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
         """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
-        key = parameter_key(self._seed, model_id, name, self._stream)
+        key = parameter_key(self.seed, model_id, name, self._stream)
         for number, start in enumerate(range(0, rows.shape[1], _MOST_ENTRIES)):
             seed = key32(key, number)
             for first in range(0, rows.shape[0], self._most_rows):
                 few = slice(first, first + self._most_rows)
                 part = rows[few, start : start + _MOST_ENTRIES].to(self._engine.device)
                 total[few] += self._engine.project(part, self.proj_dim, seed)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features: among it, the number of multiprocessors."""
-        return dict(self._fingerprint)
-
-    def clear(self) -> None:
-        """Do nothing: the extension keeps no matrix."""
 
 
 def fast_jl_map(
@@ -300,15 +279,8 @@ def fast_jl_map(
 ) -> AbstractMatrixMap:
     """Return the extension's map if it can be used, otherwise the map of this package.
 
-    Args:
-        proj_dim: K, number of features per sample.
-        proj_type: Distribution of the entries.
-        seed: Any integer.
-        device: Device of the projection; ``None`` for the current GPU, or the gradients' device if there is no GPU.
-        dtype: Dtype of the features.
-        memory_budget: Bytes that matrices of this package may take.
-        scaled: Whether features are divided by ``sqrt(K)``.
-        most_rows: Rows per call of the extension: 8, 16 or 32.
+    The arguments are those of :class:`FastJLProjector`, ``scaled`` of :class:`AbstractMatrixMap`, and ``most_rows``:
+    rows per call of the extension, 8, 16 or 32.
 
     Raises:
         InvalidInputError: If an argument is out of range.

@@ -13,7 +13,6 @@ are computed by a Triton kernel that generates the same signs on the fly, or by 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import operator
 from abc import ABC, abstractmethod
@@ -33,6 +32,7 @@ from trak_lite.projectors._base import (
     ProjectionType,
 )
 from trak_lite.projectors._blocks import block_rows, check_grad_dim
+from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors.dense.matrices import MatrixCache
 from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
 from trak_lite.projectors.random.hash import Stream, parameter_key
@@ -49,8 +49,6 @@ __all__ = [
     "integer_seed",
     "projection_type",
 ]
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_BUDGET = 1 << 30
 """Memory limit of a dense projector in bytes: enough for a matrix of 512 columns and half a million rows."""
@@ -93,12 +91,21 @@ class AbstractMatrixMap(ABC):
 
     @abstractmethod
     def __init__(
-        self, proj_dim: int, *, device: torch.device | None, dtype: torch.dtype | None, scaled: bool
+        self,
+        proj_dim: int,
+        *,
+        kind: str,
+        seed: int,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None,
+        scaled: bool,
     ) -> None:
         """Store the settings; nothing is drawn.
 
         Args:
             proj_dim: K, number of features per sample.
+            kind: Name of the map in the store's manifest.
+            seed: Any integer.
             device: Device of the products; ``None`` for the gradients' device.
             dtype: Dtype of the features; ``None`` for the dtype of the sums.
             scaled: Whether features are divided by ``sqrt(K)``; entries have variance 1.
@@ -109,9 +116,17 @@ class AbstractMatrixMap(ABC):
         if dtype is not None and not dtype.is_floating_point:
             raise InvalidInputError(f"dtype must be a floating-point dtype or None, got {dtype}.")
         self.proj_dim = proj_dim
-        self.device = device
+        self.seed = seed
+        self.device = None if device is None else torch.device(device)
         self.dtype = dtype
         self.scale = 1 / math.sqrt(proj_dim) if scaled else 1.0
+        self._fingerprint: dict[str, Any] = {
+            "kind": kind,
+            "proj_dim": proj_dim,
+            "seed": seed,
+            "version": 1,
+            "scaled": scaled,
+        }
 
     @abstractmethod
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -128,13 +143,13 @@ class AbstractMatrixMap(ABC):
             model_id: The checkpoint.
         """
 
-    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features."""
+        return dict(self._fingerprint)
 
-    @abstractmethod
     def clear(self) -> None:
-        """Free all matrices and workspaces."""
+        """Free all matrices and workspaces; they are generated again when needed."""
+        return
 
 
 @final
@@ -158,11 +173,10 @@ class DenseMap(AbstractMatrixMap):
         Raises:
             InvalidInputError: If the dtype, the budget or the precision is invalid.
         """
-        super().__init__(
-            proj_dim, device=None if device is None else torch.device(device), dtype=dtype, scaled=scaled
-        )
-        one_of(["ieee", "tf32"], precision=precision)
         entries = _ENTRIES[proj_type]
+        kind = f"dense_{entries.kind}"
+        super().__init__(proj_dim, kind=kind, seed=seed, device=device, dtype=dtype, scaled=scaled)
+        one_of(["ieee", "tf32"], precision=precision)
         if precision != "ieee" and entries is not RademacherEntries:
             raise InvalidInputError(
                 f"precision={precision!r} is for the signs of a Rademacher projection, got {proj_type.value} "
@@ -170,16 +184,8 @@ class DenseMap(AbstractMatrixMap):
             )
         budget = positive_int(memory_budget=memory_budget)
         self.matrices = MatrixCache(entries, proj_dim, seed=seed, memory_budget=budget)
-        self._seed = seed
         self._precision = precision
         self._has_signs = entries is RademacherEntries
-        self._fingerprint = {
-            "kind": f"dense_{entries.kind}",
-            "proj_dim": proj_dim,
-            "seed": seed,
-            "version": 1,
-            "scaled": scaled,
-        }
         if precision != "ieee":
             self._fingerprint["precision"] = precision
 
@@ -192,7 +198,7 @@ class DenseMap(AbstractMatrixMap):
         """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
         kernel = self._kernel_for(total, rows)
         if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
-            key = parameter_key(self._seed, model_id, name, Stream.RADEMACHER)
+            key = parameter_key(self.seed, model_id, name, Stream.RADEMACHER)
             for start, piece in _pieces_on(rows, total.device):
                 kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
             return
@@ -202,10 +208,6 @@ class DenseMap(AbstractMatrixMap):
         for start, matrix in matrix_blocks:
             _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the JSON values that determine the features."""
-        return dict(self._fingerprint)
-
     def clear(self) -> None:
         """Free all matrices and workspaces; they are generated again when needed."""
         self.matrices.clear()
@@ -214,28 +216,14 @@ class DenseMap(AbstractMatrixMap):
         """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
         if not self._has_signs or total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
             return None
-        kernel = _sign_kernel(total.device)
+        kernel = usable_kernels(_load, "Dense Rademacher projections", total.device)
         return kernel if kernel is not None and rows.dtype in kernel.DTYPES else None
 
 
-@functools.cache
-def _sign_kernel(device: torch.device) -> ModuleType | None:
-    """Return the Triton kernel's module; if it cannot be used, log one warning and return ``None``."""
-    try:
-        from trak_lite.projectors.dense import triton as _triton_dense
-    except ImportError as error:
-        reason: str | None = f"triton cannot be imported ({error})"
-    else:
-        reason = _triton_dense.why_unusable(device)
-        if reason is None:
-            return _triton_dense
-    logger.warning(
-        "Dense Rademacher projections on %s use torch operations instead of the Triton kernel: %s. "
-        "The features are the same, but the projection is slower.",
-        device,
-        reason,
-    )
-    return None
+def _load() -> ModuleType:
+    from trak_lite.projectors.dense import triton as _triton_dense
+
+    return _triton_dense
 
 
 @final
@@ -308,8 +296,7 @@ class AbstractDenseProjector(AbstractProjector):
         proj_type: str | ProjectionType,
     ) -> None:
         """Store the map and set the original TRAK's attributes."""
-        seed = matrix_map.fingerprint()["seed"]
-        super().__init__(grad_dim, matrix_map.proj_dim, seed, proj_type, matrix_map.device)
+        super().__init__(grad_dim, matrix_map.proj_dim, matrix_map.seed, proj_type, matrix_map.device)
         self._map = matrix_map
         self.dtype = matrix_map.dtype
 

@@ -22,7 +22,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._factored import check_factors, sample_pieces
-from trak_lite.projectors._scratch import sum_dtype
+from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.mask.plan import Fold, MaskPlan, make_plan
 from trak_lite.types import (
@@ -79,7 +79,8 @@ class AbstractMaskProjector(AbstractProjector):
                 seed=self.seed,
                 model_id=model_id,
             )
-        return _MaskAccumulator(self._plan, num_samples, parameters, self.device)
+        chosen = FeatureRows(num_samples, len(self._plan.scale), self.device)
+        return _MaskAccumulator(self._plan, num_samples, parameters, chosen)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment, or one per module; each has K columns, or its number of entries if that is smaller."""
@@ -93,14 +94,8 @@ class AbstractMaskProjector(AbstractProjector):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what determines the features, as JSON values."""
-        return {
-            "kind": self.kind,
-            "proj_dim": self.proj_dim,
-            "seed": self.seed,
-            "version": 1,
-            "mask_dim": self.mask_dim,
-            "layout": self.layout_kind,
-        }
+        own = {"kind": self.kind, "mask_dim": self.mask_dim, "layout": self.layout_kind}
+        return {**super().fingerprint(), **own}
 
     def free_memory(self) -> None:
         """Free the chosen entries; they are chosen again when needed."""
@@ -205,8 +200,8 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
     _plan: MaskPlan
     _num_samples: int
     _parameters: ParameterShapes
-    _device: str | torch.device | None
-    _chosen: Tensor | None = None
+    _chosen: FeatureRows
+    """Sums of the chosen entries ``(B, K')``."""
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
@@ -217,35 +212,18 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
             check_factors(block, self._num_samples, self._parameters)
             values = _entries_of_factors(block, index)
         else:
-            values = _entries_of_rows(block_rows(block, self._num_samples, self._parameters), index)
-        chosen = self._chosen_for(values)
+            rows = block_rows(block, self._num_samples, self._parameters)
+            values = rows.index_select(1, index.to(rows.device)).to(sum_dtype(rows.dtype))
+        chosen = self._chosen.of(values.dtype, values.device)
         if entries is not None:
             rows = chosen[block.start : block.start + block.num_samples]
             rows.index_add_(1, entries.column.to(rows.device), values.to(rows))
 
     def features(self) -> Tensor:
         """Return ``(B, K)``, in float64 if a gradient was float64."""
-        chosen = self._chosen
-        if chosen is None:
-            chosen = self._zeros(torch.float32, torch.device("cpu"))
+        chosen = self._chosen.whole()
         scaled = chosen * self._plan.scale.to(chosen)
         return scaled if self._plan.fold is None else _folded(scaled, self._plan.fold)
-
-    def _chosen_for(self, values: Tensor) -> Tensor:
-        """Return the buffer of chosen entries ``(B, K')``, promoted to the dtype of these values."""
-        if self._chosen is None:
-            self._chosen = self._zeros(values.dtype, values.device)
-        self._chosen = self._chosen.to(torch.promote_types(self._chosen.dtype, values.dtype))
-        return self._chosen
-
-    def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        width = len(self._plan.scale)
-        return torch.zeros(self._num_samples, width, dtype=dtype, device=self._device or device)
-
-
-def _entries_of_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Return the entries ``(b, n)`` of gradient rows ``(b, p)``, in float32, or float64 for float64."""
-    return rows.index_select(1, index.to(rows.device)).to(sum_dtype(rows.dtype))
 
 
 def _entries_of_factors(block: FactoredBlock, index: Tensor) -> Tensor:

@@ -33,6 +33,9 @@ class AbstractEntries(ABC):
     kind: ClassVar[str]
     """Name of the distribution in the store's manifest."""
     stream: ClassVar[Stream]
+    columns_per_word: ClassVar[int]
+    constant_bytes: ClassVar[int]
+    """Bytes of tables that do not depend on the size of the matrix."""
 
     def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
         """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
@@ -45,25 +48,20 @@ class AbstractEntries(ABC):
         mix32_(self._columns.mul_(wrap32(_COLUMN_STEP)), self._scratch[0])
 
     @classmethod
-    @abstractmethod
     def words_per_row(cls, proj_dim: int) -> int:
         """Return the number of hash words per row."""
+        return -(-proj_dim // cls.columns_per_word)
 
     @classmethod
-    @abstractmethod
     def width(cls, proj_dim: int) -> int:
         """Return the number of columns that are drawn: K, rounded up to full words."""
-
-    @classmethod
-    @abstractmethod
-    def constant_bytes(cls) -> int:
-        """Return the bytes of tables that do not depend on the size of the matrix."""
+        return cls.columns_per_word * cls.words_per_row(proj_dim)
 
     @classmethod
     def scratch_bytes(cls, proj_dim: int, num_rows: int) -> int:
         """Return the bytes of scratch memory and tables of an instance."""
         num_words = cls.words_per_row(proj_dim)
-        return 4 * (2 * num_rows * (num_words + 1) + num_words) + cls.constant_bytes()
+        return 4 * (2 * num_rows * (num_words + 1) + num_words) + cls.constant_bytes
 
     @abstractmethod
     def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
@@ -92,27 +90,13 @@ class RademacherEntries(AbstractEntries):
 
     kind = "rademacher"
     stream = Stream.RADEMACHER
+    columns_per_word = 32
+    constant_bytes = 4 * 32
 
     def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
-        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
         super().__init__(proj_dim, num_rows, device)
         self._shifts = empty_buffer(32, dtype=torch.int32, device=device)
         torch.arange(31, -1, -1, out=self._shifts, device=device)
-
-    @classmethod
-    def words_per_row(cls, proj_dim: int) -> int:
-        """Return one word per 32 columns."""
-        return -(-proj_dim // 32)
-
-    @classmethod
-    def width(cls, proj_dim: int) -> int:
-        """Return K rounded up to a multiple of 32."""
-        return 32 * cls.words_per_row(proj_dim)
-
-    @classmethod
-    def constant_bytes(cls) -> int:
-        """Return the bytes of the 32 shifts."""
-        return 4 * 32
 
     def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
         """Write rows of signs; see :meth:`AbstractEntries.draw_`."""
@@ -135,27 +119,13 @@ class GaussianEntries(AbstractEntries):
 
     kind = "gaussian"
     stream = Stream.GAUSSIAN
+    columns_per_word = 1
+    constant_bytes = 4 * (1 << 16)
 
     def __init__(self, proj_dim: int, num_rows: int, device: torch.device) -> None:
-        """Allocate scratch for blocks of at most ``num_rows`` rows on ``device``."""
         super().__init__(proj_dim, num_rows, device)
         self._quantiles = empty_buffer(1 << 16, dtype=torch.float32, device=device)
         self._quantiles.copy_(normal_quantiles())
-
-    @classmethod
-    def words_per_row(cls, proj_dim: int) -> int:
-        """Return one word per column."""
-        return proj_dim
-
-    @classmethod
-    def width(cls, proj_dim: int) -> int:
-        """Return K."""
-        return proj_dim
-
-    @classmethod
-    def constant_bytes(cls) -> int:
-        """Return the bytes of the table of quantiles."""
-        return 4 * (1 << 16)
 
     def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
         """Write rows of normal numbers; see :meth:`AbstractEntries.draw_`."""

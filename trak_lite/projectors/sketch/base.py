@@ -5,8 +5,6 @@ Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_d
 
 from __future__ import annotations
 
-import functools
-import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,13 +12,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors._scratch import Scratch, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import FactoredBlock, LookupBlock
 
 __all__ = ["AbstractSketch", "Keys", "form_tables", "triton_kernels"]
-
-logger = logging.getLogger(__name__)
 
 _KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
 
@@ -65,28 +62,16 @@ class AbstractSketch(ABC):
 
 def triton_kernels(rows: Tensor) -> ModuleType | None:
     """Return the module of the sketches' Triton kernels, or ``None`` if they do not support these gradients."""
-    kernels = _usable_kernels(rows.device) if rows.device.type in _KERNEL_DEVICES else None
+    if rows.device.type not in _KERNEL_DEVICES:
+        return None
+    kernels = usable_kernels(_load, "Sketches", rows.device)
     return kernels if kernels is not None and rows.dtype in kernels.DTYPES else None
 
 
-@functools.cache
-def _usable_kernels(device: torch.device) -> ModuleType | None:
-    """Return the kernels' module; if it cannot be used, log one warning and return ``None``."""
-    try:
-        from trak_lite.projectors.sketch import triton as _triton_sketch
-    except ImportError as error:
-        reason: str | None = f"triton cannot be imported ({error})"
-    else:
-        reason = _triton_sketch.why_unusable(device)
-        if reason is None:
-            return _triton_sketch
-    logger.warning(
-        "Sketches on %s use torch operations instead of the Triton kernels: %s. "
-        "The features are the same, but the projection is slower.",
-        device,
-        reason,
-    )
-    return None
+def _load() -> ModuleType:
+    from trak_lite.projectors.sketch import triton as _triton_sketch
+
+    return _triton_sketch
 
 
 def form_tables(sketch: AbstractSketch, block: LookupBlock, scratch: Scratch) -> Tensor:

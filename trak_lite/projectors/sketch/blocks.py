@@ -82,21 +82,20 @@ class _Side:
 
 
 @final
+@dataclass(eq=False)
 class AllBlocks:
     """Sketches of factors and of table rows, computed for all blocks of a matrix together."""
 
-    def __init__(self, shape: tuple[int, int], proj_dim: int, blocks: Sequence[Block]) -> None:
-        """Take the blocks, row by row.
+    _shape: tuple[int, int]
+    """``(d_out, d_in)``."""
+    _size: int
+    """K."""
+    _blocks: Sequence[Block]
+    """Row by row, with their tensors on the device of the gradients."""
 
-        Args:
-            shape: ``(d_out, d_in)``.
-            proj_dim: K.
-            blocks: Blocks with their tensors on the device of the gradients.
-        """
-        self._shape = shape
-        self._size = proj_dim
-        self._across = -(-shape[1] // proj_dim)
-        self._blocks = list(blocks)
+    @property
+    def _across(self) -> int:
+        return -(-self._shape[1] // self._size)
 
     def convolved(self, block: FactoredBlock) -> Tensor:
         """Return features ``(b, K)`` of factors by Fourier transforms."""

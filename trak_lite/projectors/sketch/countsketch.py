@@ -119,13 +119,7 @@ class CountSketchProjector(AbstractProjector):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features."""
-        return {
-            "kind": "countsketch",
-            "proj_dim": self.proj_dim,
-            "seed": self.seed,
-            "copies": self.copies,
-            "version": 1,
-        }
+        return {**super().fingerprint(), "kind": "countsketch", "copies": self.copies}
 
     def free_memory(self) -> None:
         """Free hash functions and scratch memory; they are created again when needed."""

@@ -12,7 +12,7 @@ Numerics: float64 gradients are projected in float64, all others in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -24,7 +24,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._factored import check_factors, sample_pieces
-from trak_lite.projectors._scratch import sum_dtype
+from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import Stream
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
@@ -174,7 +174,9 @@ class TwoSidedProjector(AbstractProjector):
         matrices, rest = self._divide(parameters)
         # Made even where nothing is left for it, so that it refuses blocks of unknown names.
         rest_accumulator = self.rest.accumulator(num_samples, model_id=model_id, parameters=rest)
-        return _TwoSidedAccumulator(self, matrices, rest_accumulator, num_samples, model_id, parameters)
+        by_name = {matrix.name: matrix for matrix in matrices}
+        total = FeatureRows(num_samples, matrices[-1].stop if matrices else 0, self.device)
+        return _TwoSidedAccumulator(self, by_name, total, rest_accumulator, num_samples, model_id, parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment.
@@ -201,10 +203,8 @@ class TwoSidedProjector(AbstractProjector):
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features, including a digest of fitted axes."""
         return {
+            **super().fingerprint(),
             "kind": "two_sided",
-            "proj_dim": self.proj_dim,
-            "seed": self.seed,
-            "version": 1,
             "k_in": self.k_in,
             "k_out": self.k_out,
             "matrices": self._sides.fingerprint(),
@@ -258,27 +258,17 @@ def _decide_sides(
 
 
 @final
+@dataclass(eq=False)
 class _TwoSidedAccumulator(AbstractFeatureAccumulator):
     """Writes the features of each matrix into its columns, and hands everything else to the rest."""
 
-    def __init__(
-        self,
-        projector: TwoSidedProjector,
-        matrices: Sequence[_Matrix],
-        rest: AbstractFeatureAccumulator,
-        num_samples: int,
-        model_id: int,
-        parameters: ParameterShapes,
-    ) -> None:
-        self._projector = projector
-        self._matrices = {matrix.name: matrix for matrix in matrices}
-        self._width = matrices[-1].stop if matrices else 0
-        self._has_rest = len(matrices) < len(parameters)
-        self._rest = rest
-        self._num_samples = num_samples
-        self._model_id = model_id
-        self._parameters = parameters
-        self._total: Tensor | None = None
+    _projector: TwoSidedProjector
+    _matrices: Mapping[str, _Matrix]
+    _total: FeatureRows
+    _rest: AbstractFeatureAccumulator
+    _num_samples: int
+    _model_id: int
+    _parameters: ParameterShapes
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
@@ -293,33 +283,30 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
 
     def features(self) -> Tensor:
         """Return ``(B, K)``: the matrices in model order, then the rest; float64 where a gradient was."""
-        rest = self._rest.features() if self._has_rest else None
-        total = self._total
-        if total is None:
-            device = self._projector.device or (torch.device("cpu") if rest is None else rest.device)
-            total = torch.zeros(self._num_samples, self._width, dtype=torch.float32, device=device)
+        rest = self._rest.features() if len(self._matrices) < len(self._parameters) else None
+        total = self._total.whole(None if rest is None else rest.device)
         return total if rest is None else torch.cat([total, rest.to(total.device)], 1)
 
     def _add_factors(self, matrix: _Matrix, block: FactoredBlock) -> None:
         """Add ``sum_t (g_t P_out) (x_t P_in)^T``: the gradient is not formed."""
         check_factors(block, self._num_samples, self._parameters)
         inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
-        total = self._total_for(torch.promote_types(inputs.dtype, output_grads.dtype), inputs.device)
+        total = self._total.of(sum_dtype(inputs.dtype, output_grads.dtype), inputs.device)
         positions = inputs.shape[1]
         for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
             (x, in_scale) = self._side_product(matrix, Stream.TWO_SIDED_IN, inputs[piece].to(total))
             (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
-            self._add(matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
+            _add(total, matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
 
     def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
         """Add ``P_out^T G P_in`` of formed gradients."""
         rows = block_rows(block, self._num_samples, self._parameters)
-        total = self._total_for(rows.dtype, rows.device)
+        total = self._total.of(sum_dtype(rows.dtype), rows.device)
         for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
             grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
             (x, in_scale) = self._side_product(matrix, Stream.TWO_SIDED_IN, grads)
             (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, x.transpose(1, 2))
-            self._add(matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
+            _add(total, matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
 
     def _side_product(self, matrix: _Matrix, side: Stream, values: Tensor) -> tuple[Tensor, float]:
         """Return ``values (b, n, d) @ side matrix (d, k)``, unscaled, and the scale."""
@@ -328,18 +315,8 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
         found = self._projector.side(matrix.name, side, shape, model_id=self._model_id, like=values)
         return (values, 1.0) if found is None else (values @ found[0], found[1])
 
-    def _add(self, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
-        """Add features ``(b, k_out, k_in)`` to the rows from ``start`` on."""
-        assert self._total is not None, "room must be made before a block is projected"
-        rows = self._total[start : start + features.shape[0], matrix.start : matrix.stop]
-        rows.add_(features.reshape(features.shape[0], -1), alpha=scale)
 
-    def _total_for(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the feature rows of the matrices, wide enough for gradients of this dtype."""
-        dtype = sum_dtype(dtype)
-        if self._total is None:
-            self._total = torch.zeros(
-                self._num_samples, self._width, dtype=dtype, device=self._projector.device or device
-            )
-        self._total = self._total.to(torch.promote_types(self._total.dtype, dtype))
-        return self._total
+def _add(total: Tensor, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
+    """Add features ``(b, k_out, k_in)`` of a matrix to the rows from ``start`` on."""
+    rows = total[start : start + features.shape[0], matrix.start : matrix.stop]
+    rows.add_(features.reshape(features.shape[0], -1), alpha=scale)

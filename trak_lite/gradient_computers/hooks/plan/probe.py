@@ -174,11 +174,11 @@ def make_plan(
         plan = Plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
-            dtypes=_dtypes(three),
+            dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
             has_plain_tensors=two.has_plain_tensors and three.has_plain_tensors,
         )
         pairs = _relevant(two, three, plan)
-        if not _is_same_path(two, three):
+        if [record.function for record in two.records] != [record.function for record in three.records]:
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
         _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)
         if any(site.routed for site in plan.sites):
@@ -207,10 +207,6 @@ def sample_on_path(
         return next((row for row in range(batch_size(batch)) if path([row, row]) == expected), None)
 
 
-def _dtypes(recorder: Recorder) -> frozenset[torch.dtype]:
-    return frozenset(tensor.dtype for record in recorder.records for tensor in record.outputs)
-
-
 def _numbers_before(recorder: Recorder, last: int) -> int:
     """Return how many tensor values Python read before record ``last``, the last one that reads parameters."""
     return sum(count for place, count in recorder.reads if place <= last)
@@ -231,11 +227,6 @@ def _recorded(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _is_same_path(two: Recorder, three: Recorder) -> bool:
-    """Whether the same operations depend on parameters for both batch sizes."""
-    return [record.function for record in two.records] == [record.function for record in three.records]
 
 
 def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:
