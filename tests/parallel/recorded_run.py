@@ -137,7 +137,7 @@ def run(folder: Path, job: Job) -> None:
         batch_size=job.batch,
         progress=False,
     )
-    check = pipeline._BatchWork.check
+    check = pipeline.RowWork.compare
 
     def unrecorded(*given: Any) -> bool:
         # A few rows that are done are computed again to be compared: no row is written by that.
@@ -147,7 +147,7 @@ def run(folder: Path, job: Job) -> None:
         finally:
             log.pauses = False
 
-    pipeline._BatchWork.check = unrecorded
+    pipeline.RowWork.compare = unrecorded
     log.write(BEGUN)
     train = RecordedRows(log, *images(job.rows, seed=0))
     attributor.featurize(Rows(train, name="train"), range(job.checkpoints), checkpoint_loader=load)
