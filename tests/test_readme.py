@@ -46,8 +46,12 @@ def test_python_blocks_run_as_they_stand_and_again(code: str, tmp_path: Path) ->
 
     assert "TopRows" in printed[0]
     assert printed[1].startswith(printed[0])
-    added = printed[1][len(printed[0]) :]  # the verdict is that of stored trainings, and says how they were compared
-    assert not added or added.startswith("Stored outputs were used. Trained again, to compare: subset 0, seed 0")
+    added = printed[1][
+        len(printed[0]) :
+    ]  # the verdict is that of stored trainings, and says how they were compared
+    assert not added or added.startswith(
+        "Stored outputs were used. Trained again, to compare: subset 0, seed 0"
+    )
 
 
 def link_dependencies(package: Distribution, extras: Iterable[str], folder: Path, seen: set[str]) -> None:

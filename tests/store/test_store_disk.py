@@ -16,6 +16,7 @@ from store_cases import (
     check_all,
     content,
     finish,
+    on_the_way,
     open_for_writing,
     reading,
     snapshot,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.quick
 
 
 class Fault:
-    """Makes one call of a function in ``os`` fail."""
+    """Makes one call of a function in ``os`` fail, but no folder that is opened on the way to a file."""
 
     def __init__(self, monkeypatch, name):
         self.left = 0
@@ -42,9 +43,10 @@ class Fault:
         monkeypatch.setattr(os, name, self)
 
     def __call__(self, *arguments, **keywords):
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
+        if not on_the_way(self._call, *arguments):
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
         return self._call(*arguments, **keywords)
 
 
