@@ -494,6 +494,11 @@ COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, Ten
     "conv3d": ((2, 4, 4, 4), (3, 2, 2, 2, 2), F.conv3d),
     "transposed convolution": ((3, 5, 5), (3, 4, 3, 3), lambda x, w: F.conv_transpose2d(x, w, stride=2)),
     "spectrum": ((4, 3, 5), (3, 5), lambda x, w: torch.fft.irfft2(x * w)),
+    "einsum with a real parameter": (
+        (3, 5),
+        (3, 5),
+        lambda x, w: torch.einsum("bij,ij->bij", x, w.real) + torch.complex(x.real, w.imag.expand_as(x.real)),
+    ),
     "real parameter": (
         (3, 5),
         (5,),

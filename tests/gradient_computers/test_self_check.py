@@ -550,6 +550,25 @@ def test_a_model_that_is_random_in_eval_mode_is_refused_by_every_computer_at_onc
     assert torch.equal(before, torch.get_rng_state())
 
 
+class SingleSamples(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise AssertionError("one sample at a time")
+        return super().forward(x)
+
+
+def test_a_model_that_takes_one_sample_at_a_time_is_served_by_the_iterative_computer() -> None:
+    torch.manual_seed(0)
+    model, x = SingleSamples(4, 3), torch.randn(5, 4)
+    rows = [torch.autograd.grad(squares(model, (row[None],)).sum(), [*model.parameters()]) for row in x]
+
+    for kind in (IterativeGradientComputer, None):
+        chosen = choose_gradient_computer(model, resolve_task(squares), (x,)).computer
+        computer = chosen if kind is None else kind(model, resolve_task(squares))
+        for place, found in enumerate(collect_gradients(computer, (x,)).values()):
+            torch.testing.assert_close(found, torch.stack([row[place] for row in rows]))
+
+
 def test_a_model_whose_f_does_not_depend_on_what_it_draws_is_taken() -> None:
     torch.manual_seed(0)
     model, task, x = Sampling("order").eval(), resolve_task(squares), torch.randn(5, 4)

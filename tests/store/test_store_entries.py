@@ -145,7 +145,7 @@ def test_an_entry_that_the_store_has_not_written_is_refused(place_of, tmp_path, 
     assert check_store(place_of(own)).ok
 
 
-def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_path):
+def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_path, victims):
     """A store as an earlier version wrote it: no identifier, no mark, and entries of no store."""
     path = tmp_path / "run.zarr"
     ZarrFeatureStore.create(path, Manifest({})).close()
@@ -159,6 +159,8 @@ def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_pat
 
     with open_store(path) as store, pytest.raises(ManifestMismatchError, match="did not bind entries"):
         store.entry("verdicts/a", "key")
+    assert "binds it" in str(check_store(path))
+    assert victims.killed("entry_announced:1", "repair", str(path))
     assert "binds it" in str(check_store(path))
     assert check_store(path, repair=True).ok
     with open_store(path) as store:

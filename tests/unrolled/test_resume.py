@@ -1,5 +1,6 @@
 """A training or a replay that is killed anywhere continues to the same bits."""
 
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -243,5 +244,23 @@ def test_a_check_of_a_run_covers_its_scores(stopped, tmp_path):
     chunk.write_bytes(content)
 
     assert not check_store(tmp_path / "run").ok
-    assert check_store(tmp_path / "run", repair=True).set_aside
+    os.symlink(tmp_path, tmp_path / "link")
+    assert check_store(tmp_path / "link/run", repair=True).set_aside
     assert check_store(tmp_path / "run").ok
+
+
+def test_no_link_in_the_folder_of_a_run_is_followed(stopped, tmp_path):
+    for name in ("run", "other"):
+        shutil.copytree(stopped[1], tmp_path / name)
+    unrolled(recipe().train(tmp_path / "other", interval=2), targets(), margin)
+    (chunk,) = (tmp_path / "other/scores.zarr").glob("scores/**/c.0.0")
+    chunk.write_bytes(b"damaged")
+    shutil.rmtree(tmp_path / "run/scores.zarr", ignore_errors=True)
+    os.symlink(tmp_path / "other/scores.zarr", tmp_path / "run/scores.zarr")
+
+    report = check_store(tmp_path / "run", repair=True)
+    assert "symbolic link" in str(report)
+    assert not report.set_aside
+    with pytest.raises(CorruptStoreError, match="symbolic link"):
+        unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin)
+    assert chunk.read_bytes() == b"damaged"

@@ -380,6 +380,9 @@ def _are_columns(dataset: Any) -> bool:
     if isinstance(dataset, tuple) and any(isinstance(part, Tensor) for part in dataset):
         return True
     shapes = {tuple(part.shape) for part in dataset if isinstance(part, Tensor | np.ndarray) and part.ndim}
+    # A list may hold a few samples, such as sounds of different lengths: then no part has the shape of labels.
+    if isinstance(dataset, list) and not any(shape[1:] in ((), (1,)) for shape in shapes):
+        return False
     return 1 < len(shapes) == len(dataset) <= _MOST_COLUMNS and len({shape[0] for shape in shapes}) == 1
 
 

@@ -461,6 +461,15 @@ def _draws_numbers(computer: CheckedComputer, one: Batch) -> bool:
         return any(not torch.equal(state, rng_state(drawn)) for drawn, state in before.items())
 
 
+def _draws_if_it_runs(computer: CheckedComputer, part: Batch) -> bool | None:
+    """Return :func:`_draws_numbers` of a part of a batch; ``None`` if the model does not run on it."""
+    try:
+        return _draws_numbers(computer, part)
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        return None
+
+
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
     """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
 
@@ -471,18 +480,23 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if not _draws_numbers(computer, batch):
+        # One by one, as some models take samples, or together, as others do. One that takes neither fails in its pass.
+        parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
+        if (draws := _draws_if_it_runs(computer, parts[0])) is None:
+            parts, draws = [batch], _draws_if_it_runs(computer, batch)
+        if not draws:
             return
         stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
-        draws = stack.enter_context(_Draws(device))
+        drawn = stack.enter_context(_Draws(device))
         values = []
         for seed in range(4):
             with _same_draws(device, seed):
-                values.append(computer.terms(batch).output.detach().to(wide_dtype(device)))
+                outputs = [computer.terms(part).output.detach().to(wide_dtype(device)) for part in parts]
+            values.append(torch.cat(outputs))
     found = torch.stack(values)
     if float((found - found[0]).abs().max()) > 1e-3 * float(found.abs().max()):  # false if any is NaN
         raise UnsupportedModelError(
-            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(draws.names)}), and f of "
+            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
             "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
             "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
         )

@@ -5,6 +5,7 @@ A checkpoint is identified by the digest of its weights, never by its file name 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import io
@@ -352,6 +353,12 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
     given = _under_own_names(model, checkpoint, state, held if own is None else own)
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
         _keep_others(given, held if own is None else own, held, checkpoint)
+    # Files hold more than weights under dotted names, such as settings that were logged.
+    given = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) or name in held or name.endswith(_EXTRA_STATE)
+    }
     missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
     unexpected = [name for name in given if name not in held]
     shapes = [
@@ -443,9 +450,14 @@ def more_entries(model: nn.Module) -> OrderedDict[str, Any]:
 
     These are values of ``get_extra_state``, and the weights of quantised layers.
     """
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    state = model.state_dict(keep_vars=True)
-    others = {name: copy.deepcopy(value) for name, value in state.items() if id(value) not in own}
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    state, others = model.state_dict(), {}
+    for name, value in state.items():
+        # Values that cannot be copied (a lock, an open file) are not restored; entries_digest names them.
+        with contextlib.suppress(TypeError, RuntimeError, pickle.PicklingError):
+            if name not in own:
+                others[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     return with_versions(others, module_versions(state))
 
 
@@ -459,7 +471,7 @@ def entries_digest(state: Mapping[str, Any]) -> str:
             continue
         try:
             content = _content(value)
-        except (TypeError, AttributeError, ValueError, RecursionError, pickle.PicklingError):
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
             content = type(value).__qualname__.encode()
             unknown.append(name)
         digest.update(f"{bare_name(name)}|{len(content)}|".encode() + content)

@@ -21,6 +21,7 @@ from trak_lite.retraining.calibrated import summed_over
 from trak_lite.retraining.subsets import retrain_run
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.scoring.scores import Scores
+from trak_lite.store.disk.files import refuse_links
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
@@ -64,6 +65,8 @@ def verify_run(
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(task), "budget": budget}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     _require_scored(scores, run, identity)
+    if run.path is not None:
+        refuse_links(str(run.path / "left-out" / digest[:16]))
     found = []
     for share in shares:
         masks = _masks(num_rows, share, budget, subset_seed)

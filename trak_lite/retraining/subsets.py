@@ -387,11 +387,13 @@ def _compared(workspace: Workspace, path: str, plan: _Plan, repeat: _Repeat) -> 
     stored = done_rows(table, _one_per_seed(table, len(plan.seeds)))
     if stored is None:
         return True, ""
-    made_here = workspace.store().attributes(path).get(_CONDITIONS) == conditions(models_at_once=1)
+    made = workspace.store().attributes(path).get(_CONDITIONS)
     places, farthest = [], 0.0
     for row, outputs in zip(stored.rows[: len(plan.seeds)].tolist(), stored.values[OUTPUTS], strict=False):
-        # Other processes, perhaps on other machines, may have trained the rows after the first.
-        found = compare(outputs, functools.partial(repeat, row), _distance, exact=made_here and row == 0)
+        found = compare(outputs, functools.partial(repeat, row), _distance, exact=False)
+        # Other processes, perhaps on other machines, may have trained the rows after the first. Conditions are those
+        # after the repetition: the GPU is known when a training has used it.
+        found = replace(found, exact=row == 0 and made == conditions(models_at_once=1))
         place = _place(next(plan.jobs([row])))
         if found.is_random:
             _warn_of_randomness(found.noise, where, place)

@@ -124,7 +124,9 @@ def indexed_top(
         recall: Expected share of the exact rows among the result, at least; above 0 and below 1.
     """
     terms = source.terms()
-    index = None if source.num_rows <= _FACTOR * k else _built(store, source, identity)
+    # A set with no more targets than a bound needs gets exact rows: an index would not be used.
+    is_small = source.num_rows <= _FACTOR * k or source.num_targets <= (_needed(0, recall) or 0)
+    index = None if is_small else _built(store, source, identity)
     if index is None:
         return IndexedTop(top_and_bottom(source, k, terms), None)
     pool = index.pool(k)

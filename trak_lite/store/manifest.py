@@ -41,6 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "model_id": (int,),
 }
 """Types of settings that are read from manifests and records of tables, where they are."""
+_NEVER_NONE = frozenset({"dataset", "task", "gradients"})
 _MOST_NAMED = 50
 """Maximum number of differing keys in a message, because another model differs in every parameter."""
 
@@ -94,7 +95,7 @@ class StoredValues(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value of the type that trak_lite writes, or the default if there is none."""
-        return self._checked(key, super().get(key, default))
+        return self._checked(key, super().__getitem__(key)) if key in self else default
 
     def __missing__(self, key: str) -> Any:
         """Raise for a key that is not there."""
@@ -108,8 +109,10 @@ class StoredValues(dict[str, Any]):
             name, _, inner = path.partition(".")
             if name != key:
                 continue
-            found = value.get(inner) if inner and isinstance(value, dict) else value
-            if type(found) not in (*types, type(None)):
+            if inner and not (isinstance(value, dict) and inner in value):
+                continue
+            found = value[inner] if inner else value
+            if type(found) not in types and not (found is None and name not in _NEVER_NONE):
                 raise CorruptStoreError(
                     f"{self._where} has values of other types than trak_lite writes: {path} is {found!r:.100}. Restore "
                     "the file from a backup, or use another path."

@@ -67,7 +67,7 @@ from trak_lite.scoring.source import UnstoredRows
 from trak_lite.scoring.stored import kept_in
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
-from trak_lite.store.disk.files import named_errors, remove_file
+from trak_lite.store.disk.files import named_errors, refuse_links, remove_file
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
@@ -183,6 +183,7 @@ def _scores_of_run(
 
     if run.path is None:
         return Scores(HeldMatrix(replay().scores(block)), source, settings=settings, location=None)
+    refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
     spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
     path = score_path(name, method, method)
@@ -199,6 +200,9 @@ def _scores_of_run(
         shared = _SharedBlocks(workspace, f"replays/{folder.name}", fingerprint, folder, now)
         if not _has_outputs(workspace, f"replays/{folder.name}", now, run.recipe.train_id):
             logger.info("The replay starts again, because f of the targets has changed.")
+            with contextlib.suppress(MissingStoreError):  # another process was first
+                # Raises while another process replays the task of before: its blocks must not become these scores.
+                workspace.store().drop_table(f"replays/{folder.name}")
             shared.forget()
         if lazy.table is None or not lazy.table.complete:
             found = shared.scores(replay(), block, lambda: _is_complete(workspace, path))

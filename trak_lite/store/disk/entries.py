@@ -114,12 +114,12 @@ class StoreEntries:
             self.files.delete(mark)
 
     def bind(self, name: str) -> bool:
-        """Take over an entry if it is not bound to a store; return whether it was."""
+        """Take over an entry if it is not bound to a store; return whether the entry is sound now."""
         found, wrong = self._read(name)
-        if found is None or wrong != _UNBOUND:
-            return False
-        self.put(name, found.key, found.array)
-        return True
+        if found is not None and wrong == _UNBOUND:
+            self.put(name, found.key, found.array)
+            return True
+        return wrong is None
 
     def names(self) -> list[str]:
         """Return the names of all entries, sorted; also of those that were removed without the store."""
@@ -167,7 +167,8 @@ class StoreEntries:
             return "is damaged"
         if not found.bound:
             is_old = "id" not in (self.record or {})  # created by a version that did not bind entries
-            return _UNBOUND if is_old and mark is None else "belongs to another store"
+            # A mark that allows no file is that of a write that was killed before it replaced this entry.
+            return _UNBOUND if is_old and _NO_FILE in allowed else "belongs to another store"
         if self.store not in (None, found.bound[0]):
             return "belongs to another store"
         return None if found.bound[1] in allowed else "is not the one that the store lists"

@@ -46,6 +46,7 @@ __all__ = [
     "open_file",
     "open_folder",
     "read_file",
+    "refuse_links",
     "refuse_other_names",
     "remove_file",
     "remove_tree",
@@ -123,7 +124,7 @@ def _parent(path: str) -> Iterator[tuple[int, str]]:
     Raises:
         CorruptStoreError: If a folder on the way is a symbolic link.
     """
-    *folders, name = filter(None, path.split("/"))
+    *folders, name = list(filter(None, path.split("/"))) or ["."]
     reached = "/" if path.startswith("/") else "."
     fd = os.open(reached, _ON_THE_WAY)
     try:
@@ -154,6 +155,19 @@ def _inner_folder(fd: int, name: str, flags: int, path: str) -> int:
                 f"{path} is a symbolic link, which a store does not follow. Replace it by the folder itself."
             ) from error
         raise
+
+
+def refuse_links(path: str) -> None:
+    """Raise if a path, which need not exist, or a folder on the way to it is a symbolic link.
+
+    Raises:
+        CorruptStoreError: If so.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _parent(path) as (folder, name):
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise CorruptStoreError(
+                f"{path} is a symbolic link, which is not followed. Replace it by the folder itself."
+            )
 
 
 def open_folder(path: str) -> int:

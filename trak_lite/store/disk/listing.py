@@ -171,7 +171,9 @@ class TableList:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the list; waits for other holders, which release it quickly."""
-        with locked_file(f"{self._root}/{_METADATA}"):
+        with contextlib.ExitStack() as stack:
+            with named_errors("Locking", self._root):
+                stack.enter_context(locked_file(f"{self._root}/{_METADATA}"))
             yield
 
     def add(self, path: str, identity: str) -> bool:

@@ -40,7 +40,8 @@ def repair_list(root: str, look: StoreLook) -> list[SetAside]:
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
             tables.make()
-        wrong = [name for name in look.wrong_entries if look.record is None or not entries.bind(name)]
+        # Whether an entry belongs to the store is known only with the store's own metadata.
+        wrong = [] if look.record is None else [name for name in look.wrong_entries if not entries.bind(name)]
         aside = [*look.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
         if not aside:
             return []

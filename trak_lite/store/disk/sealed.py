@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,14 @@ from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
-from trak_lite.store.disk.files import file_size, map_file, named_errors, open_file, write_all
+from trak_lite.store.disk.files import (
+    file_size,
+    map_file,
+    named_errors,
+    open_file,
+    refuse_links,
+    write_all,
+)
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.manifest import Manifest
@@ -79,6 +87,7 @@ def check_run(root: str, *, repair: bool) -> Report:
         root: The folder.
         repair: Whether to repair the store of scores.
     """
+    root = os.path.realpath(root)  # below it no link is followed
     found: list[Finding] = []
     tally = Tally()
     try:
@@ -90,22 +99,39 @@ def check_run(root: str, *, repair: bool) -> Report:
             Finding("note", None, text, "check again afterwards"),
         ]
     else:
-        for folder in ("states", *(f"replays/{name}" for name in sorted(names_in(f"{root}/replays")))):
-            if os.path.islink(f"{root}/{folder}") or not os.path.isdir(f"{root}/{folder}"):
-                continue
-            for name in sorted(name for name in names_in(f"{root}/{folder}") if not name.startswith(".")):
-                try:
-                    content = sealed_content(
-                        f"{root}/{folder}/{name}", f"{identity}/{os.path.basename(folder)}/{name}"
-                    )
-                    tally.bytes += len(content)
-                except StoreError as error:
+        for path in _run_files(root, found):
+            folder, name = os.path.basename(os.path.dirname(path)), os.path.basename(path)
+            try:
+                tally.bytes += len(sealed_content(path, f"{identity}/{folder}/{name}"))
+            except StoreError as error:
+                if os.path.lexists(path):  # otherwise a replay has finished the block meanwhile
                     found.append(Finding("damage", None, str(error), _NEXT_RUN))
+    try:
+        refuse_links(f"{root}/scores.zarr")
+    except StoreError as error:
+        found.append(Finding("damage", None, str(error), "replace it by the folder"))
+        return Report(root, tuple(found), tally)
     if not os.path.lexists(f"{root}/scores.zarr"):
         return Report(root, tuple(found), tally)
     scores = check_folder(f"{root}/scores.zarr", repair=repair)
     tally.add(scores.tally)
     return Report(root, (*found, *scores.findings), tally, scores.set_aside)
+
+
+def _run_files(root: str, found: list[Finding]) -> Iterator[str]:
+    """Yield the paths of the states and blocks of a run; add folders that cannot be listed to the findings."""
+    try:
+        folders = [
+            f"{root}/states",
+            *(f"{root}/replays/{name}" for name in sorted(names_in(f"{root}/replays"))),
+        ]
+        for folder in folders:
+            if os.path.lexists(folder):
+                yield from (
+                    f"{folder}/{name}" for name in sorted(names_in(folder)) if not name.startswith(".")
+                )
+    except StoreError as error:
+        found.append(Finding("damage", None, str(error), "put the folder back"))
 
 
 def run_identity(fingerprint: dict[str, Any]) -> str:

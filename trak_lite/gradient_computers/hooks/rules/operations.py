@@ -128,8 +128,9 @@ def einsum_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
         return None  # an axis that is summed in the parameter alone
 
     def parts() -> _Parts:
-        # Under autocast the operation read a copy of another dtype.
-        inputs, grads = call.samples(x).to(weight.dtype), call.output_samples(grad).to(weight.dtype)
+        # Under autocast the operation read a copy of another dtype; a real parameter may meet complex data.
+        dtype = torch.promote_types(weight.dtype, grad.dtype) if grad.is_complex() else weight.dtype
+        inputs, grads = call.samples(x).to(dtype), call.output_samples(grad).to(dtype)
         sample = next(letter for letter in string.ascii_letters if letter not in equation)
         pattern = f"{sample}{read},{sample}{result}->{sample}{own}"
         yield weight, torch.einsum(pattern, conjugate(inputs), grads)
