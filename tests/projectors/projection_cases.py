@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_lite.projectors import AbstractProjector
-from trak_lite.types import DenseBlock, GradientBlock
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -36,6 +36,35 @@ def dense_blocks(grads: Mapping[str, torch.Tensor]) -> list[DenseBlock]:
     return [DenseBlock(name, grad) for name, grad in grads.items()]
 
 
+def factors(
+    shape: tuple[int, ...], positions: int, num_samples: int = 3, dtype=torch.float64
+) -> FactoredBlock:
+    """Factors of the gradient of a parameter ``w``."""
+    d_in = torch.Size(shape[1:]).numel()
+    x = random(num_samples, positions, d_in, seed=1, dtype=dtype)
+    return FactoredBlock("w", x, random(num_samples, positions, shape[0], seed=2, dtype=dtype))
+
+
+def lookups(shape: tuple[int, int], positions: int, num_samples: int = 3, dtype=torch.float64) -> LookupBlock:
+    """Gradients of rows of a table ``w``, one of which is read three times."""
+    generator = torch.Generator().manual_seed(positions)
+    rows = torch.randint(shape[0], (num_samples, positions), generator=generator)
+    rows[:, 1:3] = rows[:, :1]
+    return LookupBlock("w", rows, random(num_samples, positions, shape[1], dtype=dtype), shape[0])
+
+
+def formed(block: FactoredBlock | LookupBlock, shape: tuple[int, ...]) -> DenseBlock:
+    """The gradient itself, in float64."""
+    if isinstance(block, LookupBlock):
+        grad = torch.zeros(block.num_samples, *shape, dtype=torch.float64)
+        for sample, rows in enumerate(block.rows.tolist()):
+            for position, row in enumerate(rows):
+                grad[sample, row] += block.values[sample, position].double()
+        return DenseBlock(block.name, grad, block.start)
+    product = torch.einsum("bto,bti->boi", block.output_grads.double(), block.inputs.double())
+    return DenseBlock(block.name, product.reshape(-1, *shape), block.start)
+
+
 def accumulated(
     projector: AbstractProjector,
     blocks: Iterable[GradientBlock],
@@ -51,13 +80,20 @@ def accumulated(
     return accumulator.features()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest storage, and the largest number of entries, that an operator returned."""
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Relative to the largest feature: rounding of a sum or a transform is spread over all of them."""
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance * max(scale, 1e-300)
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Remembers the largest storage and number of entries that an operator returned, and counts words of the hash."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = 0
-        self.entries = 0
+        self.nbytes = self.entries = self.words = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -65,11 +101,5 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
                 self.entries = max(self.entries, tensor.numel())
+                self.words += tensor.numel() * ("bitwise_xor" in str(func))
         return result
-
-
-def set_threads() -> Iterator[Callable[[int], None]]:
-    """A fixture that sets the number of threads of torch; a sketch slices rows over them, from eight rows on."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)

@@ -11,7 +11,6 @@ import math
 
 import numpy as np
 import pytest
-import sketch_reference as reference
 import torch
 
 from trak_lite.projectors import CountSketchProjector
@@ -19,6 +18,61 @@ from trak_lite.projectors import CountSketchProjector
 NUM_SEEDS, NUM_PAIRS = 400, 24
 SHAPES = {"one block": ((24, 96), 128), "blocks": ((24, 66), 22), "vector": ((2304,), 64)}
 KINDS = ("gaussian", "outer", "heavy", "correlated")
+
+
+def law(x: np.ndarray, y: np.ndarray, proj_dim: int, *, copies: int = 1) -> float:
+    """Variance of <phi x, phi y> for ``copies`` hashed buckets and signs of every entry."""
+    dot, products = np.sum(x * y), np.sum(x**2 * y**2)
+    return float((np.sum(x**2) * np.sum(y**2) + dot**2 - 2 * products / copies) / proj_dim)
+
+
+def variance(x: np.ndarray, y: np.ndarray, chance: np.ndarray) -> float:
+    """Sum over pairs of the chance to meet times (x_i y_j + x_j y_i)^2, for independent signs."""
+    a, b = x.ravel(), y.ravel()
+    return float(a**2 @ chance @ b**2 + (a * b) @ chance @ (a * b))
+
+
+def vector_law(x: np.ndarray, y: np.ndarray, proj_dim: int, *, copies: int = 1) -> float:
+    """The variance for vectors of one tile: entries in one block of the ring never meet."""
+    within = variance(x, y, vector_chance(x.size, proj_dim))
+    between = (
+        np.sum(x**2) * np.sum(y**2) + np.sum(x * y) ** 2
+    ) / proj_dim  # of two copies, whatever the entries
+    return float((within + (copies - 1) * between) / copies)
+
+
+@functools.cache
+def vector_chance(size: int, proj_dim: int) -> np.ndarray:
+    width = min(max(1, 32768 // proj_dim), math.ceil(size / proj_dim)) * proj_dim
+    apart = np.abs(np.arange(size)[:, None] - np.arange(size))
+    return np.minimum(1, np.minimum(apart, width - apart) / proj_dim) / proj_dim
+
+
+def matrix_law(x: np.ndarray, y: np.ndarray, proj_dim: int) -> float:
+    """The variance for matrices: entries of one block's row or column never meet."""
+    return variance(x, y, matrix_chance(*x.shape, proj_dim)) + meeting_in_twos(x, y, proj_dim)
+
+
+@functools.cache
+def matrix_chance(d_out: int, d_in: int, proj_dim: int) -> np.ndarray:
+    row, column = (axis.ravel() for axis in np.indices((d_out, d_in)))
+    apart = (row[:, None] != row) & (column[:, None] != column)
+    block = row // proj_dim * d_in + column // proj_dim
+    return np.where(block[:, None] == block, apart / max(1, proj_dim - 1), 1 / proj_dim)
+
+
+def meeting_in_twos(x: np.ndarray, y: np.ndarray, proj_dim: int) -> float:
+    """(i, j) and (k, l) meet exactly if (i, l) and (k, j) do, with the same sign, where l = j + K/2."""
+    total, half = 0.0, proj_dim // 2
+    for j in range(x.shape[1] - half if proj_dim % 2 == 0 else 0):
+        if j % proj_dim >= half:
+            continue  # j + K/2 is in the next block
+        for first in range(0, len(x), proj_dim):
+            x_j, x_l, y_j, y_l = (m[first : first + proj_dim, c] for m in (x, y) for c in (j, j + half))
+            weight = np.outer(x_j, y_l) + np.outer(y_j, x_l)
+            np.fill_diagonal(weight, 0)
+            total += np.sum(weight * weight.T) / (proj_dim - 1)
+    return float(total)
 
 
 def pairs(kind: str, d_out: int, d_in: int) -> np.ndarray:
@@ -42,32 +96,20 @@ def products(features: torch.Tensor) -> np.ndarray:
     return torch.stack([(x * y).sum(-1), (x * x).sum(-1)], -1).numpy()
 
 
-@functools.cache
-def errors(where: str) -> dict[str, np.ndarray]:
-    """Errors ``(seeds, pairs, 2)`` of inner products and squared norms, for every kind."""
-    shape, proj_dim = SHAPES[where]
-    size = (24, 96) if len(shape) == 1 else shape
-    grads = torch.from_numpy(np.stack([pairs(kind, *size) for kind in KINDS]))
-    rows, found = grads.reshape(-1, *shape), []
-    for seed in range(NUM_SEEDS):
-        features = CountSketchProjector(proj_dim, seed=seed).project({"w": rows}, 0)
-        found.append(products(features.view(*grads.shape[:3], proj_dim)))
-    truth = products(grads.flatten(3))
-    return dict(zip(KINDS, np.stack(found, 1) - truth[:, None], strict=True))
+def errors(grads: np.ndarray, proj_dim: int, seeds: int = NUM_SEEDS, **settings) -> np.ndarray:
+    """Errors ``(seeds, pairs, 2)`` of inner products and squared norms of gradients ``(pairs, 2, *shape)``."""
+    rows, found = torch.from_numpy(grads).flatten(0, 1), []
+    for seed in range(seeds):
+        features = CountSketchProjector(proj_dim, seed=seed, **settings).project({"w": rows}, 0)
+        found.append(products(features.view(-1, 2, proj_dim)))
+    return np.stack(found) - products(torch.from_numpy(grads).flatten(2))
 
 
-@functools.cache
-def variances(where: str, kind: str, exact: bool) -> np.ndarray:
-    """Expected variances ``(pairs, 2)``: of the entries that can meet, or of the law."""
-    shape, proj_dim = SHAPES[where]
-    size = (24, 96) if len(shape) == 1 else shape
-    law = reference.law if not exact else reference.vector_law if len(shape) == 1 else reference.matrix_law
-    return expectations(pairs(kind, *size).reshape(-1, 2, *shape), proj_dim, law)
-
-
-def expectations(grads: np.ndarray, proj_dim: int, law=reference.law, **settings) -> np.ndarray:
+def expectations(grads: np.ndarray, proj_dim: int, expected=law, **settings) -> np.ndarray:
     """Variances ``(pairs, 2)`` of inner product and squared norm."""
-    return np.array([[law(x, y, proj_dim, **settings), law(x, x, proj_dim, **settings)] for x, y in grads])
+    return np.array(
+        [[expected(x, y, proj_dim, **settings), expected(x, x, proj_dim, **settings)] for x, y in grads]
+    )
 
 
 def ratio(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
@@ -78,58 +120,34 @@ def ratio(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", SHAPES)
-def test_inner_products_are_unbiased(where, kind):
-    found = errors(where)[kind]
+def test_inner_products_are_unbiased_with_the_variance_of_the_entries_that_can_meet(where, kind):
+    """Which is never above the law; a matrix may meet it up to K / (K - 1)."""
+    shape, proj_dim = SHAPES[where]
+    grads = pairs(kind, *((24, 96) if len(shape) == 1 else shape)).reshape(-1, 2, *shape)
+    found = errors(grads, proj_dim)
+    exact = expectations(grads, proj_dim, vector_law if len(shape) == 1 else matrix_law)
+    most = expectations(grads, proj_dim)
 
-    standard_error = found.std(0) / math.sqrt(NUM_SEEDS)
-    assert (np.abs(found.mean(0)) < 4 * standard_error).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", SHAPES)
-def test_the_variance_is_that_of_the_entries_that_can_meet(where, kind):
-    mean, standard_error = ratio(errors(where)[kind], variances(where, kind, exact=True))
-
+    assert (np.abs(found.mean(0)) < 4 * found.std(0) / math.sqrt(NUM_SEEDS)).all()
+    mean, standard_error = ratio(found, exact)
     assert abs(mean - 1) < 4 * standard_error < 0.16
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", SHAPES)
-def test_the_variance_is_never_above_the_law(where, kind):
-    """The law: (|x|^2 |y|^2 + <x, y>^2 - 2 sum x_i^2 y_i^2) / K; a matrix may meet it up to K / (K - 1)."""
-    proj_dim = SHAPES[where][1]
-    expected = variances(where, kind, exact=False)
-    mean, standard_error = ratio(errors(where)[kind], expected)
-
+    mean, standard_error = ratio(found, most)
     assert mean < 1 + 4 * standard_error < 1.14
-    assert (variances(where, kind, exact=True) <= expected * proj_dim / (proj_dim - 1)).all()
+    assert (exact <= most * proj_dim / (proj_dim - 1)).all()
 
 
-@pytest.mark.parametrize(("shape", "proj_dim"), [((90_000,), 512), ((100, 256), 512)])
-def test_gradients_without_structure_have_the_variance_of_the_law(shape, proj_dim):
-    """Several tiles, or a matrix of many rows and columns: what never meets is too little to be seen."""
-    rng = np.random.default_rng(5)
-    rows = torch.from_numpy(rng.standard_normal((2 * NUM_PAIRS, *shape)))
-    pairs_of_rows = rows.view(NUM_PAIRS, 2, -1)
-    expected = expectations(pairs_of_rows.numpy(), proj_dim)
-    found = []
-    for seed in range(80):
-        features = CountSketchProjector(proj_dim, seed=seed).project({"w": rows}, 0)
-        found.append(products(features.view(NUM_PAIRS, 2, -1)) - products(pairs_of_rows))
-    mean, standard_error = ratio(np.stack(found), expected)
-
-    assert abs(mean - 1) < 4 * standard_error < 0.16
-
-
-def test_three_copies_have_the_variance_of_three_independent_sketches():
-    proj_dim = 32
-    rows = torch.from_numpy(np.random.default_rng(6).standard_normal((NUM_PAIRS, 2, 40)) ** 3)
-    expected = expectations(rows.numpy(), proj_dim, reference.vector_law, copies=3)
-    found = []
-    for seed in range(NUM_SEEDS):
-        features = CountSketchProjector(proj_dim, seed=seed, copies=3).project({"w": rows.flatten(0, 1)}, 0)
-        found.append(products(features.view(NUM_PAIRS, 2, -1)) - products(rows))
-    mean, standard_error = ratio(np.stack(found), expected)
+@pytest.mark.parametrize(
+    ("shape", "proj_dim", "copies", "expected"),
+    [((90_000,), 512, 1, law), ((100, 256), 512, 1, law), ((40,), 32, 3, vector_law)],
+    ids=["several tiles", "a large matrix", "copies are independent"],
+)
+def test_gradients_without_structure_have_the_variance_of_the_law(shape, proj_dim, copies, expected):
+    """Of several tiles, or a matrix of many rows and columns, what never meets is too little to be seen."""
+    power = 3 if copies > 1 else 1
+    grads = np.random.default_rng(5 + (copies > 1)).standard_normal((NUM_PAIRS, 2, *shape)) ** power
+    variances = expectations(grads, proj_dim, expected, copies=copies)
+    found = errors(grads, proj_dim, 80 if copies == 1 else NUM_SEEDS, copies=copies)
+    mean, standard_error = ratio(found, variances)
 
     assert abs(mean - 1) < 4 * standard_error < 0.16
 
@@ -138,15 +156,13 @@ def test_columns_half_of_k_apart_meet_in_twos():
     """The one place where the signs of meeting entries are not independent; it costs no more than the law."""
     proj_dim, rows = 8, np.zeros((6, 64))
     rows[:, [1, 1 + 4]] = 1
-    grads, expected, found = torch.from_numpy(rows[None]), reference.matrix_law(rows, rows, proj_dim), []
-    for seed in range(2 * NUM_SEEDS):
-        features = CountSketchProjector(proj_dim, seed=seed).project({"w": grads}, 0)
-        found.append([[float(features.square().sum() - 12)]])
-    mean, standard_error = ratio(np.array(found), np.array([[expected]]))
+    expected = matrix_law(rows, rows, proj_dim)
+    found = errors(np.stack([rows, rows])[None], proj_dim, 2 * NUM_SEEDS)
+    mean, standard_error = ratio(found, np.full((1, 2), expected))
 
-    assert reference._meeting_in_twos(rows, rows, proj_dim) == pytest.approx(expected / 2)
+    assert meeting_in_twos(rows, rows, proj_dim) == pytest.approx(expected / 2)
     assert abs(mean - 1) < 4 * standard_error < 0.3
-    assert expected <= reference.law(rows, rows, proj_dim) * proj_dim / (proj_dim - 1)
+    assert expected <= law(rows, rows, proj_dim) * proj_dim / (proj_dim - 1)
 
 
 def test_a_bucket_of_i_modulo_k_would_be_found_out():

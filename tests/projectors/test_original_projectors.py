@@ -1,57 +1,55 @@
-"""The original TRAK's names: its constructors and its scale, one map, no repeated columns."""
+"""The original TRAK's names: its constructors and its scale, one map, no repeated columns; projectors written for it."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import zlib
 
 import pytest
 import torch
 import trak.projectors as original
+from projection_cases import dense_blocks, random32, random_gradients
 
 import trak_lite.projectors as ours
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import (
+    AbstractProjector,
     ChunkedCudaProjector,
-    CudaProjector,
     GaussianProjector,
     ProjectionType,
     RademacherProjector,
 )
-from trak_lite.types import DenseBlock
+from trak_lite.testing import RandomProjectorTests
+from trak_lite.types import DenseBlock, FactoredBlock
 
 P, K = 30, 12
 NATIVE = {"rademacher": RademacherProjector, "normal": GaussianProjector}
+DENSE = ["BasicProjector", "BasicSingleBlockProjector", "CudaProjector"]
+SHAPES = {"a": (4, 5), "b": (), "c": (9,)}
+gradients = functools.partial(random_gradients, SHAPES, 4, dtype=torch.float32)
 
 
-def make(
-    name: str, proj_type: str = "rademacher", *, grad_dim: int = P, proj_dim: int = K, seed: int = 0, **kwargs
-):
-    arguments = dict(grad_dim=grad_dim, proj_dim=proj_dim, seed=seed, proj_type=proj_type, device="cpu")
+def make(name: str, proj_type: str = "rademacher", *, grad_dim=P, proj_dim=K, seed=0, **kwargs):
+    arguments = {"grad_dim": grad_dim, "proj_dim": proj_dim, "seed": seed, "proj_type": proj_type, "device": "cpu"}
     if name == "CudaProjector":
         arguments["max_batch_size"] = 32
-    return getattr(ours, name)(**arguments, **kwargs)
+    return getattr(ours, name)(**{**arguments, **kwargs})
 
 
-DENSE = ["BasicProjector", "BasicSingleBlockProjector", "CudaProjector"]
-
-
-def gradients(num_samples: int = 4) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"a": (4, 5), "b": (), "c": (9,)}
-    return {name: torch.randn(num_samples, *shape, generator=generator) for name, shape in shapes.items()}
-
-
-@pytest.mark.parametrize("name", [*DENSE, "ChunkedCudaProjector", "NoOpProjector", "AbstractProjector"])
-def test_every_argument_of_the_original_is_accepted_in_its_place(name):
-    theirs = [
-        parameter.name
-        for parameter in inspect.signature(getattr(original, name).__init__).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    mine = list(inspect.signature(getattr(ours, name).__init__).parameters)
-
-    assert mine[: len(theirs)] == theirs
+def test_names_and_members_of_the_original_are_all_here():
+    assert {kind.value for kind in original.ProjectionType} == {kind.value for kind in ProjectionType}
+    theirs = {name for name in vars(original) if name.endswith("Projector")}
+    assert theirs == {*DENSE, "AbstractProjector", "ChunkedCudaProjector", "NoOpProjector"}
+    for name in theirs:
+        assert name in ours.__all__
+        arguments = [
+            parameter.name
+            for parameter in inspect.signature(getattr(original, name).__init__).parameters.values()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        assert list(inspect.signature(getattr(ours, name).__init__).parameters)[: len(arguments)] == arguments
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -60,188 +58,179 @@ def test_features_are_those_of_the_native_projector_without_its_scale(name, proj
     grads = gradients()
     native = NATIVE[proj_type](K, seed=3).project(grads, 2) * math.sqrt(K)
 
-    torch.testing.assert_close(make(name, proj_type, seed=3).project(grads, 2), native)
-    torch.testing.assert_close(make(name, ProjectionType(proj_type), seed=3).project(grads, 2), native)
+    for kind in (proj_type, ProjectionType(proj_type)):
+        torch.testing.assert_close(make(name, kind, seed=3).project(grads, 2), native)
+    wide = {key: grad.double() for key, grad in grads.items()}
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert make(name, dtype=dtype).project(wide, 0).dtype == dtype
+    assert make(name).project(wide, 0).dtype == torch.float32
+    assert make(name, grad_dim=0).project(torch.zeros(2, 29), 0).shape == (2, K)
 
 
-def test_all_names_share_one_fingerprint_that_is_not_the_native_ones():
-    fingerprints = [make(name).fingerprint() for name in DENSE]
-
-    assert fingerprints[0] == fingerprints[1] == fingerprints[2]
-    assert fingerprints[0] != RademacherProjector(K).fingerprint()
-    assert fingerprints[0] != make("BasicProjector", "normal").fingerprint()
-
-
-def test_columns_of_one_model_are_not_columns_of_the_next():
-    """In the original, block 100 of model 0 is block 0 of model 1, for K > 10,000."""
-    identity = torch.eye(8)
-    rows = torch.cat(
-        [make("BasicProjector", grad_dim=8, proj_dim=10_100).project(identity, i) for i in (0, 1)]
-    )
-    first, second = rows[:8], rows[8:]
-
-    agreement = (first[:, 10_000:] * second[:, :100]).mean()
-    assert abs(float(agreement)) < 5 / math.sqrt(800)
+def test_blocks_of_columns_do_not_come_again_in_other_models_and_seeds():
+    """In the original, block 100 of model 0 is block 0 of model 1, and block 1 of seed 0 is block 0 of seed 1000."""
+    identity, wide = torch.eye(8), {"grad_dim": 8, "proj_dim": 10_100}
+    first, second = (make("BasicProjector", **wide).project(identity, i) for i in (0, 1))
+    assert abs(float((first[:, 10_000:] * second[:, :100]).mean())) < 5 / math.sqrt(800)
+    other = make("BasicProjector", **wide, seed=1000).project(identity, 0)
+    assert abs(float((first[:, 100:200] * other[:, :100]).mean())) < 5 / math.sqrt(800)
 
 
-def test_block_one_of_seed_zero_is_not_block_zero_of_seed_1000():
-    identity = torch.eye(8)
-    zero, thousand = (
-        make("BasicProjector", grad_dim=8, proj_dim=200, seed=seed).project(identity, 0) for seed in (0, 1000)
-    )
-
-    assert abs(float((zero[:, 100:] * thousand[:, :100]).mean())) < 5 / math.sqrt(800)
-
-
-@pytest.mark.parametrize("block_size", [1, 7, 100])
-def test_the_block_size_does_not_change_the_features(block_size):
-    grads = gradients()
-
-    assert torch.equal(
-        make("BasicProjector", block_size=block_size).project(grads, 0),
-        make("BasicProjector").project(grads, 0),
-    )
-
-
-def test_float64_gradients_are_cast_to_the_dtype_that_was_asked_for():
-    grads = {name: grad.double() for name, grad in gradients().items()}
-
-    assert make("BasicProjector").project(grads, 0).dtype == torch.float32
-    assert make("BasicProjector", dtype=torch.float64).project(grads, 0).dtype == torch.float64
-    assert make("BasicProjector", dtype=torch.float16).project(grads, 0).dtype == torch.float16
-
-
-def test_arguments_of_other_projectors_have_no_effect():
-    grads = gradients()
-
-    assert torch.equal(
-        make("BasicProjector", max_batch_size=8).project(grads, 0), make("BasicProjector").project(grads, 0)
-    )
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_gradients_of_another_size_are_refused(name):
-    with pytest.raises(InvalidInputError, match="29 entries per sample, but the projector has grad_dim=30"):
-        make(name).project(torch.zeros(2, 29), 0)
-
-
-def test_a_grad_dim_of_zero_accepts_any_gradient():
-    assert make("BasicProjector", grad_dim=0).project(torch.zeros(2, 29), 0).shape == (2, K)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_an_unknown_type_of_projection_is_refused_with_the_nearest_known(name):
-    with pytest.raises(InvalidInputError, match="Did you mean 'rademacher'"):
-        make(name, "rademacherr")
-
-
-def test_sizes_that_are_no_positive_integers_are_refused():
-    with pytest.raises(InvalidInputError, match="block_size must be"):
-        make("BasicProjector", block_size=0)
-    with pytest.raises(InvalidInputError, match="max_batch_size must be"):
-        CudaProjector(P, K, 0, "normal", "cpu", 0)
+@pytest.mark.parametrize("options", [{"block_size": 1}, {"block_size": 7}, {"max_batch_size": 8}], ids=str)
+def test_arguments_without_effect_do_not_change_the_features(options):
+    expected = make("BasicProjector").project(gradients(), 0)
+    assert torch.equal(make("BasicProjector", **options).project(gradients(), 0), expected)
 
 
 # ---- chunks
 
 
-def chunked(seeds: tuple[int, int] = (0, 1), sizes: tuple[int, int] = (21, 9)) -> ChunkedCudaProjector:
-    projectors = [
-        make("CudaProjector", grad_dim=size, seed=seed) for seed, size in zip(seeds, sizes, strict=True)
-    ]
-    return ChunkedCudaProjector(projectors, max(sizes), list(sizes), 8, torch.device("cpu"), torch.float32)
+def chunked(seeds=(0, 1), sizes=(21, 9), dtype: torch.dtype = torch.float32) -> ChunkedCudaProjector:
+    parts = [make("CudaProjector", grad_dim=n, seed=seed) for seed, n in zip(seeds, sizes, strict=True)]
+    return ChunkedCudaProjector(parts, max(sizes), list(sizes), 8, torch.device("cpu"), dtype)
 
 
-def test_chunks_add_up_to_the_sum_of_their_projectors():
+def test_chunks_add_up_to_the_sum_of_their_projectors_in_any_order():
     grads = gradients()
     first = make("CudaProjector", grad_dim=21, seed=0).project({"a": grads["a"], "b": grads["b"]}, 5)
     second = make("CudaProjector", grad_dim=9, seed=1).project({"c": grads["c"]}, 5)
-
-    torch.testing.assert_close(chunked().project(grads, 5), first + second)
-
-
-def test_chunks_with_one_seed_are_the_whole_projection():
-    grads = gradients()
-
-    torch.testing.assert_close(
-        chunked((4, 4)).project(grads, 0), make("BasicProjector", seed=4).project(grads, 0)
-    )
-
-
-def test_chunks_of_a_tensor_are_independent_even_with_one_seed():
-    identity = torch.eye(40)
-    projectors = [make("CudaProjector", grad_dim=20, proj_dim=400, seed=0) for _ in range(2)]
-    rows = ChunkedCudaProjector(projectors, 20, [20, 20], 8, "cpu", torch.float32).project(identity, 0)
-
-    assert abs(float((rows[:20] * rows[20:]).mean())) < 5 / math.sqrt(20 * 400)
-
-
-def test_chunks_take_blocks_in_any_order():
-    grads = gradients()
-    projector = chunked()
-    shapes = {name: tuple(grad.shape[1:]) for name, grad in grads.items()}
-    accumulator = projector.accumulator(4, model_id=0, parameters=shapes)
+    accumulator = chunked().accumulator(4, model_id=5, parameters=SHAPES)
     for name in ("c", "b", "a"):
         accumulator.add(DenseBlock(name, grads[name][2:], start=2))
         accumulator.add(DenseBlock(name, grads[name][:2]))
 
-    torch.testing.assert_close(accumulator.features(), projector.project(grads, 0))
+    for features in (chunked().project(grads, 5), accumulator.features()):
+        torch.testing.assert_close(features, first + second)
+    assert chunked(dtype=torch.float64).project(grads, 0).dtype == torch.float64
 
 
-def test_chunks_give_features_of_the_dtype_that_was_asked_for():
-    projectors = [make("CudaProjector")]
-    projector = ChunkedCudaProjector(projectors, P, [P], 8, None, torch.float64)
-
-    assert projector.project(gradients(), 0).dtype == torch.float64
+def test_chunks_with_one_seed_are_the_whole_projection():
+    whole = make("BasicProjector", seed=4).project(gradients(), 0)
+    torch.testing.assert_close(chunked((4, 4)).project(gradients(), 0), whole)
 
 
-def test_chunked_fingerprints_tell_the_chunks_apart():
+def test_chunks_of_a_tensor_are_independent_even_with_one_seed():
+    projectors = [make("CudaProjector", grad_dim=20, proj_dim=400, seed=0) for _ in range(2)]
+    rows = ChunkedCudaProjector(projectors, 20, [20, 20], 8, "cpu", torch.float32).project(torch.eye(40), 0)
+
+    assert abs(float((rows[:20] * rows[20:]).mean())) < 5 / math.sqrt(20 * 400)
+
+
+def test_fingerprints_and_memory_are_those_of_all_chunks(monkeypatch):
     assert chunked((0, 1)).fingerprint() == chunked((0, 1)).fingerprint()
     assert chunked((0, 1)).fingerprint() != chunked((0, 2)).fingerprint()
-
-
-def test_chunks_free_their_projectors_memory():
-    projector = chunked()
-    projector.project(gradients(), 0)
+    projector, freed = chunked(), []
+    for part in projector.projector_per_chunk:
+        monkeypatch.setattr(part, "free_memory", lambda part=part: freed.append(part))
     projector.free_memory()
-
-    assert [part._map.matrices.held_bytes for part in projector.projector_per_chunk] == [0, 0]
-
-
-def test_chunks_that_end_inside_a_parameter_are_refused():
-    with pytest.raises(InvalidInputError, match=r"30 entries do not divide into chunks of \[15, 15\]"):
-        chunked(sizes=(15, 15)).project(gradients(), 0)
+    assert freed == list(projector.projector_per_chunk)
 
 
-def test_parameters_beyond_the_last_chunk_are_refused():
-    with pytest.raises(InvalidInputError, match="do not divide into chunks"):
-        chunked(sizes=(20, 1)).project(gradients(), 0)
+# ---- a projector written for the original, with ``__init__`` and ``project`` alone
 
 
-def test_a_tensor_of_another_width_than_the_chunks_is_refused():
-    with pytest.raises(InvalidInputError, match="29 entries per sample, the chunks 30"):
-        chunked().project(torch.zeros(2, 29), 0)
+class Recorder(AbstractProjector):
+    """Returns the gradients side by side and remembers what it was given."""
+
+    def __init__(self):
+        super().__init__(P, P, 0, "na", "cpu")
+
+    def project(self, grads, model_id):
+        self.seen = (grads, model_id)
+        return torch.cat([grad.reshape(grad.shape[0], grad[0].numel()) for grad in grads.values()], dim=1)
 
 
-def test_a_block_in_no_chunk_is_refused():
-    accumulator = chunked().accumulator(2, model_id=0, parameters={"a": (21,), "b": (9,)})
-
-    with pytest.raises(InvalidInputError, match="'z', which is in none of the chunks"):
-        accumulator.add(DenseBlock("z", torch.zeros(2, 3)))
-
-
-@pytest.mark.parametrize("projectors", [[], [make("CudaProjector"), make("CudaProjector", proj_dim=13)]])
-def test_chunks_that_do_not_match_their_projectors_are_refused(projectors):
-    with pytest.raises(InvalidInputError, match="Expected one projector per chunk, at least one chunk"):
-        ChunkedCudaProjector(projectors, P, [P] * len(projectors), 8, "cpu", torch.float32)
+def recorded(blocks) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    projector = Recorder()
+    accumulator = projector.accumulator(4, model_id=7, parameters=SHAPES)
+    for block in blocks:
+        accumulator.add(block)
+    features = accumulator.features()
+    assert projector.seen[1] == 7
+    assert list(projector.seen[0]) == list(SHAPES)
+    return projector.seen[0], features
 
 
-def test_names_and_members_of_the_original_are_all_here():
-    assert {kind.value for kind in original.ProjectionType} == {kind.value for kind in ProjectionType}
-    theirs = {name for name in vars(original) if name.endswith("Projector")}
-    assert theirs == {
-        "AbstractProjector", "BasicProjector", "BasicSingleBlockProjector",
-        "ChunkedCudaProjector", "CudaProjector", "NoOpProjector",
-    }  # fmt: skip
-    for name in theirs:
-        assert name in ours.__all__
+def test_blocks_arrive_whole_and_in_the_order_of_the_model_without_a_graph_or_a_copy():
+    grads = gradients()
+    pieces = [
+        DenseBlock(name, grads[name][start:stop], start)
+        for name in ("c", "a", "b")
+        for start, stop in ((3, 4), (0, 1), (1, 3))
+    ]
+    seen, features = recorded(pieces)
+    for name, grad in seen.items():
+        assert torch.equal(grad, grads[name])
+    assert torch.equal(features, torch.cat([grads["a"].flatten(1), grads["b"][:, None], grads["c"]], 1))
+
+    seen, features = recorded(dense_blocks({name: grad.requires_grad_() for name, grad in grads.items()}))
+    assert seen["a"].data_ptr() == grads["a"].data_ptr()
+    assert not features.requires_grad
+
+
+def test_factors_arrive_formed_and_missing_parameters_as_zeros():
+    x, g = random32(4, 2, 5).double(), random32(4, 2, 4, seed=1).double()
+    seen, _ = recorded([FactoredBlock("a", x, g)])
+
+    torch.testing.assert_close(seen["a"], torch.einsum("bto,bti->boi", g, x))
+    assert torch.equal(seen["b"], torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(seen["c"], torch.zeros(4, 9, dtype=torch.float64))
+
+
+class TestOriginalStyleProjector(RandomProjectorTests):
+    """A projector with one generator-drawn matrix per name passes the whole kit."""
+
+    num_seeds = 150
+
+    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+        class ByName(AbstractProjector):
+            def __init__(self):
+                super().__init__(0, proj_dim, seed, "normal", "cpu")
+
+            def project(self, grads, model_id):
+                total = 0
+                for name, grad in grads.items():
+                    rows = grad.flatten(1) if grad.dim() > 1 else grad[:, None]
+                    key = zlib.crc32(f"{self.seed}/{model_id}/{name}".encode())
+                    generator = torch.Generator().manual_seed(key)
+                    matrix = torch.randn(rows.shape[1], self.proj_dim, generator=generator)
+                    total = total + rows.double() @ matrix.double()
+                return total / self.proj_dim**0.5
+
+        return ByName()
+
+
+class Nothing(AbstractProjector):
+    def __init__(self):
+        super().__init__(0, 1, 0, "na", "cpu")
+
+
+# ---- errors
+
+
+def added(projector: AbstractProjector, block: DenseBlock) -> None:
+    projector.accumulator(2, model_id=0, parameters={"a": (21,), "b": (9,)}).add(block)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *((lambda name=name: make(name).project(torch.zeros(2, 29), 0), "29 entries per sample, but .* grad_dim=30")
+          for name in DENSE),
+        *((lambda name=name: make(name, "rademacherr"), "Did you mean 'rademacher'") for name in DENSE),
+        (lambda: make("BasicProjector", block_size=0), "block_size must be"),
+        (lambda: make("CudaProjector", max_batch_size=0), "max_batch_size must be"),
+        (lambda: chunked(sizes=(15, 15)).project(gradients(), 0), r"30 entries do not divide into chunks of \[15, 15\]"),
+        (lambda: chunked(sizes=(20, 1)).project(gradients(), 0), "do not divide into chunks"),
+        (lambda: chunked().project(torch.zeros(2, 29), 0), "29 entries per sample, the chunks 30"),
+        (lambda: added(chunked(), DenseBlock("z", torch.zeros(2, 3))), "'z', which is in none of the chunks"),
+        (lambda: ChunkedCudaProjector([], P, [], 8, "cpu", torch.float32), "at least one chunk"),
+        (lambda: ChunkedCudaProjector([make("CudaProjector"), make("CudaProjector", proj_dim=13)], P, [P, P], 8, "cpu",
+                                      torch.float32), "Expected one projector per chunk"),
+        (lambda: added(Recorder(), DenseBlock("b", torch.zeros(2, 5))), r"has shape \(5,\) per sample, expected \(9,\)"),
+        (lambda: Nothing().project(gradients(), 0), "defines neither accumulator nor project"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(InvalidInputError, match=message):
+        call()

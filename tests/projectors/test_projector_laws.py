@@ -1,10 +1,31 @@
-"""The conformance kits on every registered projector and on the original's names."""
+"""One table of projectors, and laws for all of them: the kits, and equality with a matrix that plain loops make."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import math
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import projection_reference as reference
 import pytest
 import torch
+from projection_cases import (
+    Operators,
+    accumulated,
+    assert_close,
+    dense_blocks,
+    factors,
+    formed,
+    lookups,
+    random,
+    random_gradients,
+)
 
+from trak_lite.errors import InvalidInputError
 from trak_lite.projectors import (
     PROJECTORS,
     AbstractProjector,
@@ -13,70 +34,628 @@ from trak_lite.projectors import (
     ChunkedCudaProjector,
     CountSketchProjector,
     CudaProjector,
+    GaussianProjector,
+    GraSSProjector,
+    MaskProjector,
+    NoOpProjector,
+    RademacherProjector,
+    TwoSidedProjector,
 )
-from trak_lite.testing.projectors import ProjectorTests, RandomProjectorTests
-
-
-class TestIdentityProjector(ProjectorTests):
-    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
-        return PROJECTORS["none"](proj_dim, seed=seed, device=None)
-
+from trak_lite.testing import ProjectorTests, RandomProjectorTests
+from trak_lite.types import DenseBlock, FactoredBlock, FeatureLayout, LookupBlock, SummedBlock
 
 NOT_JOHNSON_LINDENSTRAUSS = {"none", "two_sided", "mask", "grass"}
-"""Projectors whose inner products are not unbiased with one joint segment. Add yours, with ``ProjectorTests``."""
+"""Names whose inner products are not unbiased with one joint segment. Add yours."""
+
+REGISTERED = {
+    name: functools.partial(lambda make, k, seed, device=None: make(k, seed=seed, device=device), make)
+    for name, make in PROJECTORS.items()
+}
+RANDOM = {
+    **{name: make for name, make in REGISTERED.items() if name not in NOT_JOHNSON_LINDENSTRAUSS},
+    "copies": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, copies=3, device=device),
+    "form": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, factors="form", device=device),
+    "fourier": lambda k, seed, device=None: CountSketchProjector(
+        k, seed=seed, factors="fourier", device=device
+    ),
+    "Basic": lambda k, seed, device=None: BasicProjector(0, k, seed, "normal", device, dtype=None),
+    "SingleBlock": lambda k, seed, device=None: BasicSingleBlockProjector(
+        0, k, seed, "rademacher", device, None
+    ),
+    "Cuda": lambda k, seed, device=None: CudaProjector(0, k, seed, "rademacher", device, 32, None),
+}
+OTHERS = {
+    **{name: REGISTERED[name] for name in sorted(NOT_JOHNSON_LINDENSTRAUSS)},
+    "mask by module": lambda k, seed, device=None: MaskProjector(
+        k, seed=seed, layout="module", device=device
+    ),
+    "grass by module": lambda k, seed, device=None: GraSSProjector(
+        k, seed=seed, layout="module", device=device
+    ),
+    "two_sided gaussian joint": lambda k, seed, device=None: TwoSidedProjector(
+        math.isqrt(k), matrices="gaussian", layout="joint", seed=seed, device=device
+    ),
+}
+ALL = RANDOM | OTHERS
+ORIGINAL = {"Basic", "SingleBlock", "Cuda"}
+DENSE = {"fast_jl", "gaussian", "rademacher", *ORIGINAL}
+EXACT = {
+    "countsketch",
+    "copies",
+    "form",
+    "fourier",
+    "mask",
+    "grass",
+    "mask by module",
+    "grass by module",
+    "none",
+}
+"""Features of dense gradients with the same bits in any batch, on any device."""
+
+SHAPES = {
+    "b.weight": (5, 4),
+    "wide.weight": (3, 70),
+    "scale": (),
+    "b.bias": (5,),
+    "empty": (0, 4),
+    "conv.weight": (3, 2, 2),
+}
+NUM_ENTRIES = 20 + 210 + 1 + 5 + 12
+LOW = [torch.float32, torch.float16, torch.bfloat16]
+gradients = functools.partial(random_gradients, SHAPES)
+accumulate = functools.partial(accumulated, parameters=SHAPES)
+every_projector = pytest.mark.parametrize("name", ALL)
+
+
+def explicit_matrix(name: str, k: int, *, seed: int, model_id: int) -> np.ndarray:
+    """The matrix ``(P, width)`` of the definition."""
+    settings = {"seed": seed, "model_id": model_id}
+    if name == "none":
+        return np.eye(NUM_ENTRIES)
+    if name in DENSE:
+        kind = "gaussian" if name in ("gaussian", "Basic") else "rademacher"
+        scale = math.sqrt(k) if name in ORIGINAL else 1.0
+        return scale * reference.dense(kind, SHAPES, k, **settings)
+    if name.startswith("two_sided"):
+        kind = "gaussian" if "gaussian" in name else "rademacher"
+        return reference.two_sided(kind, SHAPES, math.isqrt(k), **settings)
+    if name.startswith(("mask", "grass")):
+        sizes = (k, 4 * k) if name.startswith("grass") else (k,)
+        if "module" in name:
+            return reference.by_module(reference.mask, SHAPES, *sizes, **settings)
+        return reference.mask(SHAPES, *sizes, **settings)
+    return reference.countsketch(SHAPES, k, copies=3 if name == "copies" else 1, **settings)
+
+
+def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([grad.double().reshape(len(grad), grad[0].numel()) for grad in grads.values()], 1)
+
+
+# ---- the kits
 
 
 class TestRandomProjectors(RandomProjectorTests):
-    """Unbiased with one joint segment; what is not has its laws in its own file."""
+    """Unbiased with one joint segment, without the scale under the names of the original."""
 
-    @pytest.fixture(autouse=True, params=sorted(PROJECTORS.keys() - NOT_JOHNSON_LINDENSTRAUSS))
-    def _registered(self, request):
-        self.factory = PROJECTORS[request.param]
+    num_seeds = 150
 
-    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
-        return self.factory(proj_dim, seed=seed, device=None)
-
-
-class TestCountSketchSettings(RandomProjectorTests):
-    num_seeds = 100  # test_countsketch_statistics holds mean and variance more tightly, at 400
-
-    @pytest.fixture(
-        autouse=True,
-        params=[{"copies": 3}, {"factors": "form"}, {"factors": "fourier"}],
-        ids=["copies", "form", "fourier"],
-    )
-    def _set(self, request):
-        self.settings = request.param
-
-    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
-        return CountSketchProjector(proj_dim, seed=seed, **self.settings)
-
-
-class TestOriginalNames(RandomProjectorTests):
-    """Unscaled: the norm grows by K."""
-
-    @pytest.fixture(
-        autouse=True,
-        params=[
-            lambda k, seed: BasicProjector(0, k, seed, "normal", "cpu", dtype=torch.float64),
-            lambda k, seed: BasicSingleBlockProjector(0, k, seed, "rademacher", "cpu"),
-            lambda k, seed: CudaProjector(0, k, seed, "rademacher", "cpu", 32),
-        ],
-        ids=["Basic", "BasicSingleBlock", "Cuda"],
-    )
+    @pytest.fixture(autouse=True, params=RANDOM)
     def _named(self, request):
-        self.factory = request.param
+        self.name = request.param
 
     def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
-        return self.factory(proj_dim, seed)
+        return RANDOM[self.name](proj_dim, seed)
 
     def gain(self, proj_dim: int) -> float:
-        return float(proj_dim)
+        return float(proj_dim) if self.name in ORIGINAL else 1.0
 
 
-class TestChunkedProjector(ProjectorTests):
-    """Chunks of the kit's own parameters: 15 + 1 and 24 + 7 entries."""
+class TestOtherProjectors(ProjectorTests):
+    @pytest.fixture(autouse=True, params=[*OTHERS, "identity for the rest", "chunks"])
+    def _named(self, request):
+        self.name = request.param
 
     def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
-        chunks = [CudaProjector(0, proj_dim, seed + i, "rademacher", "cpu", 32) for i in range(2)]
-        return ChunkedCudaProjector(chunks, 31, [16, 31], 8, "cpu", torch.float32)
+        if self.name == "chunks":  # of the kit's own parameters: 15 + 1 and 24 + 7 entries
+            parts = [CudaProjector(0, proj_dim, seed + i, "rademacher", "cpu", 32) for i in range(2)]
+            return ChunkedCudaProjector(parts, 31, [16, 31], 8, "cpu", torch.float32)
+        if self.name == "identity for the rest":
+            return TwoSidedProjector(2, seed=seed, rest=NoOpProjector())
+        return OTHERS[self.name](proj_dim // 4, seed)
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "none"])
+def test_inner_products_are_unbiased_over_the_row(name):
+    """150 seeds: the mean error is within 4 standard errors."""
+    x, y = gradients(1, 0), gradients(1, 1)
+    both = {key: torch.cat([x[key], y[key] + 0.7 * x[key]]) for key in x}
+    products = [(f := ALL[name](9, seed).project(both, 0)) @ f.T for seed in range(150)]
+
+    errors = torch.stack(products) - flat(both) @ flat(both).T
+    assert bool((errors.mean(0).abs() < 4 * errors.std(0) / math.sqrt(150)).all())
+
+
+@pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "two_sided gaussian joint"])
+def test_seeds_models_and_names_have_maps_of_their_own(name):
+    grad = random(1, 64, 64)
+    features = [ALL[name](1024, seed).project({"w": grad}, 0) for seed in (0, 1, 1000, -1, 1 << 32, 1 << 64)]
+    features += [ALL[name](1024, 0).project({"w": grad}, model_id) for model_id in (1, 100_000)]
+    features += [ALL[name](1024, 0).project(given, 0) for given in ({"v": grad}, {"w": grad.mT})]
+    rows = torch.nn.functional.normalize(torch.cat(features), dim=1)
+
+    assert float((rows @ rows.T).fill_diagonal_(0).abs().max()) < 5 / math.sqrt(1024)
+
+
+# ---- the map
+
+
+SETTINGS = [(33, 0, 0), (7, 7, 3), (1, 2**40, 0), (300, 2**64 - 1, 1)]
+"""K, seed and number of the model; dense matrices have nothing special at 300, and loops over all entries take long."""
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "seed", "model_id"),
+    [
+        (name, *settings)
+        for name in ALL
+        for settings in SETTINGS
+        if name not in {"form", "fourier", "fast_jl"} and (settings[0] < 300 or name not in DENSE)
+    ],
+)
+def test_features_are_the_product_with_the_matrix_of_the_definition(name, k, seed, model_id):
+    grads = gradients()
+    features = ALL[name](k, seed).project(grads, model_id)
+
+    expected = flat(grads) @ torch.from_numpy(explicit_matrix(name, k, seed=seed, model_id=model_id))
+    assert features.dtype == torch.float64
+    assert_close(features, expected, 1e-11)
+
+
+@every_projector
+@pytest.mark.parametrize("dtype", LOW)
+def test_lower_precision_gradients_are_added_up_in_float32(name, dtype):
+    grads = gradients(dtype=dtype)
+    grads["wide.weight"] += 500
+    projector = ALL[name](7, 0)
+    features = projector.project(grads, 0)
+
+    assert features.dtype == (dtype if name == "none" else torch.float32)
+    wide = projector.project({key: grad.double() for key, grad in grads.items()}, 0)
+    assert_close(features, wide, 1e-6)
+    if name in EXACT and name != "none":
+        single = projector.project({key: grad.float() for key, grad in grads.items()}, 0)
+        assert torch.equal(features, single)
+
+
+@every_projector
+def test_float16_products_and_sums_do_not_overflow(name):
+    grad = torch.full((2, 3, 70), 60_000.0).half()
+
+    wide = ALL[name](7, 0).project({"wide.weight": grad.double()}, 0)
+    assert_close(ALL[name](7, 0).project({"wide.weight": grad}, 0), wide, 1e-5)
+
+
+@every_projector
+def test_mixed_precision_gives_the_widest_features_in_either_order(name):
+    grads = gradients()
+    grads["wide.weight"], grads["b.bias"] = grads["wide.weight"].float(), grads["b.bias"].bfloat16()
+    projector = ALL[name](16, 0)
+    wide = projector.project({key: grad.double() for key, grad in grads.items()}, 0)
+    for blocks in (dense_blocks(grads), dense_blocks(grads)[::-1]):
+        features = accumulate(projector, blocks)
+        assert features.dtype == torch.float64
+        assert_close(features, wide, 1e-6)
+
+
+@every_projector
+def test_how_gradients_lie_in_memory_does_not_matter(name):
+    grads, projector = gradients(), ALL[name](16, 0)
+    whole = projector.project(grads, 0)
+    others = [
+        {key: torch.stack([grad, grad], -1)[..., 0] for key, grad in grads.items()},
+        {key: grad.movedim(0, -1).contiguous().movedim(-1, 0) for key, grad in grads.items()},
+    ]
+    for other in others:
+        assert not other["wide.weight"].is_contiguous()
+        assert_close(projector.project(other, 0), whole, 1e-13)
+    repeated = {key: grad[:1].expand_as(grad) for key, grad in grads.items()}
+    assert_close(projector.project(repeated, 0), whole[:1].expand_as(whole), 1e-13)
+
+
+@every_projector
+def test_a_row_that_is_not_finite_spoils_no_other(name):
+    grads, projector = gradients(), ALL[name](16, 0)
+    clean = projector.project(grads, 0)
+    for grad in grads.values():
+        grad[1] = math.nan
+    features = projector.project(grads, 0)
+
+    assert features[1].isnan().any()
+    assert torch.equal(features[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+@every_projector
+def test_features_can_be_read_twice_and_leave_no_graph(name):
+    grads = {key: grad.requires_grad_() for key, grad in gradients().items()}
+    accumulator = ALL[name](16, 0).accumulator(4, model_id=0, parameters=SHAPES)
+    for block in dense_blocks(grads):
+        accumulator.add(block)
+    features = accumulator.features().clone()
+    with torch.no_grad():
+        for grad in grads.values():
+            grad.zero_()
+
+    assert torch.equal(accumulator.features(), features)
+    assert not accumulator.features().requires_grad
+
+
+@every_projector
+def test_nothing_at_all_gives_zeros_and_parameters_that_come_again_add_up(name):
+    projector, blocks = ALL[name](16, 0), dense_blocks(gradients())
+    width = projector.layout(SHAPES).width
+
+    assert torch.equal(accumulate(projector, []), torch.zeros(4, width))
+    twice = accumulate(projector, [*reversed(blocks), blocks[-1], blocks[1]])
+    again = accumulate(projector, [blocks[-1], blocks[1]])
+    assert_close(twice, accumulate(projector, blocks) + again, 1e-12)
+    nothing = {"empty": (0, 3)}
+    width = 0 if name == "none" else projector.layout(nothing).width
+    assert torch.equal(accumulate(projector, [], parameters=nothing), torch.zeros(4, width))
+    assert torch.equal(projector.project({"empty": torch.zeros(4, 0, 3)}, 0), torch.zeros(4, width))
+
+
+@every_projector
+def test_a_tensor_of_gradients_is_one_parameter_without_a_name(name):
+    projector, grads = ALL[name](8, 0), random(3, 50)
+    if "two_sided" in name:
+        with pytest.raises(InvalidInputError, match=r"shape \(3, 50\) has no matrices in it"):
+            projector.project(grads, 0)
+    else:
+        assert torch.equal(projector.project(grads, 0), projector.project({"": grads}, 0))
+
+
+@every_projector
+def test_models_in_turn_inference_mode_and_copies_change_nothing(name):
+    grads, projector = gradients(), ALL[name](16, 0)
+    alone = [ALL[name](16, 0).project(grads, model_id) for model_id in (0, 1)]
+    with torch.inference_mode():
+        assert torch.equal(projector.project(grads, 0), alone[0])
+    accumulators = [projector.accumulator(4, model_id=i, parameters=SHAPES) for i in (0, 1)]
+    for number, block in enumerate(dense_blocks(grads)):
+        with torch.inference_mode(number % 2 == 1):
+            for accumulator in accumulators:
+                accumulator.add(block)
+
+    for accumulator, expected in zip(accumulators, alone, strict=True):
+        assert torch.equal(accumulator.features(), expected)
+    assert (name == "none") == torch.equal(*alone)
+    for other in (copy.deepcopy(projector), pickle.loads(pickle.dumps(projector))):
+        assert other.fingerprint() == projector.fingerprint()
+        assert torch.equal(other.project(grads, 1), alone[1])
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_rows_have_the_same_bits_in_any_batch_and_in_any_order_of_blocks(name):
+    grads, projector = gradients(num_samples=9, dtype=torch.float32), ALL[name](16, 0)
+    whole, blocks = projector.project(grads, 0), dense_blocks(grads)
+    for rows in ([4], [8, 3, 4], list(reversed(range(9)))):
+        some = projector.project({key: grad[rows] for key, grad in grads.items()}, 0)
+        assert torch.equal(some, whole[rows])
+    for order in (blocks[::-1], blocks[3:] + blocks[:3]):
+        assert torch.equal(accumulate(projector, order, num_samples=9), whole)
+
+
+@pytest.mark.parametrize("name", ["mask", "grass", *RANDOM])
+def test_the_order_of_parameters_does_not_matter(name):
+    grads, projector = gradients(), ALL[name](9, 0)
+    other = dict(reversed(grads.items()))
+
+    assert_close(projector.project(other, 0), projector.project(grads, 0), 1e-13)
+
+
+@pytest.mark.parametrize("name", ["rademacher", "gaussian", "mask"])
+def test_a_wider_projection_begins_with_the_same_columns(name):
+    narrow, wide = (ALL[name](k, 0).project(gradients(), 0) * math.sqrt(k) for k in (20, 90))
+    assert_close(wide[:, :20], narrow, 1e-12)
+
+
+@pytest.mark.parametrize("k", [NUM_ENTRIES, NUM_ENTRIES + 50])
+@pytest.mark.parametrize("name", ["mask", "grass"])
+def test_with_room_for_all_entries_nothing_is_lost(name, k):
+    grads, projector = gradients(), ALL[name](k, 0)
+    features = projector.project(grads, 0)
+
+    assert features.shape == (4, projector.layout(SHAPES).width) == (4, NUM_ENTRIES)
+    assert torch.equal(features.sort(1).values, flat(grads).sort(1).values)
+
+
+def test_an_entry_that_is_not_finite_reaches_only_its_own_feature():
+    grad, projector = random(1, 400), GraSSProjector(50)
+    before = projector.project({"w": grad}, 0)
+    grad[0, 17::40] = math.nan
+    after = projector.project({"w": grad}, 0)
+
+    assert torch.equal(after.isnan(), after != before)
+    assert 0 < int(after.isnan().sum()) <= 10
+
+
+@pytest.mark.parametrize("name", ["mask", "grass"])
+def test_entries_are_chosen_once_per_model_whatever_tiles_and_bound_they_are_searched_in(name, monkeypatch):
+    grads, projector = {"w": random(2, 3000), "v": random(2, 100, seed=1)}, ALL[name](500, 0)
+    expected, drawn = projector.project(grads, 0), []
+    for model_id in (0, 1):
+        with Operators() as seen:
+            projector.project(grads, model_id)
+        drawn.append(seen.words)
+    assert drawn[0] == 0 < drawn[1]
+
+    for tile in (1, 7):
+        monkeypatch.setattr("trak_lite.projectors.mask.plan._TILE", 100 * tile)
+        assert torch.equal(ALL[name](500, 0).project(grads, 0), expected)
+    too_few = SimpleNamespace(isqrt=lambda n: -(n + 8) // 8, sqrt=math.sqrt)  # 500 - 8 * 64 + 16 = 4 at first
+    monkeypatch.setattr("trak_lite.projectors.mask.plan.math", too_few)
+    assert torch.equal(ALL[name](500, 0).project(grads, 0), expected)
+
+
+# ---- gradients in factors and rows of tables
+
+
+@every_projector
+@pytest.mark.parametrize("shape", [(6, 9), (70, 80), (3, 2, 5, 3)])
+def test_factors_and_rows_of_tables_have_the_features_of_their_gradient(name, shape):
+    projector, blocks = ALL[name](64, 0), [factors(shape, 5, 4), factors(shape, 1, 4)]
+    if len(shape) == 2:
+        table = lookups(shape, 7, 4)
+        blocks += [table, lookups(shape, 100, 4), SummedBlock("w", (table, blocks[0]))]
+    for block in blocks:
+        parts = block.parts if isinstance(block, SummedBlock) else (block,)
+        whole = DenseBlock("w", sum(formed(part, shape).grad for part in parts))
+        expected, features = (accumulated(projector, [b], parameters={"w": shape}) for b in (whole, block))
+        assert features.dtype == torch.float64
+        assert_close(features, expected, 1e-11)
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - DENSE - {"none"}))
+@pytest.mark.parametrize("dtype", LOW)
+def test_factors_of_lower_precision_are_multiplied_in_float32(name, dtype):
+    """Also beyond the range of float16, under autocast, and beside a factor of float64."""
+    shape, projector = (70, 80), ALL[name](64, 0)
+    product = factors(shape, 4, 4, dtype)
+    blocks = [product, FactoredBlock("w", 600 * product.inputs.sign(), 700 * product.output_grads.sign())]
+    blocks.append(FactoredBlock("w", product.inputs, product.output_grads.double()))
+    if name in {"countsketch", "copies"}:
+        blocks += [lookups(shape, count, 4, dtype) for count in (7, 100)]
+    for block in blocks:
+        expected = accumulated(projector, [formed(block, shape)], parameters={"w": shape})
+        features = accumulated(projector, [block], parameters={"w": shape})
+        is_wide = block is blocks[2]
+        assert features.dtype == (torch.float64 if is_wide else torch.float32)
+        assert_close(features, expected, 1e-11 if is_wide else 1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = accumulated(projector, [product], parameters={"w": shape})
+    if name.startswith("two_sided"):  # its products are matrix products, which autocast rounds
+        return
+    assert torch.equal(inside, accumulated(projector, [product], parameters={"w": shape}))
+
+
+@every_projector
+def test_factors_of_some_rows_are_added_in_their_place_also_without_positions(name):
+    shape, projector = (70, 80), ALL[name](33, 0)
+    block, table = factors(shape, 2, 20), lookups(shape, 7, 20)
+    for whole in (block, table):
+        parts = [slice(17, 20), slice(0, 17)]
+        pieces = [
+            FactoredBlock("w", block.inputs[rows], block.output_grads[rows], rows.start)
+            if whole is block
+            else LookupBlock("w", table.rows[rows], table.values[rows], 70, rows.start)
+            for rows in parts
+        ]
+        settings = {"num_samples": 20, "parameters": {"w": shape}}
+        expected = accumulated(projector, [whole], **settings)
+        assert_close(accumulated(projector, pieces, **settings), expected, 1e-11)
+    for empty, count in ((factors(shape, 0, 3), 3), (factors(shape, 2, 0), 0)):
+        found = accumulated(projector, [empty], num_samples=count, parameters={"w": shape})
+        width = projector.layout({"w": shape}).width
+        assert torch.equal(found, torch.zeros(count, width, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "two_sided gaussian joint"])
+@pytest.mark.parametrize("piece_bytes", [1, 3000])
+def test_factors_are_taken_in_pieces_of_some_samples(name, piece_bytes, monkeypatch):
+    shape, projector = (6, 9), ALL[name](9, 0)
+    block = factors(shape, 6, 4)
+    expected = accumulated(projector, [formed(block, shape)], parameters={"w": shape})
+    monkeypatch.setattr("trak_lite.projectors._factored._PIECE_BYTES", piece_bytes)
+
+    for given in (block, formed(block, shape)):
+        assert_close(accumulated(projector, [given], parameters={"w": shape}), expected, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "fourier"])
+def test_the_gradient_of_factors_is_never_formed(name):
+    shape, projector = (200, 300), ALL[name](64, 0)
+    accumulator = projector.accumulator(4, model_id=0, parameters={"w": shape})
+    with Operators() as seen:
+        accumulator.add(factors(shape, 3, 4, torch.float32))
+
+    assert bool(accumulator.features().any())
+    assert seen.nbytes < 4 * 200 * 300  # of one sample, and there are four
+
+
+# ---- devices
+
+
+@pytest.mark.cuda
+@every_projector
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_features_on_a_gpu_are_those_of_the_cpu(name, dtype):
+    if name == "fast_jl":
+        pytest.skip("has another matrix where the extension is installed")
+    grads = gradients(dtype=dtype)
+    host = ALL[name](100, 0).project(grads, 0)
+    found = ALL[name](100, 0, "cuda").project(grads, 0)
+    assert found.is_cuda
+    if name in EXACT:
+        assert torch.equal(found.cpu(), host)
+    assert_close(found.cpu(), host, 1e-11 if dtype == torch.float64 else 1e-4)
+    wide = factors((70, 80), 5, 4)
+    features = [accumulated(ALL[name](64, 0, d), [wide], parameters={"w": (70, 80)}) for d in ("cpu", "cuda")]
+    assert_close(features[1].cpu(), features[0], 1e-10)
+
+
+@pytest.mark.cuda
+@every_projector
+def test_a_projector_without_a_device_follows_the_gradients(name):
+    projector = ALL[name](8, 0)
+    for device in ("cpu", "cuda", "cpu"):
+        found = projector.project({"w": random(2, 3, 30).to(device)}, 0)
+        assert found.device.type == device or name == "fast_jl"
+
+
+# ---- settings and errors
+
+
+@pytest.mark.quick
+def test_fingerprints_differ_where_the_features_do_and_only_there():
+    make = [
+        *(RademacherProjector(8, **settings) for settings in ({}, {"seed": 3}, {"precision": "tf32"})),
+        GaussianProjector(8),
+        RademacherProjector(9),
+        BasicProjector(0, 8, 0, "rademacher", None),
+        BasicProjector(0, 8, 0, "normal", None),
+        *(CountSketchProjector(8, **settings) for settings in ({}, {"seed": 1}, {"copies": 2})),
+        *(MaskProjector(5, **settings) for settings in ({}, {"seed": 1}, {"layout": "module"})),
+        MaskProjector(6),
+        GraSSProjector(6, mask_dim=20),
+        *(GraSSProjector(5, **s) for s in ({}, {"mask_dim": 5}, {"seed": 1}, {"layout": "module"})),
+        *(TwoSidedProjector(2, **s) for s in ({}, {"k_out": 3}, {"rest_dim": 5}, {"matrices": "gaussian"})),
+        *(TwoSidedProjector(2, **s) for s in ({"seed": 1}, {"layout": "joint"}, {"max_side": 100})),
+        TwoSidedProjector(3),
+        TwoSidedProjector(2, rest=GaussianProjector(4)),
+        NoOpProjector(),
+    ]
+    found = [json.dumps(projector.fingerprint(), sort_keys=True) for projector in make]
+
+    assert len(set(found)) == len(found)
+    for one, other in [
+        (GraSSProjector(5), GraSSProjector(5, mask_dim=20)),
+        (TwoSidedProjector(3, 2), TwoSidedProjector(3, 2, rest_dim=6)),
+        (NoOpProjector(5, 6, 7), NoOpProjector()),
+        (RademacherProjector(4, seed=np.int64(3), device="cpu"), RademacherProjector(4, seed=3)),
+        (CountSketchProjector(4, seed=3, factors="form"), CountSketchProjector(4, seed=np.int64(3))),
+        (CudaProjector(30, 4, 0, "normal", "cpu", 8), BasicProjector(0, 4, 0, "normal", None)),
+        (BasicSingleBlockProjector(30, 4, 0, "normal", "cpu"), BasicProjector(0, 4, 0, "normal", None)),
+    ]:
+        assert one.fingerprint() == other.fingerprint()
+
+
+@pytest.mark.quick
+def test_fingerprints_of_stored_features_stay():
+    """Stores are found again by them."""
+    countsketch = {"kind": "countsketch", "proj_dim": 8, "seed": 3, "copies": 2, "version": 1}
+    dense = {"proj_dim": 8, "seed": 3, "version": 1, "scaled": True}
+    assert CountSketchProjector(8, seed=3, copies=2).fingerprint() == countsketch
+    assert RademacherProjector(8, seed=3).fingerprint() == {"kind": "dense_rademacher", **dense}
+    assert GaussianProjector(8, seed=3).fingerprint() == {"kind": "dense_gaussian", **dense}
+    assert NoOpProjector().fingerprint() == {"kind": "identity", "proj_dim": 0, "seed": 0, "version": 1}
+
+
+@pytest.mark.quick
+def test_layouts():
+    assert CountSketchProjector(7).layout(SHAPES) == FeatureLayout.joint(7)
+    assert NoOpProjector(grad_dim=3, proj_dim=99).layout(SHAPES) == FeatureLayout.joint(NUM_ENTRIES)
+    modules = [["b", 0, 9], ["wide", 9, 18], ["", 18, 19], ["conv", 19, 28]]
+    for make in (MaskProjector, GraSSProjector):
+        assert make(9, layout="module").layout(SHAPES).to_json() == modules
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        *((make, {"proj_dim": k}, "proj_dim must be an integer of at least 1") for k in (0, -1, 2.0, True)
+          for make in (CountSketchProjector, RademacherProjector, GaussianProjector, MaskProjector, GraSSProjector)),
+        *((make, {"proj_dim": 8, "seed": seed}, "seed must be an integer") for seed in (1.5, "0", None, True)
+          for make in (CountSketchProjector, RademacherProjector, GaussianProjector, MaskProjector, GraSSProjector)),
+        (CountSketchProjector, {"proj_dim": 8, "copies": 0}, "copies must be an integer of at least 1"),
+        (CountSketchProjector, {"proj_dim": 8, "factors": "fourrier"}, "Did you mean 'fourier'"),
+        (RademacherProjector, {"proj_dim": 4, "dtype": torch.int32},
+         r"dtype must be a floating-point dtype or None, got torch\.int32"),
+        (RademacherProjector, {"proj_dim": 8, "precision": "bf16"}, r"precision must be one of \['ieee', 'tf32'\]"),
+        (GaussianProjector, {"proj_dim": 8, "precision": "tf32"}, "is for the signs of a Rademacher.*got normal"),
+        (MaskProjector, {"proj_dim": 2, "layout": "modules"}, "Did you mean 'module'"),
+        (GraSSProjector, {"proj_dim": 5, "mask_dim": 4}, "mask_dim=4 entries cannot fill proj_dim=5"),
+        (GraSSProjector, {"proj_dim": 5, "mask_dim": 0}, "mask_dim must be an integer of at least 1"),
+        (TwoSidedProjector, {"k_in": 0}, "k_in must be an integer of at least 1"),
+        (TwoSidedProjector, {"k_in": 2, "k_out": 1.5}, "k_out must be an integer of at least 1"),
+        (TwoSidedProjector, {"k_in": 2, "rest_dim": 0}, "rest_dim must be an integer of at least 1"),
+        (TwoSidedProjector, {"k_in": 2, "max_side": 0}, "max_side must be an integer of at least 1"),
+        (TwoSidedProjector, {"k_in": 2, "seed": 1.5}, "seed must be an integer"),
+        (TwoSidedProjector, {"k_in": 2, "matrices": "rademacer"}, "Did you mean 'rademacher'"),
+        (TwoSidedProjector, {"k_in": 2, "layout": "modules"}, "Did you mean 'module'"),
+        (TwoSidedProjector, {"k_in": 2, "rest": NoOpProjector(), "rest_dim": 4}, "Both rest and rest_dim=4 were"),
+    ],
+)  # fmt: skip
+def test_a_setting_out_of_range_is_refused(make, settings, message):
+    with pytest.raises(InvalidInputError, match=message):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (DenseBlock("other", torch.zeros(3, 5)), "'other', which is not among the "),
+        (DenseBlock("b.bias", torch.zeros(3, 6)), r"has shape \(6,\) per sample, expected \(5,\)"),
+        (DenseBlock("b.weight", torch.zeros(3, 4, 5)), r"has shape \(4, 5\) per sample, expected \(5, 4\)"),
+        (DenseBlock("empty", torch.zeros(3, 1, 4)), r"has shape \(1, 4\) per sample, expected \(0, 4\)"),
+        (DenseBlock("b.bias", torch.zeros(4, 5)), "covers rows 0 to 4 of a batch of 3"),
+        (DenseBlock("b.bias", torch.zeros(2, 5), start=2), "covers rows 2 to 4 of a batch of 3"),
+        (DenseBlock("b.bias", torch.zeros(2, 5), start=-1), "covers rows -1 to 1 of a batch of 3"),
+        (DenseBlock("wide.weight", torch.zeros(3, 3, 70).int()), r"dtype torch\.int32, expected floating"),
+        (
+            LookupBlock("b.weight", torch.zeros(3, 1).long(), torch.zeros(3, 1, 4), 6),
+            r"has shape \(6, 4\) per",
+        ),
+        (FactoredBlock("wide.weight", torch.zeros(3, 1, 3), torch.zeros(3, 1, 70)), r"expected \(3, 70\)"),
+        (FactoredBlock("b.weight", torch.zeros(3, 2, 4), torch.zeros(3, 2, 5), 1), "covers rows 1 to 4"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else None,
+)
+@every_projector
+def test_a_block_that_does_not_fit_is_refused(name, block, message):
+    accumulator = ALL[name](4, 0).accumulator(3, model_id=0, parameters=SHAPES)
+    with pytest.raises(InvalidInputError, match=message):
+        accumulator.add(block)
+
+
+@pytest.mark.parametrize("name", ["countsketch", "mask", "grass", "two_sided"])
+@pytest.mark.parametrize(
+    ("inputs", "output_grads", "message"),
+    [
+        (torch.zeros(3, 1, 70), torch.zeros(1, 1, 3), "with the same b and T"),
+        (torch.zeros(3, 2, 70), torch.zeros(3, 1, 3), "with the same b and T"),
+        (torch.zeros(3, 1, 70), torch.zeros(3, 1, 3).int(), "Expected floating-point factors"),
+    ],
+)
+def test_factors_that_do_not_fit_each_other_are_refused(name, inputs, output_grads, message):
+    block = FactoredBlock("wide.weight", inputs, output_grads)
+    blocks = [block, SummedBlock("wide.weight", (block,))] if name == "countsketch" else [block]
+    for given in blocks:
+        accumulator = ALL[name](4, 0).accumulator(3, model_id=0, parameters=SHAPES)
+        with pytest.raises(InvalidInputError, match=message):
+            accumulator.add(given)
+
+
+@every_projector
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ({}, "on axis 0, got none at all"),
+        ({"a": torch.tensor(1.0)}, "agree on the number of samples on axis 0"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}, "agree on the number of samples on axis 0"),
+        (torch.zeros(2, 3, 4), r"must be \(B, P\), got shape \(2, 3, 4\)|has no matrices in it"),
+    ],
+)
+def test_gradients_without_a_common_sample_axis_are_refused(name, grads, message):
+    with pytest.raises(InvalidInputError, match=message):
+        ALL[name](4, 0).project(grads, 0)
