@@ -1,0 +1,411 @@
+"""A segment for every matrix or module: two-sided projections, principal axes, and the choice of a projector by name.
+
+The laws of all projectors hold what concerns two-sided projections with random matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from projection_cases import accumulated, dense_blocks, factors, formed, random, random_gradients
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
+from trak_lite.modelout_functions import ImageClassificationModelOutput
+from trak_lite.projectors import (
+    PROJECTORS,
+    CountSketchProjector,
+    GaussianProjector,
+    NoOpProjector,
+    RademacherProjector,
+    TwoSidedProjector,
+)
+from trak_lite.projectors.per_module import PerModuleProjector
+from trak_lite.projectors.random.hash import Stream
+from trak_lite.projectors.select import select_projector
+from trak_lite.projectors.two_sided.principal_axes import PrincipalAxes
+from trak_lite.testing import ProjectorTests
+from trak_lite.types import DenseBlock, FactoredBlock, FeatureLayout
+
+SHAPES = {
+    "fc.weight": (6, 9),
+    "fc.bias": (6,),
+    "conv.weight": (5, 2, 3, 2),
+    "thin.weight": (2, 11),
+    "small.weight": (3, 2),
+    "scale": (),
+}
+MATRICES = {"fc.weight": (6, 9), "conv.weight": (5, 12), "thin.weight": (2, 11), "small.weight": (3, 2)}
+SIDES = (Stream.TWO_SIDED_OUT, Stream.TWO_SIDED_IN)
+gradients = functools.partial(random_gradients, SHAPES)
+accumulate = functools.partial(accumulated, parameters=SHAPES)
+
+
+class BlockStream:
+    """A gradient computer whose batches are lists of blocks."""
+
+    def __init__(self, parameters) -> None:
+        self.parameters = parameters
+
+    def stream_gradients(self, batch, sink):
+        for block in batch:
+            sink(block)
+
+
+def fitted_axes(k_in, k_out=None, *, seed=0, shapes=SHAPES, **options) -> PrincipalAxes:
+    batches = [dense_blocks(random_gradients(shapes, seed=100 * seed + i)) for i in range(3)]
+    return PrincipalAxes.fit(BlockStream(shapes), batches, k_in=k_in, k_out=k_out, **options)
+
+
+INNER = {
+    "countsketch": lambda k, seed: CountSketchProjector(k, seed=seed),
+    "gaussian": lambda k, seed: GaussianProjector(k, seed=seed),
+    "identity": lambda k, seed: NoOpProjector(),
+}
+
+
+class TestLaws(ProjectorTests):
+    @pytest.fixture(autouse=True, params=["fitted", *INNER])
+    def _kind(self, request):
+        self.kind = request.param
+
+    def make_projector(self, proj_dim: int, *, seed: int):
+        if self.kind == "fitted":
+            shapes = {"embed": (5, 3), "norm.scale": (), "body.weight": (4, 3, 2), "head.bias": (7,)}
+            return TwoSidedProjector(2, 3, matrices=fitted_axes(2, 3, shapes=shapes), seed=seed)
+        return PerModuleProjector(INNER[self.kind](proj_dim // 2, seed))
+
+
+# ---- two-sided
+
+
+def test_every_matrix_and_the_rest_have_a_segment():
+    module = TwoSidedProjector(4, 3, rest_dim=8)
+    joint = TwoSidedProjector(4, 3, rest_dim=8, layout="joint")
+    segments = [["fc.weight", 0, 12], ["conv.weight", 12, 24], ["thin.weight", 24, 32], ["small.weight", 32, 38]]
+
+    assert module.layout(SHAPES).to_json() == [*segments, ["rest", 38, 46]]
+    assert module.layout(MATRICES).to_json() == segments
+    assert joint.layout(SHAPES) == FeatureLayout.joint(46)
+    assert torch.equal(joint.project(gradients(), 0), module.project(gradients(), 0))
+    assert TwoSidedProjector(3, 2).rest.proj_dim == 6
+    long = {"tokens": (50, 4), "head": (4, 51), "empty": (0, 4), "scale": (4,), "fits": (49, 49)}
+    layout = TwoSidedProjector(2, max_side=49, rest_dim=5).layout(long)
+    assert layout.to_json() == [["fits", 0, 4], ["rest", 4, 9]]
+    inner = TwoSidedProjector(2, max_side=4, rest=TwoSidedProjector(1, max_side=8, rest_dim=3))
+    layout = inner.layout({"a": (3, 3), "b": (7, 7), "c": (5,)})
+    assert layout.to_json() == [["a", 0, 4], ["rest.b", 4, 5], ["rest.rest", 5, 8]]
+    assert TwoSidedProjector(2, layout="joint").layout({}).width == 0
+
+
+def test_features_of_matrices_and_of_the_rest_keep_their_columns():
+    grads, projector = gradients(), TwoSidedProjector(3, 2, rest_dim=8, seed=5)
+    features, segments = projector.project(grads, 2), projector.layout(SHAPES).segments
+    for segment in segments[:-1]:
+        alone = projector.project({segment.name: grads[segment.name]}, 2)
+        assert torch.equal(features[:, segment.start : segment.stop], alone)
+    rest = {name: grads[name] for name in ("fc.bias", "scale")}
+    assert torch.equal(features[:, -8:], CountSketchProjector(8, seed=5).project(rest, 2))
+    exact = TwoSidedProjector(3, 2).project({"w": random(3, 2, 3), "v": random(3, 2, 3, seed=1)}, 0)
+    assert torch.equal(exact, torch.cat([random(3, 6), random(3, 6, seed=1)], 1))
+    bias = {"b": random(3, 5).float()}
+    assert torch.equal(
+        TwoSidedProjector(2, rest_dim=6).project(bias, 0), CountSketchProjector(6).project(bias, 0)
+    )
+
+
+def test_matrices_of_sides_begin_with_the_same_columns_and_are_drawn_in_tiles_that_join(monkeypatch):
+    grads = {"w": random(3, 20, 70)}
+    narrow = TwoSidedProjector(4, 5, matrices="gaussian").project(grads, 0).view(3, 5, 4) * math.sqrt(4 * 5)
+    wide = TwoSidedProjector(7, 9, matrices="gaussian").project(grads, 0)
+    torch.testing.assert_close(wide.view(3, 9, 7)[:, :5, :4] * math.sqrt(7 * 9), narrow)
+
+    monkeypatch.setattr("trak_lite.projectors.two_sided.sides._DRAW_BYTES", 400)
+    assert torch.equal(TwoSidedProjector(7, 9, matrices="gaussian").project(grads, 0), wide)
+
+
+def test_the_projector_of_a_width_is_that_of_its_own_proj_dim():
+    projector = TwoSidedProjector.of_width(2048)
+
+    assert (projector.k_in, projector.k_out, projector.proj_dim) == (45, 45, 2025)
+    assert TwoSidedProjector.of_width(2025).fingerprint() == projector.fingerprint()
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 3)
+        self.norm = nn.LayerNorm(5)
+        self.fc = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.conv(x).flatten(2).transpose(1, 2).tanh()).mean(1))
+
+
+@pytest.mark.parametrize("matrices", ["rademacher", "fitted"])
+def test_hook_and_functional_gradients_give_the_same_features(matrices):
+    torch.manual_seed(0)
+    model, batch = Tiny().double(), (random(6, 2, 8, 8), torch.arange(6) % 4)
+    computers = [
+        computer(model, ImageClassificationModelOutput())
+        for computer in (HookGradientComputer, FunctionalGradientComputer)
+    ]
+    kind = matrices if matrices != "fitted" else PrincipalAxes.fit(computers[0], [batch], k_in=3)
+    projector, features = TwoSidedProjector(3, rest_dim=8, matrices=kind), []
+    for computer in computers:
+        accumulator = projector.accumulator(6, model_id=0, parameters=computer.parameters)
+        computer.stream_gradients(batch, accumulator.add)
+        features.append(accumulator.features())
+
+    assert features[0].shape == (6, 9 + 9 + 8)
+    torch.testing.assert_close(features[0], features[1], rtol=1e-10, atol=1e-12)
+
+
+# ---- principal axes
+
+
+def low_rank_factors(seed: int):
+    """Factors in a plane of the input side and a 3-space of the output side; the spaces do not depend on the seed."""
+    x = random(5, 4, 2, seed=seed) @ random(2, 9, seed=90)
+    g = random(5, 4, 3, seed=seed + 1) @ random(3, 8, seed=91)
+    return FactoredBlock("w", x, g)
+
+
+@pytest.mark.parametrize("covariances", ["factors", "gradients"])
+def test_axes_keep_a_gradient_of_low_rank_without_loss(covariances):
+    """Also gradients that they were not fitted on, from the same spaces: all inner products stay."""
+    stream, block = BlockStream({"w": (8, 9)}), low_rank_factors(7)
+    axes = PrincipalAxes.fit(stream, [[low_rank_factors(0)]], k_in=2, k_out=3, covariances=covariances)
+    projector = TwoSidedProjector(2, 3, matrices=axes)
+    rows = block.dense()
+    scale = float(rows.square().sum(1).max())
+    for given in (block, formed(block, (8, 9))):
+        features = accumulated(projector, [given], num_samples=5, parameters=stream.parameters)
+        torch.testing.assert_close(features @ features.T, rows @ rows.T, rtol=1e-6, atol=1e-6 * scale)
+
+
+def test_axes_are_the_leading_singular_vectors_of_all_positions():
+    blocks = [FactoredBlock("w", random(3, 4, 9, seed=i), random(3, 4, 7, seed=i + 50)) for i in range(3)]
+    axes = PrincipalAxes.fit(BlockStream({"w": (7, 9)}), [[block] for block in blocks], k_in=4, k_out=2)
+
+    for side, values, count in (
+        (Stream.TWO_SIDED_IN, [b.inputs for b in blocks], 4),
+        (Stream.TWO_SIDED_OUT, [b.output_grads for b in blocks], 2),
+    ):
+        positions = np.concatenate([v.flatten(0, 1).numpy() for v in values])
+        expected = np.linalg.svd(positions, full_matrices=False)[2][:count].T
+        found = axes.axes("w", side).double().numpy()
+        np.testing.assert_allclose(np.abs((expected * found).sum(0)), 1, atol=1e-6)
+        assert (found[np.abs(found).argmax(0), np.arange(count)] > 0).all()
+
+
+def test_axes_of_gradient_covariances_do_not_depend_on_how_gradients_come():
+    stream, block = BlockStream({"w": (6, 9)}), factors((6, 9), 5)
+    fits = [
+        PrincipalAxes.fit(stream, [[given]], k_in=2, k_out=3, covariances="gradients")
+        for given in (block, formed(block, (6, 9)))
+    ]
+
+    for side in SIDES:
+        torch.testing.assert_close(fits[0].axes("w", side), fits[1].axes("w", side))
+    with pytest.raises(InvalidInputError, match="factored in one block and formed in another"):
+        PrincipalAxes.fit(stream, [[block], [formed(block, (6, 9))]], k_in=2)
+
+
+def test_fitted_matrices_are_the_same_for_every_model_and_seed():
+    grads, axes = {name: gradients()[name] for name in MATRICES}, fitted_axes(3)
+    first = TwoSidedProjector(3, matrices=axes).project(grads, 0)
+
+    assert torch.equal(TwoSidedProjector(3, matrices=axes).project(grads, 1), first)
+    assert torch.equal(TwoSidedProjector(3, matrices=axes, seed=4).project(grads, 0), first)
+    fingerprints = [TwoSidedProjector(3, matrices=m).fingerprint() for m in (axes, fitted_axes(3, seed=1))]
+    assert fingerprints[0] != fingerprints[1] != TwoSidedProjector(3).fingerprint()
+
+
+def test_axes_come_back_from_a_file_bit_by_bit(tmp_path):
+    axes, path = fitted_axes(3, 2), tmp_path / "axes.safetensors"
+    axes.save(path)
+    loaded = PrincipalAxes.load(path)
+
+    assert list(tmp_path.iterdir()) == [path]
+    assert (loaded.k_in, loaded.k_out, loaded.shapes) == (3, 2, MATRICES)
+    one, other = (TwoSidedProjector(3, 2, matrices=a) for a in (axes, loaded))
+    assert one.fingerprint() == other.fingerprint()
+    assert torch.equal(one.project(gradients(), 0), other.project(gradients(), 0))
+
+
+def test_changing_the_given_axes_afterwards_changes_nothing():
+    given = torch.eye(4)[:, :2].contiguous()
+    axes = PrincipalAxes({"w": (2, 4)}, {"w:in": given}, k_in=2, k_out=2)
+    digest = axes.digest
+    given[0, 0] = 2
+
+    assert torch.equal(axes.axes("w", Stream.TWO_SIDED_IN), torch.eye(4)[:, :2])
+    assert PrincipalAxes({"w": (2, 4)}, {"w:in": given}, k_in=2, k_out=2).digest != digest
+
+
+def flip(columns):
+    columns["fc.weight:in"].view(torch.int32)[0, 0] ^= 1
+
+
+HEADER = {"format": "trak_lite.principal_axes.1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "message"),
+    [
+        (lambda columns: columns.pop("fc.weight:in"), {},
+         r"\['fc\.weight:in'\] have shapes \[None\], expected \[\(9, 3\)\]"),
+        (flip, {}, "changed after it was written"),
+        (lambda columns: None, None, r"has format None, expected 'trak_lite\.principal_axes"),
+        (lambda columns: None, HEADER, "does not contain the sizes"),
+        *((lambda columns: None, {**HEADER, "sizes": sizes}, "does not contain the sizes")
+          for sizes in ("{", "[]", "{}", '{"k_in": 1, "k_out": 1, "shapes": {"w": [1]}}',
+                        '{"k_in": 1, "k_out": 1, "shapes": 1}')),
+    ],
+)  # fmt: skip
+def test_a_file_of_axes_that_is_not_as_it_was_written_is_refused(change, metadata, message, tmp_path):
+    path = tmp_path / "axes.safetensors"
+    fitted_axes(3).save(path)
+    with safe_open(path, framework="pt") as file:
+        columns, written = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    change(columns)
+    save_file(columns, path, written if metadata == {} else metadata)
+
+    with pytest.raises(InvalidInputError, match=message):
+        PrincipalAxes.load(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no safetensors file at all"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, content):
+    path = tmp_path / "axes.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"Cannot read principal axes from .*axes\.safetensors"):
+        PrincipalAxes.load(path)
+
+
+def fit(blocks=(), shape=(3, 4), **options):
+    return PrincipalAxes.fit(BlockStream({"w": shape}), blocks, k_in=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: PrincipalAxes({"w": (1, 3)}, {"w:in": torch.full((3, 1), math.nan)}, k_in=1, k_out=1),
+         InvalidInputError, r"\['w:in'\] hold NaN or infinity"),
+        (fit, InvalidInputError, r"The batches gave no gradient of \['w:out', 'w:in'\], so no axes"),
+        (lambda: fit([[DenseBlock("w", torch.full((1, 3, 4), math.inf))]]), NonFiniteError,
+         "covariance of 'w:out' holds NaN or infinity"),
+        (lambda: fit(covariances="gradient"), InvalidInputError, "covariances must be one of"),
+        (lambda: TwoSidedProjector(3, matrices=fitted_axes(3, 2)), InvalidInputError,
+         "fitted with k_in=3 and k_out=2, expected 3 and 3"),
+        *((lambda shapes=shapes: TwoSidedProjector(3, matrices=fitted_axes(3)).layout(shapes), InvalidInputError,
+           "The principal axes have the shape") for shapes in ({"other": (6, 9)}, {"fc.weight": (6, 10)})),
+        (lambda: accumulate(TwoSidedProjector(3, matrices=fitted_axes(3)), [], parameters={"fc.weight": (6, 10)}),
+         InvalidInputError, "The principal axes have the shape"),
+    ],
+)  # fmt: skip
+def test_axes_that_cannot_be_used_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ---- a segment for every module
+
+MODULES = {"a.weight": (3, 2), "head": (5,), "a.bias": (3,), "b.c.weight": (2, 70)}
+NAMES = {"a": ["a.weight", "a.bias"], "(model)": ["head"], "b.c": ["b.c.weight"]}
+
+
+@pytest.mark.parametrize("proj_dim", [8, 9, 139, 140])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_segment_holds_what_the_projector_makes_of_its_module_alone(inner, proj_dim):
+    """A module with no more parameters than features is stored whole."""
+    grads = random_gradients(MODULES, dtype=torch.float32)
+    projector = INNER[inner](proj_dim, 1)
+    made = PerModuleProjector(projector)
+    row, segments = made.project(grads, 2), made.layout(MODULES).segments
+
+    assert [segment.name for segment in segments] == list(NAMES)
+    for segment, names in zip(segments, NAMES.values(), strict=True):
+        own = {name: grads[name] for name in names}
+        size = sum(grad[0].numel() for grad in own.values())
+        whole = size <= proj_dim or inner == "identity"
+        assert segment.width == (size if whole else proj_dim)
+        alone = NoOpProjector().project(own, 2) if whole else projector.project(own, 2)
+        torch.testing.assert_close(row[:, segment.start : segment.stop], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_modules_have_names_fingerprints_and_errors_of_their_own():
+    two_sided = PerModuleProjector(TwoSidedProjector(2, rest_dim=3))
+    names = [segment.name for segment in two_sided.layout(MODULES).segments]
+    assert names == ["a/a.weight", "a/rest", "(model)", "b.c"]
+    inner = [CountSketchProjector(8), CountSketchProjector(8, seed=1), GaussianProjector(8)]
+    fingerprints = [repr(p.fingerprint()) for one in inner for p in (one, PerModuleProjector(one))]
+    assert len(set(fingerprints)) == len(fingerprints)
+    with pytest.raises(InvalidInputError, match="which is not among the 4 parameters"):
+        accumulated(two_sided, [DenseBlock("a.other", torch.zeros(4, 3))], parameters=MODULES)
+
+
+# ---- the choice by name
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", PROJECTORS)
+def test_every_registered_name_makes_its_projector(name):
+    made = select_projector(name, proj_dim=8, seed=3, device="cpu")
+    module = select_projector(name, proj_dim=8, seed=3, layout="module")
+
+    assert made.fingerprint() == PROJECTORS[name](8, seed=3, device="cpu").fingerprint()
+    expected = made if name == "two_sided" else PerModuleProjector(made)
+    assert module.fingerprint() == expected.fingerprint()
+
+
+@pytest.mark.quick
+def test_auto_none_and_objects_are_taken_as_documented():
+    auto = select_projector("auto", proj_dim=8, seed=3)
+    assert auto.fingerprint() == CountSketchProjector(8, seed=3).fingerprint()
+    assert select_projector("none", proj_dim=8).layout({"w": (3, 4)}).width == 12
+    joint = select_projector("two_sided", proj_dim=8, layout="joint")
+    assert joint.fingerprint() == TwoSidedProjector(2, layout="joint").fingerprint()
+    projector = RademacherProjector(4)
+    assert select_projector(projector, proj_dim=8, seed=0) is projector
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("projector", "layout", "message"),
+    [
+        ("gausian", "auto", "got 'gausian'.*Did you mean 'gaussian'"),
+        ("gaussian", "modules", "Did you mean 'module'"),
+        (RademacherProjector(4), "joint", "which has its own layout"),
+        *((given, "auto", "or an AbstractProjector, got") for given in (None, 3, RademacherProjector)),
+    ],
+)
+def test_what_is_neither_a_name_nor_a_projector_is_refused(projector, layout, message):
+    with pytest.raises(InvalidInputError, match=message):
+        select_projector(projector, proj_dim=8, layout=layout)
+
+
+@pytest.mark.cuda
+def test_fitted_features_are_the_same_on_cuda_up_to_rounding():
+    axes, block = fitted_axes(3, shapes={"w": (6, 9)}), factors((6, 9), 5)
+    host, device = (
+        accumulated(
+            TwoSidedProjector(3, matrices=axes, device=where),
+            [block],
+            num_samples=3,
+            parameters={"w": (6, 9)},
+        )
+        for where in (None, "cuda")
+    )
+
+    assert device.is_cuda
+    torch.testing.assert_close(device.cpu(), host, rtol=1e-10, atol=1e-11)
