@@ -1,4 +1,7 @@
-"""The Triton kernels of the sketches: in the interpreter, compiled without a GPU, and on one."""
+"""The Triton kernels of the sketches in the interpreter and on a GPU, and all kernels as they are compiled for GPUs.
+
+Compiled are the product's own launches, with a driver that does not launch; gradients are tensors without memory.
+"""
 
 from __future__ import annotations
 
@@ -8,87 +11,91 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from projection_cases import accumulated, assert_close, factors
 from projection_cases import random32 as random
-from triton_interpreter import fresh_kernels, interpreted
+from triton_cases import (
+    KEY,
+    PLACES,
+    SHARED,
+    Compiler,
+    choose_anew,
+    fresh_kernels,
+    in_the_interpreter,
+    interpreted,
+    kernels_of,
+    machine_code,
+    recorded_launches,
+    use_on,
+)
 
-from trak_lite.projectors import CountSketchProjector
-from trak_lite.projectors._kernels import usable_kernels
-from trak_lite.projectors._scratch import Scratch
+from trak_lite.projectors import CountSketchProjector, RademacherProjector
 from trak_lite.projectors.random.hash import hash_signs
-from trak_lite.projectors.sketch import base as _sketch
-from trak_lite.projectors.sketch import vector as _vector_sketch
-from trak_lite.projectors.sketch.base import Keys
-from trak_lite.projectors.sketch.matrix import MatrixSketch
-from trak_lite.projectors.sketch.vector import VectorSketch
-from trak_lite.testing.projectors import ProjectorTests
-from trak_lite.types import DenseBlock, FactoredBlock
+from trak_lite.testing import ProjectorTests
+from trak_lite.types import FactoredBlock
 
-CPU = torch.device("cpu")
-KEYS = Keys(3, 1, "weight")
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CPU, META = torch.device("cpu"), torch.device("meta")
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @pytest.fixture(scope="module")
 def interpreter():
-    pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
-    with fresh_kernels(interpret=True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sketch, "_KERNEL_DEVICES", frozenset({"cpu"}))
-        yield
+    with in_the_interpreter() as kernels:
+        yield kernels
 
 
 @pytest.fixture
 def kernels(interpreter):
-    from trak_lite.projectors.sketch import triton as _triton_sketch
+    return interpreter.sketch
 
-    return _triton_sketch
+
+@pytest.fixture
+def launches(interpreter, monkeypatch):
+    return recorded_launches(monkeypatch)
 
 
 @pytest.fixture
 def wide_programs(kernels, monkeypatch):
     """Few programs with many columns each: the interpreter takes its time for every program."""
-    monkeypatch.setattr(kernels, "_TILE_COLUMNS", 8192)
-    monkeypatch.setattr(kernels, "_TILE_ROWS", 2)
-    monkeypatch.setattr(kernels, "_MATRIX_COLUMNS", 256)
+    for name, value in {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2, "_MATRIX_COLUMNS": 256}.items():
+        monkeypatch.setattr(kernels, name, value)
 
 
 @pytest.fixture
 def forget_choices():
     """Each device's choice of the kernels is made anew, and again after the test."""
-    usable_kernels.cache_clear()
+    choose_anew()
     yield
-    usable_kernels.cache_clear()
+    choose_anew()
 
 
-def vector_sketch(num_entries: int, proj_dim: int, device: torch.device = CPU) -> VectorSketch:
-    return VectorSketch(num_entries, proj_dim, KEYS, device=device)
+def sketched(grads, proj_dim: int, shape: tuple[int, ...] | None = None, **settings) -> torch.Tensor:
+    """Features of dense gradients ``(b, n)`` of a parameter, or of (inputs, output_grads)."""
+    projector = CountSketchProjector(proj_dim, seed=3, factors="form", **settings)
+    if not isinstance(grads, tuple):
+        return projector.project({"w": grads.unflatten(1, shape) if shape else grads}, 1)
+    block = FactoredBlock("w", *grads)
+    options = {"num_samples": block.num_samples, "parameters": {"w": shape}, "model_id": 1}
+    return accumulated(projector, [block], **options)
 
 
-def matrix_sketch(shape: tuple[int, int], proj_dim: int, device: torch.device = CPU) -> MatrixSketch:
-    return MatrixSketch(shape, proj_dim, KEYS, device=device, method="form")
-
-
-def by_torch(sketch, rows):
-    """Features of dense rows, or of (inputs, output_grads), by the torch operations."""
+def by_torch(*arguments, **settings) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sketch, "_KERNEL_DEVICES", frozenset())
-        return features(sketch, rows)
+        use_on(patch)
+        return sketched(*arguments, **settings)
 
 
-def features(sketch, rows):
-    if isinstance(rows, tuple):
-        return sketch.factored(FactoredBlock("weight", *rows), Scratch())
-    return sketch.dense(rows, Scratch())
+def assert_same_bits(launches: list, *arguments, **settings) -> None:
+    sketched(random(1, 8), 4)  # the kernels are checked when they are first used
+    launches.clear()
+    actual = sketched(*arguments, **settings)
+    assert launches, "the kernel did not run"
+    expected = by_torch(*arguments, **settings)
 
-
-def assert_same_bits(sketch, rows) -> None:
-    expected = by_torch(sketch, rows)
-    actual = features(sketch, rows)
-
-    assert sketch._kernel is not None, "the kernel did not run"
     assert actual.dtype == expected.dtype
     assert torch.equal(actual, expected)
 
@@ -101,42 +108,25 @@ def assert_same_bits(sketch, rows) -> None:
     ("num_entries", "proj_dim", "num_rows"),
     [(1, 1, 1), (60, 1, 2), (5, 7, 33), (700, 512, 3), (2100, 1000, 35), (800, 5000, 2)],
 )
-def test_vectors_of_one_tile_have_the_bits_of_torch(kernels, num_entries, proj_dim, num_rows):
-    assert_same_bits(vector_sketch(num_entries, proj_dim), random(num_rows, num_entries))
+def test_vectors_of_one_tile_have_the_bits_of_torch(launches, num_entries, proj_dim, num_rows):
+    assert_same_bits(launches, random(num_rows, num_entries), proj_dim)
 
 
 @interpreted
 @pytest.mark.usefixtures("wide_programs")
 @pytest.mark.parametrize(("num_entries", "proj_dim"), [(70_000, 512), (100_000, 1000), (100_001, 33_000)])
-def test_vectors_of_several_tiles_have_the_bits_of_torch(num_entries, proj_dim):
-    sketch = vector_sketch(num_entries, proj_dim)
-
-    assert len(sketch._offsets) > 1
-    assert_same_bits(sketch, random(2, num_entries))
+def test_vectors_of_several_tiles_have_the_bits_of_torch(launches, num_entries, proj_dim):
+    assert_same_bits(launches, random(2, num_entries), proj_dim)
 
 
 @interpreted
 @pytest.mark.usefixtures("wide_programs")
 @pytest.mark.parametrize("segments", [1, 2, 100])
-def test_segments_of_tiles_are_added_after_each_other(kernels, monkeypatch, segments):
+def test_segments_of_tiles_are_added_after_each_other(launches, kernels, monkeypatch, segments):
     """Short segments, a few in a launch; the last has fewer tiles, the last tile fewer entries."""
-    monkeypatch.setattr(_vector_sketch, "_SEGMENT", 3)
+    monkeypatch.setattr("trak_lite.projectors.sketch.vector._SEGMENT", 3)
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: segments * 2 * 32_000 * 4)
-    sketch = vector_sketch(10 * 32_000 + 100, 1000)
-
-    assert len(sketch._offsets) == 11
-    assert_same_bits(sketch, random(2, sketch._num_entries))
-
-
-@interpreted
-def test_the_order_of_additions_is_what_makes_the_bits_equal(kernels, monkeypatch):
-    """With segments of other lengths the sum is the same up to rounding alone."""
-    options = {"width": 8, "offsets": [3, 0, 7, 5] * 18, "sign_key": 5, "fold_offsets": [0], "fold_key": 0}
-    rows = random(4, 576)
-    sums = [kernels.VectorKernel(segment=segment, device=CPU, **options)(rows) for segment in (32, 72)]
-
-    assert not torch.equal(*sums)
-    torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-4)
+    assert_same_bits(launches, random(2, 10 * 32_000 + 100), 1000)
 
 
 @interpreted
@@ -146,34 +136,39 @@ def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(ker
     width, key = 64, 12345
     rows = torch.ones(1, 1).expand(1, first + 2 * width)
     sums = torch.empty(2, 1, width)
-    offsets = torch.zeros(2, dtype=torch.int32)
-    kernels.ring_sums(sums, rows, offsets, key, first=first // width, segment=1)
+    kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
 
     assert torch.equal(sums.flatten(), hash_signs(key, first, 2 * width, device=CPU))
 
 
 @interpreted
-def test_entries_beyond_two_to_the_31_are_read_where_they_lie(kernels):
-    width, key = 64, 5
-    first = 2**31 - width
-    memory = np.zeros(2 * (first + 2 * width), dtype=np.float16)  # pages that nobody writes take no memory
-    rows = torch.from_numpy(memory).view(2, -1)
-    rows[:, first:] = torch.arange(4 * width).view(2, -1)
-    sums = torch.empty(1, 2, width)
-    kernels.ring_sums(
-        sums, rows, torch.tensor([0, 3], dtype=torch.int32), key, first=first // width, segment=2
-    )
+def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpreter):
+    """Rows are 2**31 entries apart, entries 2**26; memory that nobody writes takes no memory."""
+    memory = torch.from_numpy(np.zeros(2**31 + 61 * 2**26, dtype=np.float16))
+    rows = memory.as_strided((2, 60), (2**31 + 64, 2**26))
+    rows.copy_(random(2, 60))
 
-    tiles = (rows[:, first:].float() * hash_signs(key, first, 2 * width, device=CPU)).view(2, 2, width)
-    assert torch.equal(sums[0], tiles[:, 0] + tiles[:, 1].roll(3, 1))
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_vectors_of_every_dtype_have_the_bits_of_torch(dtype):
-    assert_same_bits(vector_sketch(90, 20), random(3, 90, dtype=dtype))
+    for make in (
+        lambda rows: sketched(rows, 16),
+        lambda rows: RademacherProjector(40).project(rows, 0),
+    ):
+        assert make(rows).any()
+        assert torch.equal(make(rows), make(rows.clone()))
+    wide = memory.as_strided((1, 192), (0, 2**24))
+    assert torch.equal(sketched(wide, 40, (2, 96)), sketched(wide.clone(), 40, (2, 96)))
 
 
+# ---- vectors and matrices
+
+SHAPES = [
+    ((2, 64), 512),
+    ((40, 70), 1000),
+    ((92, 66), 70),
+    ((88, 64), 70),
+    ((24, 68), 20),
+    ((70, 65), 65),
+    ((2, 64), 7),
+]
 STRIDED = {
     "transposed": lambda n: random(n, 5).T,
     "every second entry": lambda n: random(5, 2 * n)[:, ::2],
@@ -183,75 +178,30 @@ STRIDED = {
 
 
 @interpreted
-@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
-def test_vectors_with_any_strides_are_read_where_they_lie(make):
-    assert_same_bits(vector_sketch(90, 20), make(90))
-
-
-@interpreted
-@pytest.mark.parametrize("sketch", [vector_sketch(0, 4), vector_sketch(6, 4), matrix_sketch((3, 70), 4)])
-def test_no_rows_and_no_entries_give_no_features_and_zeros(sketch):
-    num_entries = getattr(sketch, "_num_entries", 210)
-    assert_same_bits(sketch, torch.zeros(0, num_entries))
-    assert_same_bits(sketch, torch.zeros(3, num_entries))
-
-
-# ---- matrices, in the interpreter
-
-SHAPES = [
-    ((2, 64), 512),
-    ((40, 70), 1000),
-    ((92, 66), 70),
-    ((88, 20), 70),
-    ((24, 52), 20),
-    ((70, 65), 65),
-    ((3, 5), 1),
-    ((1, 1), 1),
-]
-
-
-@interpreted
 @pytest.mark.parametrize(("shape", "proj_dim"), SHAPES)
-def test_matrices_have_the_bits_of_torch(shape, proj_dim):
-    assert_same_bits(matrix_sketch(shape, proj_dim), random(9, shape[0] * shape[1]))
+def test_matrices_have_the_bits_of_torch(launches, shape, proj_dim):
+    assert_same_bits(launches, random(9, shape[0] * shape[1]), proj_dim, shape)
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_matrices_of_every_dtype_have_the_bits_of_torch(dtype):
-    assert_same_bits(matrix_sketch((20, 70), 100), random(3, 1400, dtype=dtype))
-
-
-@interpreted
-@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
-def test_matrices_with_any_strides_are_read_where_they_lie(make):
-    assert_same_bits(matrix_sketch((6, 70), 100), make(420))
+@pytest.mark.parametrize(
+    "rows",
+    [*(random(3, 420, dtype=d) for d in DTYPES), *(make(420) for make in STRIDED.values()), torch.zeros(3, 420)],
+    ids=[*DTYPES.values(), *STRIDED, "zeros"],
+)  # fmt: skip
+def test_gradients_of_every_dtype_and_stride_have_the_bits_of_torch(launches, rows):
+    for shape in (None, (6, 70)):
+        assert_same_bits(launches, rows, 100, shape)
+        assert sketched(rows[:0], 100, shape).shape == (0, 100)
 
 
 @interpreted
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_row_that_is_not_finite_spoils_no_other(value):
-    for sketch in (vector_sketch(280, 20), matrix_sketch((4, 70), 20)):
-        rows = random(3, 280)
-        rows[1, 7] = value
-        assert features(sketch, rows).isfinite().all(1).tolist() == [True, False, True]
-
-
-@interpreted
-def test_every_block_of_columns_lists_its_rows_once_and_in_natural_order(kernels):
-    sketch = matrix_sketch((300, 100), 256)
-    block = sketch._blocks[1]  # rows 256 .. 299
-    part = kernels.MatrixPart(block.rows, block.columns, block.shifts, block.row_signs, block.column_signs)
-    listed, bounds, groups = kernels._row_lists(part, 256)
-
-    assert groups == 1
-    for place, first in enumerate([0, 64, 128, 192, 256, 320, 384, 448]):
-        rows = [row for row, shift in enumerate(block.starts) if shift < first + 64 and shift + 100 > first]
-        here = listed[bounds[place] : bounds[place + 1]].tolist()
-        assert [code >> 32 for code in here] == [256 + row for row in rows]
-        assert [code >> 1 & 0x7FFFFFFF for code in here] == [block.starts[row] for row in rows]
-        assert [1.0 - 2.0 * (code & 1) for code in here] == [block.signs[row] for row in rows]
-    assert len(bounds) == 9
+def test_a_row_that_is_not_finite_spoils_no_other(interpreter, value):
+    rows = random(3, 280)
+    rows[1, 7] = value
+    for shape in (None, (4, 70)):
+        assert sketched(rows, 20, shape).isfinite().all(1).tolist() == [True, False, True]
 
 
 # ---- factors, in the interpreter
@@ -259,51 +209,47 @@ def test_every_block_of_columns_lists_its_rows_once_and_in_natural_order(kernels
 
 @interpreted
 @pytest.mark.usefixtures("wide_programs")
-@pytest.mark.parametrize(("positions", "budget"), [(1, 1), (3, 2 * 128 * 20 * 4)])
+@pytest.mark.parametrize(("positions", "budget"), [(1, 1), (3, 2 * 128 * 64 * 4)])
 def test_a_gradient_formed_in_small_pieces_has_the_bits_of_the_whole(kernels, monkeypatch, positions, budget):
     """Pieces of one sample and some rows, of some samples and some rows; the products are exact."""
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: budget)
-    inputs, output_grads = (random(3, positions, size, seed=size).mul(50).round() for size in (20, 300))
-    output_grads *= 2.0 ** torch.arange(300).remainder(
-        23
-    )  # a row of the gradient is exact, a sum of rows is not
-    sketch = matrix_sketch((300, 20), 290)
-    whole = (output_grads.transpose(1, 2).double() @ inputs.double()).flatten(1)
+    inputs, output_grads = (random(3, positions, size, seed=size).mul(50).round() for size in (64, 300))
+    output_grads *= 2.0 ** torch.arange(300).remainder(23)  # a row is exact, a sum of rows is not
+    whole = (output_grads.mT.double() @ inputs.double()).flatten(1)
 
     assert torch.equal(whole.float().double(), whole)
-    assert torch.equal(features(sketch, (inputs, output_grads)), by_torch(sketch, whole.float()))
+    made = sketched((inputs, output_grads), 290, (300, 64))
+    assert torch.equal(made, by_torch(whole.float(), 290, (300, 64)))
 
 
 @interpreted
 @pytest.mark.usefixtures("wide_programs")
 @pytest.mark.parametrize(("bands", "most_parts"), [(1, 2), (2, 4), (7, 65535), (100, 2), (100, 65535)])
-def test_whole_rows_of_blocks_are_added_apart(kernels, monkeypatch, bands, most_parts):
+def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, bands, most_parts):
     """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
     monkeypatch.setattr(kernels, "_MOST_PARTS", most_parts)
     inputs, output_grads = (random(3, 2, size, seed=size).double() for size in (70, 150))
-    sketch = matrix_sketch((150, 70), 64)
-    whole = (output_grads.transpose(1, 2) @ inputs).flatten(1)
-    made = features(sketch, (inputs, output_grads))
+    whole = (output_grads.mT @ inputs).flatten(1)
+    made = sketched((inputs, output_grads), 64, (150, 70))
 
-    assert sketch._kernel is not None, "the kernel did not run"
-    torch.testing.assert_close(made, by_torch(sketch, whole), rtol=0, atol=1e-11)
+    assert launches[-1]["apart"], "the kernel did not run"
+    assert_close(made, by_torch(whole, 64, (150, 70)), 1e-12)
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("inputs_dtype", "output_grads_dtype"),
-    [(torch.float16, torch.float16), (torch.float32, torch.float64), (torch.bfloat16, torch.float32)],
+    ("x", "g", "shape"),
+    [
+        (torch.float16, torch.float16, (20, 70)),
+        (torch.float32, torch.float64, (20, 70)),
+        (torch.bfloat16, torch.float32, (20, 70)),
+        (torch.float32, torch.float32, (10, 6)),  # a vector
+    ],
 )
-def test_factors_of_every_dtype_are_formed_as_torch_does(inputs_dtype, output_grads_dtype):
-    factors = (random(3, 2, 70, dtype=inputs_dtype), random(3, 2, 20, seed=1, dtype=output_grads_dtype))
-
-    assert_same_bits(matrix_sketch((20, 70), 100), factors)
-
-
-@interpreted
-def test_vectors_in_factors_reach_the_kernel():
-    assert_same_bits(vector_sketch(60, 16), (random(3, 2, 6), random(3, 2, 10, seed=1)))
+def test_factors_of_every_dtype_are_formed_as_torch_does(launches, x, g, shape):
+    grads = (random(3, 2, shape[1], dtype=x), random(3, 2, shape[0], seed=1, dtype=g))
+    assert_same_bits(launches, grads, 100, shape)
 
 
 # ---- the choice of the kernels
@@ -316,235 +262,338 @@ class TestCountSketchProjectorOnTheKernels(ProjectorTests):
 
 
 @interpreted
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_projector_gives_the_same_bits_with_and_without_the_kernels(monkeypatch, copies):
-    grads = {"a": random(4, 5, 70), "b": random(4, seed=1), "c": random(4, 3, 2, 2)}
-    with_kernels = CountSketchProjector(40, copies=copies).project(grads, 1)
-    monkeypatch.setattr(_sketch, "_KERNEL_DEVICES", frozenset())
-
-    assert torch.equal(with_kernels, CountSketchProjector(40, copies=copies).project(grads, 1))
+def test_what_the_kernels_do_not_read_stays_with_torch_and_copies_do_not(launches):
+    sketched(random(2, 30).to(torch.float8_e5m2), 8)
+    assert launches == []
+    assert_same_bits(launches, random(4, 350), 40, (5, 70), copies=2)
 
 
-@interpreted
-def test_dtypes_that_the_kernels_do_not_read_stay_with_torch():
-    sketch = vector_sketch(30, 8)
-    sketch.dense(random(2, 30).to(torch.float8_e5m2), Scratch())
+class Zeros:
+    def __init__(self, *args):
+        pass
 
-    assert sketch._kernel is None
-
-
-@interpreted
-def test_the_kernels_pass_their_own_check_here(kernels):
-    assert kernels.why_unusable(CPU) is None
+    def dense(self, rows):
+        return torch.zeros(15, 70)
 
 
-@interpreted
-@pytest.mark.parametrize("launcher", ["ring_sums", "MatrixKernel"])
-def test_kernels_that_give_other_features_are_not_used(kernels, monkeypatch, launcher):
-    class Zeros:
-        def __init__(self, *args):
-            pass
-
-        def dense(self, rows):
-            return torch.zeros(15, 70)
-
-    monkeypatch.setattr(
-        kernels, launcher, Zeros if launcher == "MatrixKernel" else lambda sums, *_, **__: sums.zero_()
-    )
-
-    assert kernels.why_unusable(CPU) == "they give other features on this device than the torch operations"
-
-
-@interpreted
-def test_kernels_that_cannot_run_are_replaced_by_torch_with_one_logged_line(
-    kernels, monkeypatch, caplog, forget_choices
-):
+def fails(error: Exception):
     def launch(*args, **options):
-        raise RuntimeError("Failed to find C compiler.")
+        raise error
 
-    monkeypatch.setattr(kernels, "ring_sums", launch)
-    sketches = [vector_sketch(30, 8), matrix_sketch((3, 70), 8)]
+    return launch
+
+
+UNUSABLE = "they do not run on this device "
+
+
+@interpreted
+@pytest.mark.usefixtures("forget_choices")
+@pytest.mark.parametrize(
+    ("launcher", "value", "reason"),
+    [
+        ("ring_sums", fails(RuntimeError("Failed to find C compiler.")), UNUSABLE + "(RuntimeError: Failed to find C"),
+        ("ring_sums", fails(KeyError("Keyword argument maxnreg")), UNUSABLE + "(KeyError: "),
+        ("ring_sums", lambda sums, *_, **__: sums.zero_(), "they give other features on this device than the torch"),
+        ("MatrixKernel", Zeros, "they give other features on this device than the torch operations"),
+    ],
+)  # fmt: skip
+def test_kernels_that_fail_are_replaced_by_torch_with_one_logged_line(
+    kernels, monkeypatch, caplog, launcher, value, reason
+):
+    assert kernels.why_unusable(CPU) is None
+    monkeypatch.setattr(kernels, launcher, value)
     with caplog.at_level(logging.WARNING, "trak_lite"):
-        made = [features(sketch, random(2, n)) for sketch, n in zip(sketches, (30, 210), strict=True)]
+        made = [sketched(random(2, 210), 8, shape) for shape in (None, (3, 70))]
 
     assert len(caplog.records) == 1
-    assert "they do not run on this device (RuntimeError: Failed to find C compiler.)" in caplog.text
-    assert torch.equal(made[0], by_torch(sketches[0], random(2, 30)))
-    assert torch.equal(made[1], by_torch(sketches[1], random(2, 210)))
+    assert reason in caplog.text
+    assert torch.equal(made[0], by_torch(random(2, 210), 8))
+    assert torch.equal(made[1], by_torch(random(2, 210), 8, (3, 70)))
 
 
-def test_without_triton_torch_makes_the_features_with_one_logged_line(monkeypatch, caplog, forget_choices):
-    monkeypatch.setattr(_sketch, "_KERNEL_DEVICES", frozenset({"cpu"}))
-    sketch, rows = vector_sketch(30, 8), random(2, 30)
+@pytest.mark.usefixtures("forget_choices")
+def test_without_triton_torch_makes_the_features_with_one_logged_line(monkeypatch, caplog):
+    use_on(monkeypatch, "cpu")
     with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
         monkeypatch.setitem(sys.modules, "triton", None)
-        made = [features(sketch, rows) for _ in range(2)]
+        made = [sketched(random(2, 30), 8) for _ in range(2)]
 
     assert len(caplog.records) == 1
     assert "triton cannot be imported" in caplog.text
-    assert torch.equal(made[0], by_torch(sketch, rows))
-    assert torch.equal(made[1], made[0])
+    assert all(torch.equal(features, by_torch(random(2, 30), 8)) for features in made)
 
 
 # ---- compiled, without a GPU
 
 
 @pytest.fixture(scope="module")
-def compile_only():
+def to_compile():
     pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
     with fresh_kernels(interpret=False):
-        from trak_lite.projectors.sketch import triton as _triton_sketch
+        yield kernels_of()
 
-        yield _triton_sketch
+
+@pytest.fixture(scope="module")
+def only_compiled(to_compile, tmp_path_factory):
+    import triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = Compiler()
+        folder = tmp_path_factory.mktemp("triton")
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        patch.setattr(triton.runtime.driver, "_active", made)
+        yield made, folder
 
 
 @pytest.fixture
-def compiled(compile_only, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = compile_only
-    blocks = {
-        "_ring_sums": {"block_rows": kernels._TILE_ROWS, "block_columns": kernels._TILE_COLUMNS},
-        "_matrix_sums": {
-            "block_rows": kernels._MATRIX_ROWS,
-            "block_columns": kernels._MATRIX_COLUMNS,
-            "unroll": kernels._MATRIX_UNROLL,
-            "apart": False,
-        },
-    }
-    blocks["_tile_sums"] = blocks["_ring_sums"]
-    options = {
-        "_ring_sums": {"num_warps": kernels._TILE_WARPS},
-        "_tile_sums": {"num_warps": kernels._TILE_WARPS},
-        "_matrix_sums": {"num_warps": kernels._MATRIX_WARPS, **kernels._REGISTERS},
-    }
-    return lambda name, dtype, capability, **others: compile_kernel(
-        getattr(kernels, name),
-        dtype,
-        capability,
-        {"entry_stride": 1, **blocks[name], **others},
-        options[name],
-    )
+def compiler(only_compiled, to_compile, monkeypatch):
+    """The driver, which all kernels hold once they are compiled; the projectors take it on tensors without memory."""
+    use_on(monkeypatch, "meta")
+    for place, kernels in zip(PLACES, (to_compile.sketch, to_compile.dense), strict=True):
+        name = f"trak_lite.projectors.{place}.usable_kernels"
+        monkeypatch.setattr(name, lambda *_, kernels=kernels: kernels)
+    only_compiled[0].capability = 90
+    only_compiled[0].launches.clear()
+    return only_compiled[0]
 
 
-def compile_kernel(kernel, dtype: str, capability: int, constants: dict, options: dict):
-    """Compile for gradients whose entries are neighbours in memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+@pytest.fixture
+def compiled(compiler, only_compiled, to_compile, monkeypatch):
+    """Compiles what one call launches; returns the files of a kernel, by their suffix."""
 
-    gradient, total = f"*{dtype}", "*fp64" if dtype == "fp64" else "*fp32"
-    types = {
-        **dict.fromkeys(["rows_ptr", "grads_ptr"], gradient),
-        **dict.fromkeys(["lists_ptr", "bounds_ptr", "facts_ptr"], "*i64"),
-        **dict.fromkeys(["row_stride", "sample_stride", "origin", "crossing", "first_tile"], "i64"),
-        "sums_ptr": total,
-        **dict.fromkeys(["offsets_ptr", "fold_offsets_ptr"], "*i32"),
-        "signs_ptr": "*fp32",
-    }
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
-    }
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if name.endswith("_ptr")
-    }
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    def files(kernel: str, call, capability: int = 90) -> list[dict[str, Path]]:
+        for module in vars(to_compile).values():
+            for value in vars(module).values():
+                getattr(value, "device_caches", {}).clear()
+        folder = only_compiled[1] / f"{len(list(only_compiled[1].iterdir()))}"
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        compiler.capability = capability
+        call()
+        return [
+            {file.suffix[1:]: file for file in path.parent.glob(f"{kernel}.*")}
+            for path in folder.glob(f"*/{kernel}.ptx")
+        ]
+
+    return files
 
 
-def machine_code(compiled, folder) -> str:
-    import triton
-
-    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-    command = [triton.knobs.nvidia.nvdisasm.path, "-c", folder / "kernel.cubin"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def no_memory(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
-@pytest.mark.parametrize("name", ["_ring_sums", "_tile_sums", "_matrix_sums"])
-def test_neighbours_in_memory_are_read_by_neighbouring_lanes(compiled, name, dtype):
-    """The layout of the reads has columns, not rows, on the lanes of a warp."""
-    layout = compiled(name, dtype, 90).asm["ttgir"]
-
-    load = next(
-        line for line in layout.splitlines() if "tt.load" in line and f"x!tt.ptr<{kind(dtype)}>" in line
-    )
-    blocked = re.search(r"#blocked\d*", load)[0]
-    definition = next(line for line in layout.splitlines() if line.startswith(f"{blocked} = "))
-    assert "threadsPerWarp = [1, 32]" in definition
-    assert "order = [1, 0]" in definition
+def vector(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=2048) -> None:
+    sketched(no_memory(num_rows, num_entries, dtype=dtype), proj_dim)
 
 
-def kind(dtype: str) -> str:
-    return {"fp16": "f16", "fp32": "f32", "fp64": "f64"}[dtype]
+def tile(dtype=torch.float32) -> None:
+    vector(dtype, num_entries=2000)
+
+
+def matrix(dtype=torch.float32) -> None:
+    sketched(no_memory(64, 3 * 512, dtype=dtype), 2048, (3, 512))
+
+
+def apart(dtype=torch.float32) -> None:
+    sketched((no_memory(64, 2, 512, dtype=dtype), no_memory(64, 2, 300, dtype=dtype)), 2048, (300, 512))
+
+
+def signs(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=8192, **settings) -> None:
+    rows = no_memory(num_rows, num_entries, dtype=dtype)
+    RademacherProjector(proj_dim, **settings).project(rows, 0)
+
+
+LAUNCHED = {"_ring_sums": vector, "_tile_sums": tile, "_matrix_sums": matrix, "_signed_product": signs}
+SPILLED = {("_ring_sums", 80, "*fp64"): 80}
+"""Known spills in bytes. All others are errors."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("capability", SHARED)
+def test_no_register_is_spilled(compiler, capability, dtype):
+    """Triton refuses too much shared memory."""
+    compiler.capability = capability
+    for call in LAUNCHED.values():
+        call(dtype)
+    if dtype == torch.float32:
+        signs(dtype, precision="tf32")
+    for name in LAUNCHED:
+        case = name, capability, f"*{DTYPES[dtype]}"
+        assert max(compiler.stacks[case]) <= SPILLED.get(case, 0), case
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("name", "reads"),
-    [("_ring_sums", 32), ("_tile_sums", 32), ("_matrix_sums", 64), ("_matrix_sums apart", 64)],
-)
-def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, tmp_path, name, reads, capability):
-    name, _, apart = name.partition(" ")
-    others = {"apart": True} if apart else {}
-    code = machine_code(compiled(name, "fp32", capability, **others), tmp_path)
+    ("name", "call", "reads"),
+    [("_ring_sums", vector, 32), ("_tile_sums", tile, 32), ("_matrix_sums", matrix, 64), ("_matrix_sums", apart, 64)],
+)  # fmt: skip
+def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, name, call, reads, capability):
+    (files,) = compiled(name, call, capability)
+    instructions = re.findall(r"\b(LDG|FFMA|STL|LDL)\b", machine_code(files["cubin"]))
 
-    instructions = re.findall(r"\b(LDG|FFMA|STL|LDL)\b", code)
-    assert "STL" not in instructions
-    assert "LDL" not in instructions
+    assert not {"STL", "LDL"}.intersection(instructions)
     first_sum = instructions.index("FFMA")
     assert instructions[:first_sum].count("LDG") >= reads
     assert "LDG" not in instructions[first_sum:]
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("name", ["_ring_sums", "_tile_sums", "_matrix_sums"])
-def test_small_numbers_are_not_flushed_to_zero(compiled, name):
-    assert ".ftz" not in compiled(name, "fp32", 90).asm["ptx"]
+def test_neighbours_in_memory_are_read_by_neighbouring_lanes_and_small_numbers_are_kept(compiled, name, dtype):
+    """The layout of the reads has columns, not rows, on the lanes of a warp."""
+    (files,) = compiled(name, lambda: LAUNCHED[name](next(d for d in DTYPES if DTYPES[d] == dtype)))
+    layout = files["ttgir"].read_text()
+
+    pointer = f"x!tt.ptr<{dtype.replace('p', '')}>"
+    load = next(line for line in layout.splitlines() if "tt.load" in line and pointer in line)
+    blocked = re.search(r"#blocked\d*", load)[0]
+    definition = next(line for line in layout.splitlines() if line.startswith(f"{blocked} = "))
+    assert "threadsPerWarp = [1, 32]" in definition
+    assert "order = [1, 0]" in definition
+    assert ".ftz" not in files["ptx"].read_text()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_signs_are_multiplied_in_float32_unless_tensor_cores_are_exact(compiled, capability, dtype):
+    """float16 and bfloat16 are TF32 numbers, as signs are."""
+    (files,) = compiled("_signed_product", lambda: signs(dtype), capability)
+    ptx = files["ptx"].read_text()
+
+    assert ("fma.rn.f32" in ptx) == (dtype == torch.float32)
+    assert ("mma" in ptx) == (dtype != torch.float32)
+    assert "cp.async" in ptx  # several entries per instruction, asynchronously
+
+
+@pytest.mark.parametrize("name", ["_ring_sums", "_matrix_sums", "_signed_product"])
+def test_gradients_are_addressed_with_64_bits(compiled, name):
+    """No offset of 32 bits is added to a pointer to gradients."""
+    (files,) = compiled(name, lambda: LAUNCHED[name](torch.float16))
+    pattern = r"tt\.addptr %(\S+), .*ptr<f16>>?, (?:tensor<[\dx]*x)?(i\d+)"
+    steps = re.findall(pattern, files["ttir"].read_text())
+
+    assert len(steps) >= 2
+    assert {bits for _, bits in steps} == {"i64"}, steps
+
+
+def assert_launchable(launches: list) -> None:
+    for name, grid, types, values in launches:
+        assert grid[0] < 2**31, name
+        assert max(grid[1:]) <= 65_535, (name, grid)
+        for argument, kind in types.items():
+            if kind[0] == "i" and isinstance(values[argument], int):
+                bits = int(kind[1:])
+                assert -(2 ** (bits - 1)) <= values[argument] < 2 ** (bits - 1), (name, argument)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_entries", "proj_dim"),
+    [(1, 2**31 + 7, 2048), (64, 3_000_000_019, 8192), (5000, 40_000_000, 512)],
+)
+def test_launches_for_large_parameters_fit_the_grid(compiler, num_rows, num_entries, proj_dim):
+    vector(torch.bfloat16, num_rows, num_entries, proj_dim)
+    signs(torch.bfloat16, num_rows, num_entries, proj_dim)
+
+    assert_launchable(compiler.launches)
+    rings = [values for name, _, _, values in compiler.launches if name == "_ring_sums"]
+    assert max(values["num_entries"] for values in rings) == num_entries
+    widths = [values["num_entries"] for name, _, _, values in compiler.launches if name == "_signed_product"]
+    assert sum(widths) == -(-num_rows // 256) * num_entries  # rows come in groups of 256
+    assert max(widths) <= 2**24
+
+
+def test_strides_of_64_bits_reach_the_kernels(compiler, to_compile):
+    far = no_memory(1, 1, dtype=torch.float16).as_strided((1000, 1536), (2**33, 2**20))
+    sketched(far, 2048)
+    sketched(far, 2048, (3, 512))
+    to_compile.dense.add_signed_product_(no_memory(1000, 2048), far, KEY)
+
+    assert_launchable(compiler.launches)
+    strides = [types.get("row_stride") for name, _, types, _ in compiler.launches if name != "_matrix_sums"]
+    strides += [types.get("sample_stride") for name, _, types, _ in compiler.launches if name == "_matrix_sums"]
+    assert len(compiler.launches) >= 3
+    assert set(strides) == {"i64"}
+
+
+AMD = """
+import torch
+torch.version.hip = "6.4"  # as torch for AMD has it
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from trak_lite.projectors.dense import triton as dense
+from trak_lite.projectors.sketch import triton as sketch
+
+class Driver:
+    def get_current_target(self): return GPUTarget("hip", "gfx942", 64)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def map_python_to_cpp_type(self, name): return "int"
+    def get_device_interface(self): return torch.cuda
+    def launcher_cls(self, *args, **named): raise RuntimeError("compiled, and no GPU to launch on")
+
+driver.set_active(Driver())
+cpu = torch.device("cpu")
+signs = torch.ones(5)
+part = sketch.MatrixPart(slice(0, 3), slice(0, 5), torch.tensor([66, 2, 69]), signs[:3], signs)
+for run in (
+    lambda: print(sketch.why_unusable(cpu)),
+    lambda: sketch.MatrixKernel(5, 70, [part]).dense(torch.eye(15)),
+    lambda: print(dense.why_unusable(cpu)),
+):
+    try:
+        run()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_compile_for_amd(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", AMD]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    assert done.stdout.count("compiled, and no GPU to launch on") == 3, done.stdout
 
 
 # ---- on a GPU
 
 
+@pytest.fixture
+def no_warning(forget_choices, caplog):
+    """The kernels are chosen: where they are not, there is a warning."""
+    with caplog.at_level(logging.WARNING, "trak_lite"):
+        yield
+    assert not caplog.records, caplog.text
+
+
 @pytest.mark.cuda
+@pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_entries", "proj_dim"), [(1, 1), (700, 512), (100_000, 1000), (5_000_000, 2048), (300_000, 40_000)]
+    ("shape", "proj_dim"),
+    [
+        *(((n,), k) for n, k in ((1, 1), (700, 512), (100_000, 1000), (5_000_000, 2048), (300_000, 40_000))),
+        *SHAPES,
+        ((1000, 1200), 512),
+        ((700, 3000), 2048),
+    ],
 )
-def test_vectors_on_a_gpu_have_the_bits_of_the_cpu(num_entries, proj_dim, dtype):
-    rows = random(3, num_entries, dtype=dtype)
-    sketch = vector_sketch(num_entries, proj_dim, torch.device("cuda"))
-    made = features(sketch, rows.cuda())
-
-    assert sketch._kernel is not None, "the kernel did not run"
-    assert torch.equal(made.cpu(), features(vector_sketch(num_entries, proj_dim), rows))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "proj_dim"), [*SHAPES, ((1000, 1200), 512), ((700, 3000), 2048)])
-def test_matrices_on_a_gpu_have_the_bits_of_the_cpu(shape, proj_dim, dtype):
-    rows = random(9, shape[0] * shape[1], dtype=dtype)
-    sketch = matrix_sketch(shape, proj_dim, torch.device("cuda"))
-    made = features(sketch, rows.cuda())
-
-    assert sketch._kernel is not None, "the kernel did not run"
-    assert torch.equal(made.cpu(), features(matrix_sketch(shape, proj_dim), rows))
+def test_features_on_a_gpu_have_the_bits_of_the_cpu(shape, proj_dim, dtype):
+    rows = random(3, torch.Size(shape).numel(), dtype=dtype)
+    assert torch.equal(sketched(rows.cuda(), proj_dim, shape).cpu(), sketched(rows, proj_dim, shape))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
 def test_rows_with_any_strides_on_a_gpu_have_the_bits_of_the_cpu(make):
     rows = make(4200)
-    for here, there in (
-        (vector_sketch(4200, 100), vector_sketch(4200, 100, torch.device("cuda"))),
-        (matrix_sketch((60, 70), 100), matrix_sketch((60, 70), 100, torch.device("cuda"))),
-    ):
-        cuda_rows = (
-            torch.empty_strided(rows.shape, rows.stride(), device="cuda").copy_(rows)
-            if make is not (STRIDED["expanded"])
-            else rows[:1].cuda().expand(rows.shape)
-        )
-        assert torch.equal(features(there, cuda_rows).cpu(), features(here, rows))
+    if make is STRIDED["expanded"]:
+        there = rows[:1].cuda().expand(rows.shape)
+    else:
+        there = torch.empty_strided(rows.shape, rows.stride(), device="cuda").copy_(rows)
+    for shape in (None, (60, 70)):
+        assert torch.equal(sketched(there, 100, shape).cpu(), sketched(rows, 100, shape))
 
 
 @pytest.mark.cuda
@@ -560,89 +609,36 @@ def test_a_row_on_a_gpu_has_the_same_bits_in_every_batch():
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("budget", [1 << 20, 1 << 28])
 def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(monkeypatch, budget):
-    from trak_lite.projectors.sketch import triton as _triton_sketch
+    monkeypatch.setattr(kernels_of().sketch, "scratch_bytes", lambda device: budget)
+    block = factors((700, 600), 5, 9, torch.float32)
+    grads = block.inputs, block.output_grads
+    made = sketched(tuple(factor.cuda() for factor in grads), 512, (700, 600))
 
-    monkeypatch.setattr(_triton_sketch, "scratch_bytes", lambda device: budget)
-    factors = (random(9, 5, 600), random(9, 5, 700, seed=1))
-    sketch = matrix_sketch((700, 600), 512, torch.device("cuda"))
-    made = features(sketch, tuple(factor.cuda() for factor in factors))
-
-    assert sketch._kernel is not None, "the kernel did not run"
-    torch.testing.assert_close(
-        made.cpu(), features(matrix_sketch((700, 600), 512), factors), rtol=1e-4, atol=1e-3
-    )
+    assert_close(made.cpu(), sketched(grads, 512, (700, 600)), 1e-5)
 
 
 @pytest.mark.cuda
 def test_entries_beyond_two_to_the_31_on_a_gpu_are_read_where_they_lie():
-    rows = torch.zeros(1, 2**31 + 1000, dtype=torch.float16, device="cuda")
-    rows[0, 2**31 + 5] = 2
-    sketch = vector_sketch(rows.shape[1], 65_536, torch.device("cuda"))
-    made = features(sketch, rows)
+    size, place = 2**31 + 1000, 2**31 + 5
+    rows = torch.zeros(1, size, dtype=torch.float16, device="cuda")
+    rows[0, place] = 2
+    found = sketched(rows, 65_536).cpu()
+    units = torch.zeros(1, 65_536)
+    units[0, int(found.abs().argmax())] = 1
+    entry = CountSketchProjector(65_536, seed=3).adjoint(units.cuda(), model_id=1, parameters={"w": (size,)})
 
-    place = (2**31 + 5) % 65_536 + sketch._offsets[-1]
-    expected = torch.zeros(1, 65_536)
-    expected[0, place % 65_536] = 2 * hash_signs(sketch._sign_key, 2**31 + 5, 1, device=CPU)[0]
-    assert torch.equal(made.cpu(), expected)
+    assert found.abs().sum() == 2
+    assert float(entry["w"][0, place]) * 2 == float(found.sum())
 
 
 @pytest.mark.cuda
 def test_the_kernels_run_on_the_gpu_that_the_gradients_are_on():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    block = DenseBlock("weight", random(4, 20, 70))
     with torch.cuda.device(0):
-        made = CountSketchProjector(64).project({block.name: block.grad.to("cuda:1")}, 0)
+        made = sketched(random(4, 1400).to("cuda:1"), 64, (20, 70))
 
-    assert torch.equal(made.cpu(), CountSketchProjector(64).project({block.name: block.grad}, 0))
-
-
-@interpreted
-def test_a_compiler_that_fails_in_its_own_way_is_a_reason(kernels, monkeypatch):
-    def fail(device):
-        raise KeyError("Keyword argument maxnreg was specified but unrecognised")
-
-    monkeypatch.setattr(kernels, "_vector_entries_are_right", fail)
-
-    assert "KeyError" in kernels.why_unusable(CPU)
-
-
-AMD = """
-import torch
-torch.version.hip = "6.4"  # as torch for AMD has it
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from trak_lite.projectors.dense import triton as _triton_dense
-from trak_lite.projectors.sketch import triton as _triton_sketch
-
-class Driver:
-    def get_current_target(self): return GPUTarget("hip", "gfx942", 64)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def map_python_to_cpp_type(self, name): return "int"
-    def get_device_interface(self): return torch.cuda
-    def launcher_cls(self, *args, **named): raise RuntimeError("compiled, and no GPU to launch on")
-
-driver.set_active(Driver())
-cpu = torch.device("cpu")
-for check in (_triton_sketch._vector_entries_are_right, _triton_sketch._matrix_entries_are_right):
-    try:
-        check(cpu)
-    except RuntimeError as error:
-        print(check.__name__, error)
-print(_triton_dense.why_unusable(cpu))
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernels_compile_for_amd(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-
-    done = subprocess.run(
-        [sys.executable, "-c", AMD], env=environment, capture_output=True, text=True, check=True
-    )
-
-    assert done.stdout.count("compiled, and no GPU to launch on") == 3, done.stdout
+    assert torch.equal(made.cpu(), sketched(random(4, 1400), 64, (20, 70)))

@@ -1,0 +1,543 @@
+"""Gram matrices, damping and solves, products of features and the best rows, against dense NumPy."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError, StateError
+from trak_lite.linalg.kernel import (
+    DEFAULT_SHARES,
+    KernelSettings,
+    eigenpath,
+    factorise,
+    factorise_segments,
+    gram,
+    precondition,
+    precondition_path,
+)
+from trak_lite.linalg.products import score_block, self_scores, unit_segments
+from trak_lite.linalg.topk import TopK
+from trak_lite.methods import AbstractKernelMethod
+from trak_lite.types import FeatureLayout, Segment
+
+pytestmark = pytest.mark.quick
+
+NUM_ROWS, NUM_TARGETS, WIDTH, NUM_CHECKPOINTS = 300, 6, 7, 3
+JOINT = FeatureLayout.joint(WIDTH)
+SPLIT = FeatureLayout((Segment("conv", 0, 3), Segment("head", 3, 7)))
+LAYOUTS = pytest.mark.parametrize("layout", [JOINT, SPLIT], ids=["joint", "per-module"])
+
+
+def random_rows(num_rows=NUM_ROWS, width=WIDTH, *, seed=0, dtype=torch.float64):
+    return torch.randn(num_rows, width, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def random_weights(num_rows=NUM_ROWS, *, seed=1):
+    return torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def dependent_rows(num_rows=NUM_ROWS, *, seed=0):
+    rows = random_rows(num_rows, seed=seed)
+    rows[:, 6] = rows[:, 0] - 3.0 * rows[:, 2] + 0.1 * rows[:, 5]
+    return rows
+
+
+def joint_gram(rows=None, weights=None):
+    return gram([random_rows() if rows is None else rows], weights, layout=JOINT)[0]
+
+
+def solve(rows, targets, num_rows=NUM_ROWS, weights=None, **values):
+    kernel = factorise(joint_gram(rows, weights), KernelSettings(**values), num_rows=num_rows)
+    return kernel.solve(targets)
+
+
+# ---- gram
+
+
+@given(cuts=st.lists(st.integers(0, NUM_ROWS), max_size=8))
+@settings(max_examples=40)
+def test_gram_is_the_sum_of_weighted_outer_products_with_the_same_bits_in_any_blocks(cuts):
+    rows, weights = random_rows(), random_weights()
+    bounds = [0, *sorted(cuts), NUM_ROWS]
+    blocks = [rows[a:b].requires_grad_() for a, b in itertools.pairwise(bounds)]
+
+    (matrix,) = gram(blocks, weights, layout=JOINT)
+
+    assert torch.equal(matrix, joint_gram(rows, weights))
+    assert not matrix.requires_grad
+    expected = reference.kernel(random_rows().numpy(), random_weights().numpy(), lambda_reg=0.0)
+    np.testing.assert_allclose(matrix.numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gram_without_weights_counts_every_row_once_in_each_segment():
+    rows = random_rows()
+    for matrix, columns in zip(gram([rows], layout=SPLIT), (rows[:, :3], rows[:, 3:]), strict=True):
+        np.testing.assert_allclose(matrix.numpy(), (columns.T @ columns).numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_narrow_features_are_accumulated_in_float64(dtype):
+    """65504 is float16's largest number: its square and any sum of squares would overflow there."""
+    rows = random_rows().to(dtype)
+    rows[:, 0] = 6e4
+    matrix, exact = joint_gram(rows), rows.double().numpy()
+
+    assert matrix.dtype == torch.float64
+    np.testing.assert_allclose(matrix.numpy(), exact.T @ exact, rtol=1e-12, atol=1e-5)
+
+
+def test_a_coarse_gram_is_that_of_float32_products_added_up_in_float64():
+    rows = random_rows(2500, dtype=torch.float32)
+    matrices = gram(rows.split(700), layout=SPLIT, exact=False)
+
+    for matrix, columns in zip(matrices, (rows[:, :3], rows[:, 3:7]), strict=True):
+        assert matrix.dtype == torch.float64
+        assert torch.equal(matrix, sum((part.T @ part).double() for part in columns.split(1024)))
+
+
+# ---- damping and solves
+
+
+@pytest.mark.parametrize(
+    ("values", "num_rows"),
+    [({"damping": 0.1}, NUM_ROWS), ({"damping": 0.0}, NUM_ROWS), ({"lambda_reg": 3.0}, NUM_ROWS), ({"damping": 0.1}, 5)],
+    ids=str,
+)  # fmt: skip
+def test_solve_is_the_inverse_of_the_damped_kernel(values, num_rows):
+    rows, weights, targets = random_rows(num_rows), random_weights(num_rows), random_rows(5, seed=2)
+    solved = solve(rows, targets, num_rows, weights, **values)
+
+    kernel = reference.kernel(rows.numpy(), weights.numpy(), **values)
+    np.testing.assert_allclose(solved.numpy(), np.linalg.solve(kernel, targets.numpy().T).T, rtol=1e-10)
+
+
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, 4])
+def test_the_default_lambda_is_a_share_of_the_root_mean_square_of_eigenvalues(num_rows):
+    """Of those that can be above zero: at most one per row, unless the matrix is a fitted Fisher information."""
+    matrix = joint_gram(random_rows()[:num_rows])
+    squares = np.square(np.linalg.eigvalsh(matrix.numpy()))
+    expected = 0.2 * np.sqrt(squares[-num_rows:].mean())
+
+    before = matrix.clone()
+    kernel = factorise(matrix.tril(), KernelSettings(), num_rows=num_rows)  # reads only the lower triangle
+    fisher = factorise(matrix, KernelSettings(weighting="fisher"), num_rows=num_rows)
+    given = factorise(matrix, KernelSettings(damping=5.0, lambda_reg=0.25), num_rows=num_rows)
+
+    assert torch.equal(matrix, before)
+    assert kernel.lambda_reg == pytest.approx(expected, rel=1e-12)
+    assert fisher.lambda_reg == pytest.approx(0.02 * np.sqrt(squares.mean()), rel=1e-12)
+    assert given.lambda_reg == 0.25
+    targets, path = random_rows(3, seed=2), [eigenpath(matrix)]
+    both = precondition_path(
+        targets, path, [None, 1.0], layout=JOINT, num_rows=num_rows, settings=KernelSettings()
+    )
+    torch.testing.assert_close(both[0], kernel.solve(targets), rtol=1e-8, atol=1e-12)
+
+
+def test_the_shares_are_those_of_the_version_of_the_methods():
+    """Stored scores are found by the version of a method, not by the shares: change both together."""
+    assert DEFAULT_SHARES == {"curvature": 0.2, "none": 0.2, "fisher": 0.02}
+    assert AbstractKernelMethod.version == 1
+
+
+def test_rescaled_inverse_has_mean_absolute_entry_one():
+    inverse = solve(random_rows(), torch.eye(WIDTH), rescale_inverse=True)
+    assert inverse.abs().mean().item() == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("num_rows", [5, NUM_ROWS])
+def test_a_singular_kernel_may_be_solved_by_its_pseudo_inverse(num_rows, rescale):
+    """Fewer rows than features, or dependent features; a kernel that has an inverse keeps its bits."""
+    rows, targets = dependent_rows(num_rows), random_rows(3, seed=2)
+    matrix, values = joint_gram(rows), KernelSettings(damping=0.0, rescale_inverse=rescale)
+    kernel = factorise(matrix, values, num_rows=num_rows, allow_singular=True)
+
+    assert kernel.is_pseudo_inverse
+    assert kernel.width == WIDTH
+    assert kernel.factor.shape == (WIDTH, min(num_rows, WIDTH - 1))
+    inverse = np.linalg.pinv(rows.numpy().T @ rows.numpy(), rcond=1e-10, hermitian=True)
+    inverse /= np.abs(inverse).mean() if rescale else 1.0
+    np.testing.assert_allclose(kernel.solve(targets).numpy(), targets.numpy() @ inverse, rtol=1e-7)
+    expected = np.einsum("ij,jk,ik->i", targets.numpy(), inverse, targets.numpy())
+    np.testing.assert_allclose(kernel.quadratic_form(targets).numpy(), expected, rtol=1e-7)
+
+    damped = KernelSettings(damping=0.1, rescale_inverse=rescale)
+    kernels = [factorise(matrix, damped, num_rows=num_rows, allow_singular=some) for some in (False, True)]
+    assert torch.equal(*(kernel.solve(targets) for kernel in kernels))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dependent_features_without_damping_are_refused_despite_rounding(seed):
+    """Rounding makes the last pivot a tiny number of either sign; both must be caught."""
+    with pytest.raises(SingularKernelError, match="numerically singular at lambda = 0"):
+        solve(dependent_rows(seed=seed), random_rows(2), damping=0.0)
+
+
+def test_features_of_very_different_scale_are_not_taken_for_dependent():
+    scales = torch.logspace(-8, 8, WIDTH, dtype=torch.float64)
+    rows, targets = random_rows(), random_rows(3, seed=2)
+
+    solved = solve(rows * scales, targets * scales, damping=0.0)
+    torch.testing.assert_close(solved * scales, solve(rows, targets, damping=0.0), rtol=1e-10, atol=0.0)
+
+
+def test_segments_are_solved_alone_and_one_without_signal_adds_nothing():
+    targets, silent = random_rows(4, seed=2), random_rows()
+    silent[:, :3] = 0.0
+    for rows in (random_rows(), silent):
+        matrices = gram([rows], random_weights(), layout=SPLIT)
+        kernels = factorise_segments(matrices, KernelSettings(), num_rows=NUM_ROWS, layout=SPLIT)
+        solved = precondition(targets, kernels, layout=SPLIT)
+        for (start, stop), matrix in zip(((0, 3), (3, 7)), matrices, strict=True):
+            if rows is silent and start == 0:
+                assert torch.equal(solved[:, :3], torch.zeros(4, 3, dtype=torch.float64))
+                continue
+            alone = factorise(matrix, KernelSettings(), num_rows=NUM_ROWS).solve(targets[:, start:stop])
+            assert torch.equal(solved[:, start:stop], alone)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3, 1.0, 100.0])
+def test_one_eigendecomposition_gives_the_solution_of_every_lambda(damping, monkeypatch):
+    """Also where LAPACK's usual routine does not converge."""
+
+    def failing(matrix):
+        raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+
+    targets, matrix = random_rows(5, seed=2), joint_gram(random_rows(), random_weights())
+    mean = np.linalg.eigvalsh(matrix.numpy()).mean()
+    separate = solve(random_rows(), targets, weights=random_weights(), lambda_reg=damping * mean)
+    for _ in range(2):
+        path = eigenpath(matrix)
+        assert path.mean_eigenvalue == pytest.approx(mean, rel=1e-12)
+        torch.testing.assert_close(path.solve(targets, damping * mean), separate, rtol=1e-10, atol=1e-14)
+        vectors = path.eigenvectors
+        torch.testing.assert_close(vectors @ path.eigenvalues.diag() @ vectors.T, matrix)
+        torch.testing.assert_close(vectors.T @ vectors, torch.eye(WIDTH, dtype=matrix.dtype))
+        monkeypatch.setattr(torch.linalg, "eigh", failing)
+
+
+def test_settings_survive_json():
+    given = KernelSettings(weighting="none", damping=0.5, lambda_reg=2, rescale_inverse=True)
+    assert KernelSettings.from_json(json.loads(json.dumps(given.to_json()))) == given
+
+
+# ---- products
+
+
+def random_tensors(*shape, seed, count=NUM_CHECKPOINTS):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+TRAIN = random_tensors(NUM_ROWS, WIDTH, seed=0)
+TARGETS = random_tensors(NUM_TARGETS, WIDTH, seed=1)
+Q = [torch.sigmoid(x) for x in random_tensors(NUM_ROWS, seed=2)]
+W = [q * (1 - q) for q in Q]
+
+
+def products(train, weights, targets, *, layout=JOINT, settings=None):
+    """One checkpoint: gram, factors, targets, scores."""
+    settings = settings or KernelSettings()
+    weights = None if settings.weighting == "none" else weights
+    matrices = gram(train.split(100), weights, layout=layout)
+    kernels = factorise_segments(matrices, settings, num_rows=len(train), layout=layout)
+    return score_block(train, precondition(targets, kernels, layout=layout))
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"damping": 0.01}, {"damping": 0.0}, {"lambda_reg": 5.0}, {"weighting": "none", "damping": 3.0}],
+    ids=str,
+)
+def test_scores_match_the_dense_reference(layout, values):
+    settings = KernelSettings(**values)
+    parts = [products(*one, layout=layout, settings=settings) for one in zip(TRAIN, W, TARGETS, strict=True)]
+    scores = torch.stack(parts).mean(0) * torch.stack(Q).mean(0)[:, None]
+
+    expected = reference.kernel_scores(
+        *([x.numpy() for x in arrays] for arrays in (TRAIN, Q, W, TARGETS)),
+        segments=[(s.start, s.stop) for s in layout.segments],
+        where_q="outside",
+        **values,
+    )
+    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("lambda_reg", [0.0, 0.1, 0.5])
+def test_rescaled_inverse_gives_the_scores_of_the_original_trak(lambda_reg):
+    train, targets = random_tensors(NUM_ROWS, 20, seed=3), random_tensors(4, 20, seed=4)
+    matrices = random_tensors(20, WIDTH, seed=5)
+    settings = KernelSettings(weighting="none", lambda_reg=lambda_reg, rescale_inverse=True)
+    parts = [
+        products(g @ r / 20**0.5, None, t @ r / 20**0.5, settings=settings)
+        for g, t, r in zip(train, targets, matrices, strict=True)
+    ]
+    scores = torch.stack(parts).mean(0) * torch.stack(Q).mean(0)[:, None]
+
+    arrays = ([x.numpy() for x in part] for part in (train, Q, targets, matrices))
+    expected = reference.trak_scores(*arrays, lambda_reg=lambda_reg)
+    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float16, 1e-2)])
+def test_narrow_features_score_close_to_float64(dtype, rtol):
+    scores, expected = (products(TRAIN[0].to(d), W[0], TARGETS[0].to(d)) for d in (dtype, torch.float64))
+
+    assert scores.dtype == torch.float64
+    torch.testing.assert_close(scores, expected, rtol=rtol, atol=rtol * float(expected.abs().mean()))
+
+
+def test_relative_damping_makes_scores_independent_of_the_scale_of_each_segment():
+    scales = torch.tensor([1e-3] * 3 + [1e4] * 4, dtype=torch.float64)
+    scaled = products(TRAIN[0] * scales, W[0], TARGETS[0] * scales, layout=SPLIT)
+
+    expected = products(TRAIN[0], W[0], TARGETS[0], layout=SPLIT)
+    torch.testing.assert_close(scaled, expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_row_has_the_same_scores_in_every_block(dtype):
+    train = TRAIN[0].to(dtype)
+    pieces = torch.cat([score_block(piece, TARGETS[0]) for piece in train.split([1, 170, 129])])
+
+    torch.testing.assert_close(pieces, score_block(train, TARGETS[0]), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(pieces, train.double() @ TARGETS[0].T, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("train_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target_dtype", [torch.float16, torch.float32])
+def test_products_never_accumulate_below_float32(train_dtype, target_dtype):
+    """8 x 250 x 250 is past float16's largest number."""
+    train = torch.full((2, 8), 250.0, dtype=train_dtype)
+    scores = score_block(train, torch.full((1, 8), 250.0, dtype=target_dtype))
+
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[500000.0], [500000.0]]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("train_dtype", [torch.float16, torch.float32])
+def test_scores_add_up_over_checkpoints_in_place(out_dtype, train_dtype):
+    out = torch.full((NUM_ROWS, NUM_TARGETS), float("nan"), dtype=out_dtype)
+    for number, (train, targets) in enumerate(zip(TRAIN, TARGETS, strict=True)):
+        returned = score_block(train.to(train_dtype), targets.float(), out=out, accumulate=number > 0)
+
+    assert returned is out
+    pairs = zip(TRAIN, TARGETS, strict=True)
+    expected = sum(a.to(train_dtype).double() @ b.float().double().T for a, b in pairs)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("rescale_inverse", [False, True])
+def test_self_scores_are_the_diagonal_of_the_train_by_train_scores(layout, rescale_inverse):
+    settings = KernelSettings(rescale_inverse=rescale_inverse)
+    matrices = gram([TRAIN[0]], W[0], layout=layout)
+    kernels = factorise_segments(matrices, settings, num_rows=NUM_ROWS, layout=layout)
+    own = self_scores(TRAIN[0], kernels, layout=layout)
+
+    dense = products(TRAIN[0], W[0], TRAIN[0], layout=layout, settings=settings)
+    torch.testing.assert_close(own, dense.diagonal(), rtol=1e-10, atol=0.0)
+    narrow = TRAIN[0].half()
+    wide = self_scores(narrow.double(), kernels, layout=layout)
+    torch.testing.assert_close(self_scores(narrow, kernels, layout=layout), wide)
+
+
+@pytest.mark.parametrize(
+    ("train", "targets", "rtol"),
+    [
+        (TRAIN[0], TARGETS[0], 1e-12),
+        (TRAIN[0].float(), TARGETS[0].float(), 1e-5),
+        (TRAIN[0].half(), TARGETS[0].half(), 1e-5),
+        (torch.tensor([[3e-30, 4e-30]]), torch.tensor([[3e30, 4e30], [-4e30, 3e30]]), 1e-6),  # squares out of range
+        (torch.zeros(1, 2), torch.ones(1, 2), 0),
+        (torch.ones(1, 2), torch.zeros(1, 2), 0),
+    ],
+)
+def test_cosine_is_the_product_over_both_norms_and_zero_for_zero_rows(train, targets, rtol):
+    layout = FeatureLayout.joint(train.shape[1])
+    found = score_block(unit_segments(train, layout=layout), unit_segments(targets, layout=layout))
+
+    a, b = train.double().numpy(), targets.double().numpy()
+    norms = np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+    expected = a @ b.T / np.where(norms == 0, 1, norms)
+    np.testing.assert_allclose(found.double().numpy(), expected, rtol=rtol, atol=rtol)
+
+
+# ---- the best rows
+
+
+@st.composite
+def score_streams(draw):
+    """A matrix of few distinct values (so that ties abound), cut into tiles in any order."""
+    num_rows, num_targets = draw(st.integers(1, 40)), draw(st.integers(1, 4))
+    count = num_rows * num_targets
+    values = draw(st.lists(st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0]), min_size=count, max_size=count))
+    cuts = sorted(draw(st.sets(st.integers(0, num_rows), max_size=6)) | {0, num_rows})
+    tiles = draw(st.permutations(list(itertools.pairwise(cuts))))
+    return np.array(values, dtype=np.float32).reshape(num_rows, num_targets), tiles
+
+
+LARGER = random_rows(3000, 20).numpy(), [(a, min(a + 256, 3000)) for a in range(0, 3000, 256)]
+
+
+def assert_best(scores, tiles, k, sign):
+    best = TopK(scores.shape[1], k, sign=sign)
+    for start, stop in tiles:
+        best.update(start, torch.from_numpy(scores[start:stop]))
+    best.update(len(scores), torch.from_numpy(scores[:0]))  # changes nothing
+    best.result()[1].fill_(7.0)  # a copy
+    rows, values = best.result()
+    expected_rows, expected_values = reference.top_k(scores, k, sign=sign)
+    assert rows.dtype == torch.int64
+    np.testing.assert_array_equal(rows.numpy(), expected_rows)
+    np.testing.assert_array_equal(values.numpy(), expected_values)
+
+
+@given(stream=score_streams(), k=st.integers(1, 50), sign=st.sampled_from(["helpful", "harmful"]))
+@settings(max_examples=60)
+def test_top_k_equals_a_stable_sort_of_the_dense_matrix(stream, k, sign):
+    assert_best(*stream, k, sign)
+
+
+@pytest.mark.parametrize("sign", ["helpful", "harmful"])
+def test_distinct_scores_of_a_larger_stream_are_ranked_exactly(sign):
+    assert_best(*LARGER, 37, sign)
+
+
+def test_a_row_given_twice_is_refused_and_nothing_changes():
+    best = TopK(1, 3)
+    best.update(4, torch.ones(4, 1))
+    best.update(0, torch.ones(4, 1))
+    with pytest.raises(InvalidInputError, match="Rows 7:9 overlap rows 0:8, given before"):
+        best.update(7, torch.full((2, 1), 9.0))
+    assert best.result()[0].tolist() == [[0, 1, 2]]
+
+
+# ---- errors
+
+
+def grammed(block, count=1, weights=None):
+    return gram([block] * count, weights, layout=JOINT)
+
+
+def weighed(rows=slice(0, 0), value=0.0):
+    weights = random_weights()
+    weights[rows] = value
+    return gram([random_rows()], weights, layout=JOINT)
+
+
+def with_value(value):
+    rows = random_rows()
+    rows[17, 5] = value
+    return gram([rows], layout=SPLIT)
+
+
+def segments(matrices):
+    return factorise_segments(matrices, KernelSettings(), num_rows=NUM_ROWS, layout=SPLIT)
+
+
+def kernel(**values):
+    return factorise(joint_gram(), KernelSettings(**values), num_rows=NUM_ROWS)
+
+
+def updated(block, first=0, num_targets=1, before=None):
+    best = TopK(num_targets, 3)
+    if before is not None:
+        best.update(0, before)
+    best.update(first, block)
+
+
+NO_WEIGHT = torch.zeros(NUM_ROWS)
+SINGULAR = r"7 features, 5 train rows.*more features than rows.*Use damping > 0"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: gram([random_rows(), random_rows().to("meta")], layout=JOINT), InvalidInputError,
+         "A block is on meta, the ones before it on cpu"),
+        *((lambda block=block: grammed(block), InvalidInputError, r"must be a floating tensor \(rows, 7\)")
+          for block in (torch.ones(3, WIDTH + 1), torch.ones(WIDTH), torch.ones(3, WIDTH, dtype=torch.int64))),
+        (lambda: gram([], layout=JOINT), InvalidInputError, "no rows to sum over"),
+        (lambda: grammed(torch.ones(0, WIDTH)), InvalidInputError, "no rows to sum over"),
+        (lambda: grammed(torch.ones(4, WIDTH), 3, torch.ones(13)), InvalidInputError, "13 weights but 12 rows"),
+        (lambda: grammed(torch.ones(4, WIDTH), 100, torch.ones(5)), InvalidInputError, "5 weights but at least 8 rows"),
+        *((lambda bad=bad: weighed(4, bad), NonFiniteError, "1 of 300 weights are NaN or infinite, the first at row 4")
+          for bad in (float("nan"), float("inf"))),
+        (lambda: weighed([7, 9], -0.5), InvalidInputError, "2 of 300 weights are negative, the first at row 7"),
+        *((lambda w=w: gram([random_rows()], w, layout=JOINT), InvalidInputError, "weights must be a floating tensor")
+          for w in (torch.ones(NUM_ROWS, 1), torch.ones(NUM_ROWS, dtype=torch.int64))),
+        (lambda: solve(random_rows(5), random_rows(2), 5, damping=0.0), SingularKernelError, SINGULAR),
+        (lambda: factorise(torch.zeros(3, 3), KernelSettings(damping=0.0), num_rows=9, allow_singular=True),
+         SingularKernelError, "is zero"),
+        (lambda: solve(random_rows(), random_rows(2), weights=NO_WEIGHT, lambda_reg=1.0), SingularKernelError,
+         r"'joint' is zero.*weight of zero.*use weighting='none'"),
+        (lambda: eigenpath(joint_gram(random_rows(), NO_WEIGHT)), SingularKernelError, "'joint' is zero"),
+        (lambda: segments(gram([random_rows()], NO_WEIGHT, layout=SPLIT)), SingularKernelError, "every segment is zero"),
+        *((lambda value=value: segments(with_value(value)), NonFiniteError, "segment 'head' holds NaN or infinite")
+          for value in (float("nan"), float("inf"))),
+        *((lambda m=m: factorise(m, KernelSettings(), num_rows=9), InvalidInputError, "must be a square floating matrix")
+          for m in (torch.ones(2, 3), torch.ones(4), torch.ones(2, 2, dtype=torch.int64))),
+        (lambda: segments(gram([random_rows()], layout=JOINT)), InvalidInputError,
+         r"widths \[7\] but the segments of the layout have \[3, 4\]"),
+        (lambda: precondition(random_rows(2), [kernel()], layout=SPLIT), InvalidInputError, "The kernels have widths"),
+        *((lambda make=make, t=t: make(t), InvalidInputError, "Feature rows must be a floating tensor")
+          for t in (torch.ones(2, 3), torch.ones(7), torch.ones(2, 7, dtype=torch.int32))
+          for make in (kernel().solve, kernel().quadratic_form, lambda t: eigenpath(joint_gram()).solve(t, 1.0))),
+        (lambda: eigenpath(joint_gram(random_rows(5))).solve(random_rows(2), 0.0), SingularKernelError,
+         "width 7 is numerically singular at lambda = 0"),
+        (lambda: eigenpath(joint_gram()).solve(random_rows(2), -1.0), InvalidInputError,
+         "lambda_reg must be a finite number of at least 0"),
+        *((lambda values=values: KernelSettings.from_json(values), InvalidInputError, message)
+          for values, message in [
+              ({"weighting": "curvatur"}, "Did you mean 'curvature'"),
+              ({"damping": -0.1}, "damping must be a finite number of at least 0, got -0.1"),
+              ({"damping": float("nan")}, "damping must be a finite number"),
+              ({"lambda_reg": float("inf")}, "lambda_reg must be a finite number"),
+              ({"lambda_reg": "1"}, "lambda_reg must be a finite number"),
+              ({"rescale_inverse": 1}, "rescale_inverse must be True or False, got 1"),
+              ({"dampin": 1.0}, r"Unknown kernel settings: \['dampin'\].*damping"),
+          ]),
+        *((lambda a=a, b=b: score_block(a, b), InvalidInputError, "must be floating tensors")
+          for a, b in [
+              (torch.ones(3, 2), torch.ones(3, 4)),
+              (torch.ones(3), torch.ones(3)),
+              (torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2)),
+              (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int64)),
+          ]),
+        (lambda: score_block(torch.ones(3, 2), torch.ones(3, 2, device="meta")), InvalidInputError,
+         "Train rows are on cpu and targets on meta"),
+        *((lambda out=out: score_block(torch.ones(3, 4), torch.ones(2, 4), out=out), InvalidInputError,
+           "out must be a float32 or float64 tensor")
+          for out in (torch.zeros(3, 3), torch.zeros(3, 2, dtype=torch.float16))),
+        (lambda: score_block(torch.ones(3, 4), torch.ones(2, 4), accumulate=True), InvalidInputError,
+         "accumulate=True needs the tensor to add to"),
+        *((lambda rows=rows, layout=layout: self_scores(rows, [kernel()], layout=layout), InvalidInputError,
+           "do not fit a layout")
+          for rows, layout in ((torch.ones(2, WIDTH - 1), JOINT), (torch.ones(WIDTH), JOINT), (TRAIN[0], SPLIT))),
+        *((lambda bad=bad: updated(torch.tensor([[0.0, 0.0], [0.0, bad]]), 10, 2), NonFiniteError,
+           "train row 11 for target 1 is") for bad in (float("nan"), float("inf"), float("-inf"))),
+        *((lambda block=block: updated(block, 0, 2), InvalidInputError,
+           r"Scores must be a floating tensor \(rows, 2\)")
+          for block in (torch.ones(2, 3), torch.ones(2), torch.ones(2, 2, dtype=torch.int64))),
+        (lambda: updated(torch.ones(1, 1).double(), 1, before=torch.ones(1, 1)), InvalidInputError,
+         r"torch.float64, the ones before them torch.float32"),
+        (lambda: updated(torch.ones(1, 1), -1), InvalidInputError, "first_row must be at least 0, got -1"),
+        (lambda: TopK(1, 3).result(), StateError, "TopK has seen no row"),
+        (lambda: TopK(0, 1), InvalidInputError, "num_targets must be an integer of at least 1"),
+        (lambda: TopK(1, 0), InvalidInputError, "k must be an integer of at least 1"),
+        (lambda: TopK(1, 1, sign="helpfull"), InvalidInputError, "Did you mean 'helpful'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
