@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trak_lite.modelout_functions import CLIPModelOutput
 
 NUM_ROWS, NUM_TARGETS, CLASSES, TOKENS = 14, 5, 4, 20
+RECURRENT = {"lstm": (nn.LSTM, {"num_layers": 2, "bidirectional": True}), "gru": (nn.GRU, {}), "rnn": (nn.RNN, {})}
 
 
 class Images(nn.Module):
@@ -143,13 +144,9 @@ def make(name: str) -> Case:
                 return Case(VisionTransformer(), "image_classification", *both(images, labels))
             case "gpt":
                 return Case(LanguageModel(), "causal_language_modeling", *both(tokens), collate_text)
-            case "lstm":
-                model = Recurrent(nn.LSTM, num_layers=2, bidirectional=True)
-                return Case(model, "image_classification", *both(tokens, labels))
-            case "gru":
-                return Case(Recurrent(nn.GRU), "image_classification", *both(tokens, labels))
-            case "rnn":
-                return Case(Recurrent(nn.RNN), "image_classification", *both(tokens, labels))
+            case "lstm" | "gru" | "rnn":
+                kind, options = RECURRENT[name]
+                return Case(Recurrent(kind, **options), "image_classification", *both(tokens, labels))
             case "regression":
                 return Case(_perceptron(1), "regression", *both(inputs, numbers))
             case "multilabel":

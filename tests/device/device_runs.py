@@ -8,7 +8,10 @@ from device_models import make
 from torch import nn
 
 from trak_lite import Attributor
+from trak_lite.methods import TRAK
 
+CPU = torch.device("cpu")
+PLAIN = TRAK(damping=None, layout="stored")
 REGROUPED = {"cnn", "clip"}
 """Cases with a matrix of 64 columns or more, whose factors are sketched in another order on accelerators."""
 
@@ -18,11 +21,8 @@ def attributor(name, device, path=None, *, place=True, **settings):
     case = make(name)
     if place:
         case.model.to(device)
-    given = {"dtype": "float32", "proj_dim": 8, "batch_size": 5, **settings}
-    made = Attributor(
-        case.model, case.task, path, device=device, collate=case.collate, progress=False, **given
-    )
-    return made, case
+    given = {"dtype": "float32", "proj_dim": 8, "batch_size": 5, "collate": case.collate, **settings}
+    return Attributor(case.model, case.task, path, device=device, progress=False, **given), case
 
 
 def checkpoints(name, count=2):
@@ -71,9 +71,9 @@ def stored(made):
     return found
 
 
-def outcome(name, device, *, place=True, **settings):
+def outcome(name, device, **settings):
     """Return everything that featurizing and scoring a case gives; the model must be left as it was."""
-    made, case = attributor(name, device, place=place, **settings)
+    made, case = attributor(name, device, **settings)
     before = {key: (value.device, value.clone()) for key, value in case.model.state_dict().items()}
     made.featurize(case.train)
     scores = made.score(case.targets, name="t")
@@ -85,7 +85,7 @@ def outcome(name, device, *, place=True, **settings):
     return found
 
 
-def assert_same(found, expected, device, *, fused=False):
+def assert_same(found, expected, device, *, fused=False, share=None):
     """Equal bits on the stand-in, which computes as the CPU does; equal up to rounding on a GPU.
 
     Args:
@@ -94,12 +94,17 @@ def assert_same(found, expected, device, *, fused=False):
         device: Where ``found`` comes from.
         fused: The CPU has fused kernels for this, the stand-in has none, or the CPU adds in another order (the
             features of :data:`REGROUPED`): equal up to rounding.
+        share: The rounding, in shares of the largest number.
     """
+    exact = device.type == "stand_in" and not fused and share is None
+    share = share or (1e-5 if device.type == "stand_in" else 1e-3)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert np.isfinite(value).all(), key
-        if device.type == "stand_in" and not fused:
-            np.testing.assert_array_equal(found[key], value, err_msg=key)
-        else:
-            rounding = (1e-5 if device.type == "stand_in" else 1e-3) * max(float(np.abs(value).max()), 1e-30)
-            np.testing.assert_allclose(found[key], value, rtol=0, atol=rounding, err_msg=key)
+        rounding = 0 if exact else share * max(float(np.abs(value).max()), 1e-30)
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=rounding, err_msg=key)
+
+
+def assert_same_on_both(device, run, **options):
+    """Compare what a run gives on the device with what it gives on the CPU."""
+    assert_same(run(device), run(CPU), device, **options)

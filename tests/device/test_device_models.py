@@ -1,77 +1,92 @@
-"""Features and scores on a device are those on the CPU: models, engines, projectors, methods, dtypes."""
+"""Features and scores on a device are those on the CPU: models, engines, projectors, methods, dtypes, modes of torch."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from device_runs import REGROUPED, assert_same, outcome
+from device_models import RECURRENT
+from device_runs import CPU, PLAIN, REGROUPED, assert_same, outcome
 
 from trak_lite import clip
-from trak_lite.methods import TRAK
 from trak_lite.projectors import PROJECTORS
 
-CPU = torch.device("cpu")
-PLAIN = TRAK(damping=None, layout="stored")
-MODELS = ["mlp", "cnn", "vit", "gpt", "lstm", "gru", "rnn", "regression", "multilabel", "binary", "clip"]
+MODELS = ["mlp", "cnn", "vit", "gpt", *RECURRENT, "regression", "multilabel", "binary", "clip"]
+WHOLE = [("lstm", "functional"), ("lstm", "iterative"), ("gru", "iterative"), ("rnn", "iterative")]
+"""Engines that run recurrent layers whole: the CPU has fused kernels for them, which round in other places."""
+CASES = [
+    *((name, {}) for name in MODELS),
+    *((name, {"gradient_computer": e}) for e in ("hook", "functional", "iterative") for name in ("cnn", "gpt")),
+    *((name, {"gradient_computer": engine}) for name, engine in WHOLE),
+    *(("mlp", {"projector": projector}) for projector in PROJECTORS),
+    *(("gpt", {"projector": projector}) for projector in PROJECTORS if projector != "none"),
+    *(
+        (name, {"method": method, "layout": layout})
+        for name, methods in (("mlp", [PLAIN, "GaussNewton", "Fisher"]), ("gpt", [PLAIN, "Fisher"]))
+        for method in methods
+        for layout in ("joint", "module")
+    ),
+    *(
+        ("gpt", {"normalize": normalize, "store_norms": True})
+        for normalize in ("unit", clip(1.0), clip(1.0, scope="module"))
+    ),
+    *(("mlp", {"dtype": dtype}) for dtype in ("float16", "int8", "int4")),
+    *((name, {"place": False}) for name in ("mlp", "clip")),  # the model is elsewhere, and comes back
+]
 
 
-def assert_as_on_the_cpu(name, device, **settings):
-    found, expected = (outcome(name, where, **settings) for where in (device, CPU))
-    assert_same(found, expected, device, fused=name in REGROUPED)
+@contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_default_settings(name, device):
-    assert_as_on_the_cpu(name, device)
+@contextmanager
+def tf32_allowed(device):
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("engine", ["hook", "functional", "iterative"])
-@pytest.mark.parametrize("name", ["cnn", "gpt"])
-def test_engines(name, engine, device):
-    assert_as_on_the_cpu(name, device, gradient_computer=engine)
+IN_MODES = [
+    (default_device, "mlp", {}),
+    (default_device, "mlp", {"projector": "mask"}),
+    (default_device, "mlp", {"projector": "grass"}),
+    (default_device, "mlp", {"projector": "countsketch", "gradient_computer": "functional"}),
+    (default_device, "gpt", {"method": "Fisher"}),
+    (default_device, "clip", {}),
+    (tf32_allowed, "mlp", {"method": "Fisher"}),
+    (tf32_allowed, "mlp", {"projector": "gaussian"}),
+    (tf32_allowed, "cnn", {}),
+    (tf32_allowed, "gpt", {"method": PLAIN}),
+    (tf32_allowed, "lstm", {}),
+]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [("lstm", "functional"), ("lstm", "iterative"), ("gru", "iterative"), ("rnn", "iterative")],
-)
-def test_engines_that_run_recurrent_layers_whole(name, engine, device):
-    # The CPU has fused kernels for these layers, which round in other places.
-    found, expected = (outcome(name, where, gradient_computer=engine) for where in (device, CPU))
-    assert_same(found, expected, device, fused=True)
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
+def test_features_and_scores_are_those_of_the_cpu(name, settings, device):
+    fused = name in REGROUPED or (name, settings.get("gradient_computer")) in WHOLE
+    assert_same(outcome(name, device, **settings), outcome(name, CPU, **settings), device, fused=fused)
+    assert torch.backends.cudnn.enabled
 
 
-@pytest.mark.parametrize("projector", PROJECTORS)
-def test_projectors(projector, device):
-    assert_as_on_the_cpu("mlp", device, projector=projector)
+@pytest.mark.parametrize(("mode", "name", "settings"), IN_MODES, ids=str)
+def test_modes_of_torch_change_nothing(mode, name, settings, device):
+    with mode(device):
+        found = outcome(name, device, **settings)
+    assert_same(found, outcome(name, CPU, **settings), device, fused=name in REGROUPED)
 
 
-@pytest.mark.parametrize("projector", [name for name in PROJECTORS if name != "none"])
-def test_projectors_of_tied_embeddings(projector, device):
-    assert_as_on_the_cpu("gpt", device, projector=projector)
-
-
-@pytest.mark.parametrize("layout", ["joint", "module"])
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [("mlp", PLAIN), ("mlp", "GaussNewton"), ("mlp", "Fisher"), ("gpt", PLAIN), ("gpt", "Fisher")],
-    ids=str,
-)
-def test_methods(name, method, layout, device):
-    assert_as_on_the_cpu(name, device, method=method, layout=layout)
-
-
-@pytest.mark.parametrize("normalize", ["unit", clip(1.0), clip(1.0, scope="module")], ids=str)
-def test_normalisations(normalize, device):
-    assert_as_on_the_cpu("gpt", device, normalize=normalize, store_norms=True)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
-def test_storage_dtypes(dtype, device):
-    assert_as_on_the_cpu("mlp", device, dtype=dtype)
-
-
-@pytest.mark.parametrize("name", ["mlp", "clip"])
-def test_a_model_that_is_elsewhere_comes_back(name, device):
-    assert_as_on_the_cpu(name, device, place=False)
+@pytest.mark.parametrize("projector", ["countsketch", "mask", "gaussian", "two_sided"])
+def test_rows_are_the_same_bits_in_another_run(projector, device):
+    first, second = (outcome("gpt", device, projector=projector) for _ in range(2))
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        assert (second[key] == value).all(), key

@@ -6,19 +6,27 @@ import numpy as np
 import pytest
 import torch
 from device_models import NUM_ROWS, NUM_TARGETS, make
-from device_runs import REGROUPED, assert_same, attributor, checkpoints, numbers_in, retraining, stored
+from device_runs import (
+    CPU,
+    PLAIN,
+    REGROUPED,
+    assert_same,
+    assert_same_on_both,
+    attributor,
+    checkpoints,
+    numbers_in,
+    retraining,
+    stored,
+)
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from trak_lite import Attributor, Refine, Rows, TRAKer, named_optimizer_state, token_scores, verify
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import CG, EKFAC, TRAK, GaussNewton, GradCos, GradDot, LiSSA, TracIn
 from trak_lite.modelout_functions import QuestionsModelOutput
 
-CPU = torch.device("cpu")
-PLAIN = TRAK(damping=None, layout="stored")
 METHODS = [
     PLAIN,
     GradDot(),
@@ -27,11 +35,6 @@ METHODS = [
     TRAK(damping=None),
     TracIn(learning_rates=(0.1, 0.2)),
 ]
-
-
-def assert_same_on_both(device, run, **options):
-    """Compare what a run gives on the device with what it gives on the CPU."""
-    assert_same(run(device), run(CPU), device, **options)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
@@ -97,17 +100,15 @@ def test_methods_and_what_is_said_of_scores(device):
             sparse = made.score(case.targets, name="t", dense=False, k=3, method=method)
             found[f"sparse {number}"] = sparse.top(3, target=1).scores
         scores = made.scores("t", method=PLAIN)
-        found["agreement"] = scores.checkpoint_agreement()
-        found["self"] = scores.self_influence()
-        found["dampings"] = scores.damping_path([0.01, 1.0]).numpy()
-        return found
+        said = {"agreement": scores.checkpoint_agreement(), "self": scores.self_influence()}
+        return {**found, **said, "dampings": scores.damping_path([0.01, 1.0]).numpy()}
 
     assert_same_on_both(device, run)
 
 
 def test_token_scores(device, monkeypatch):
     """In forward mode: what is computed per token instead would hide a failure of it."""
-    monkeypatch.setattr(FeaturizingSession, "features", None)
+    monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", None)
 
     def run(where):
         made, case = attributor("gpt", where, method=PLAIN)
@@ -132,26 +133,25 @@ def test_verification_against_retrained_models(device):
 
 def test_checkpoints_from_files_and_from_either_device(device, tmp_path):
     states = checkpoints("cnn")
-    torch.save(states[0], tmp_path / "0.pt")
-    torch.save({key: value.to(device) for key, value in states[1].items()}, tmp_path / "1.pt")
+    moved = [{key: value.to(device) for key, value in state.items()} for state in states]
+    files = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")]
+    torch.save(states[0], files[0])
+    torch.save(moved[1], files[1])
     (tmp_path / "folder").mkdir()
     for number, state in enumerate(states):
         save_file(state, tmp_path / "folder" / f"{number}.safetensors")
-    expected, case = attributor("cnn", CPU)
-    expected.featurize(case.train, states)
-    scores = {"scores": expected.score(case.targets, name="t").numpy()}
-    for given in (
-        [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")],
-        str(tmp_path / "folder"),
-        states,
-        [{key: value.to(device) for key, value in state.items()} for state in states],
-    ):
-        made, case = attributor("cnn", device)
+
+    def scores(given, where):
+        made, case = attributor("cnn", where)
         made.featurize(case.train, given)
-        assert_same({"scores": made.score(case.targets, name="t").numpy()}, scores, device, fused=True)
+        return {"scores": made.score(case.targets, name="t").numpy()}
+
+    expected = scores(states, CPU)
+    for given in (files, str(tmp_path / "folder"), states, moved):
+        assert_same(scores(given, device), expected, device, fused=True)
 
 
-class Interrupted(torch.utils.data.Dataset):
+class Interrupted(Dataset):
     """Stops the run at a row, once."""
 
     def __init__(self, rows, at):
@@ -184,15 +184,12 @@ def test_a_run_goes_on_on_another_device(device, tmp_path):
 
 def test_rows_are_appended(device, tmp_path):
     def run(where):
-        made, case = attributor(
-            "mlp", where, tmp_path / f"{where.type}.zarr", normalize="unit", store_norms=True
-        )
+        path = tmp_path / f"{where.type}.zarr"
+        made, case = attributor("mlp", where, path, normalize="unit", store_norms=True)
         made.featurize(Rows(Subset(case.train, range(8)), name="z"))
         made.featurize(Rows(case.train, name="z"), append=True)
-        return {
-            "scores": made.score(case.targets, name="t").numpy().copy(),
-            "norms": made.gradient_norms(),
-        }
+        scores = made.score(case.targets, name="t").numpy().copy()
+        return {"scores": scores, "norms": made.gradient_norms()}
 
     assert_same_on_both(device, run)
 
@@ -203,24 +200,13 @@ def test_traker(model_on, runs_on, device, tmp_path):
     def run(where):
         at = {"cpu": CPU, "device": where}
         case, states = make("cnn"), checkpoints("cnn")
-        case.model.to(at[model_on])
-        folder = tmp_path / f"{where.type}"
-        traker = TRAKer(
-            case.model,
-            "image_classification",
-            NUM_ROWS,
-            save_dir=folder,
-            proj_dim=8,
-            device=at[runs_on],
-            use_half_precision=False,
-        )
+        settings = {"proj_dim": 8, "device": at[runs_on], "use_half_precision": False}
+        model, folder = case.model.to(at[model_on]), tmp_path / where.type
+        traker = TRAKer(model, "image_classification", NUM_ROWS, save_dir=folder, **settings)
         for number, state in enumerate(states):
             traker.load_checkpoint(state, model_id=number)
-            for start in range(0, NUM_ROWS, 7):
-                batch = [
-                    tensor[start : start + 7].to(at["device" if number else "cpu"])
-                    for tensor in case.train.tensors
-                ]
+            for rows in (slice(0, 7), slice(7, NUM_ROWS)):
+                batch = [tensor[rows].to(at["device" if number else "cpu"]) for tensor in case.train.tensors]
                 traker.featurize(batch, num_samples=7)
         traker.finalize_features()
         for number, state in enumerate(states):
@@ -245,12 +231,9 @@ def test_the_command_line_reads_what_a_device_has_written(device, tmp_path, caps
 
 def test_a_model_on_another_device_comes_back(device, second_device):
     def run(where):
-        case = make("mlp")
-        case.model.to(where)
         runs_on = CPU if where == CPU else second_device
-        made = Attributor(
-            case.model, case.task, None, device=runs_on, dtype="float32", proj_dim=8, progress=False
-        )
+        made, case = attributor("mlp", runs_on, place=False, batch_size=None)
+        case.model.to(where)
         made.featurize(DataLoader(case.train, batch_size=5, pin_memory=where != CPU), checkpoints("mlp"))
         scores = made.score(case.targets, name="t").numpy().copy()
         assert {p.device for p in case.model.parameters()} == {where}
@@ -262,7 +245,6 @@ def test_a_model_on_another_device_comes_back(device, second_device):
 def test_an_invalid_label_is_named_although_no_batch_reads_labels(device):
     made, case = attributor("mlp", device)
     rows = [(x, torch.tensor(99) if i == 5 else y) for i, (x, y) in enumerate(case.train)]
-
     with pytest.raises(InvalidInputError, match=r"Row 5 of .*is 99"):
         made.featurize(rows)
 
@@ -279,16 +261,14 @@ def test_rows_that_wait_for_their_copy_are_written_when_the_next_batch_fails(dev
     with pytest.raises(InvalidInputError, match="the model fails"):
         made.featurize(case.train)
     handle.remove()
-
     assert made.featurize(case.train).rows_written == len(case.train) - 10
 
 
 def test_a_target_of_another_question_is_refused_although_no_batch_reads_it(device):
-    made, case = attributor("mlp", device)
+    case = make("mlp")
     first = QuestionsModelOutput(case.task, {"length": lambda call, batch: call(batch[0]).square().sum(1)})
     other = QuestionsModelOutput(case.task, {"length": lambda call, batch: call(batch[0]).sum(1)})
-    made = Attributor(case.model, other, None, device=device, progress=False)
+    made = Attributor(case.model.to(device), other, None, device=device, progress=False)
     made.featurize(case.train)
-
     with pytest.raises(InvalidInputError, match="the question 'length' of this task"):
         made.score(first.ask("length", case.targets), name="asked")
