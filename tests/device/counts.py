@@ -7,10 +7,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -46,30 +47,19 @@ class Tally:
     kernels: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
-    device_waits: int = 0
-    """Waits that the stand-in counted itself, in all threads; 0 on other devices."""
     sites: Counter[str] = field(default_factory=Counter)
     """Kernels and launches by the line of the package that runs them."""
+    device_waits: int = 0
+    """Waits that the stand-in counted itself, in all threads; 0 on other devices."""
 
     @property
     def total(self) -> int:
         """Number of kernels and launches."""
         return self.kernels.total() + self.launches.total()
 
-    def copy(self) -> Tally:
-        """Return the state of now."""
-        named = (Counter(part) for part in (self.kernels, self.launches, self.waits))
-        return Tally(*named, self.device_waits, Counter(self.sites))
-
     def since(self, before: Tally) -> Tally:
         """Return what was counted after another state."""
-        return Tally(
-            self.kernels - before.kernels,
-            self.launches - before.launches,
-            self.waits - before.waits,
-            self.device_waits - before.device_waits,
-            self.sites - before.sites,
-        )
+        return Tally(*(getattr(self, part.name) - getattr(before, part.name) for part in fields(self)))
 
 
 class Counting(TorchDispatchMode):
@@ -87,12 +77,9 @@ class Counting(TorchDispatchMode):
     @property
     def tally(self) -> Tally:
         """What was counted so far."""
-        self._tally.device_waits = _device_waits(self.device) - self._before
-        return self._tally.copy()
+        return replace(self._tally.since(Tally()), device_waits=_device_waits(self.device) - self._before)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -171,51 +158,33 @@ class _Launcher:
 
 @contextmanager
 def counted(device: torch.device, *, triton: bool = True) -> Iterator[Counting]:
-    """Count in the block.
+    """Count in the block; on the stand-in, Triton's kernels are launched in name only: their sums are zeros.
 
-    Args:
-        device: The device. On the stand-in, Triton's kernels are launched in name only: their sums are zeros.
-        triton: Use Triton's kernels; without them, the torch operations that replace them run.
+    Without ``triton``, the torch operations that replace its kernels run.
     """
-    from trak_lite.projectors.dense import projectors as dense
-    from trak_lite.projectors.sketch import base
+    counting, projectors = Counting(device), "trak_lite.projectors"
+    with pytest.MonkeyPatch.context() as patch:
+        kinds = frozenset({device.type}) if triton else frozenset()
+        patch.setattr(f"{projectors}.sketch.base._KERNEL_DEVICES", kinds)
+        patch.setattr(f"{projectors}.dense.projectors._KERNEL_DEVICES", frozenset())
+        if triton:
+            from trak_lite.projectors.sketch import triton as sketches
 
-    counting = Counting(device)
-    places = []
-    if triton:
-        from trak_lite.projectors.sketch import triton as sketches
-
-        places = [
-            (sketches, name, _Launcher(name, getattr(sketches, name), counting, device.type == "cuda"))
-            for name in ("_ring_sums", "_tile_sums", "_matrix_sums")
-        ]
-        if device.type != "cuda":
-            places.append((base, "usable_kernels", lambda *_: sketches))
-    kinds = frozenset({device.type}) if triton else frozenset()
-    places += [(base, "_KERNEL_DEVICES", kinds), (dense, "_KERNEL_DEVICES", frozenset())]
-    before = [(module, name, getattr(module, name)) for module, name, _ in places]
-    for module, name, value in places:
-        setattr(module, name, value)
-    try:
+            for name in ("_ring_sums", "_tile_sums", "_matrix_sums"):
+                kernel = getattr(sketches, name)
+                patch.setattr(sketches, name, _Launcher(name, kernel, counting, device.type == "cuda"))
+            if device.type != "cuda":
+                patch.setattr(f"{projectors}.sketch.base.usable_kernels", lambda *_: sketches)
         with counting:
             yield counting
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def per_batch(
     run: Callable[[Callable[[], None]], Any], device: torch.device, *, triton: bool = True
 ) -> list[Tally]:
-    """Count between the loads of batches.
+    """Return one tally from each load of a batch to the next one; the last is up to the end of the run.
 
-    Args:
-        run: Called with a function to call whenever a batch is loaded (in the collate function).
-        device: The device.
-        triton: As for :func:`counted`.
-
-    Returns:
-        One tally from each load to the next one; the last is up to the end of the run.
+    ``run`` is called with a function to call whenever a batch is loaded (in the collate function).
     """
     states = []
     with counted(device, triton=triton) as counting:

@@ -13,7 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from trak_lite.modelout_functions import CLIPModelOutput
 
 NUM_ROWS, NUM_TARGETS, CLASSES, TOKENS = 14, 5, 4, 20
-RECURRENT = {"lstm": (nn.LSTM, {"num_layers": 2, "bidirectional": True}), "gru": (nn.GRU, {}), "rnn": (nn.RNN, {})}
+RECURRENT = {
+    "lstm": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "gru": (nn.GRU, {}),
+    "rnn": (nn.RNN, {}),
+}
 
 
 class Images(nn.Module):

@@ -17,7 +17,11 @@ WHOLE = [("lstm", "functional"), ("lstm", "iterative"), ("gru", "iterative"), ("
 """Engines that run recurrent layers whole: the CPU has fused kernels for them, which round in other places."""
 CASES = [
     *((name, {}) for name in MODELS),
-    *((name, {"gradient_computer": e}) for e in ("hook", "functional", "iterative") for name in ("cnn", "gpt")),
+    *(
+        (name, {"gradient_computer": e})
+        for e in ("hook", "functional", "iterative")
+        for name in ("cnn", "gpt")
+    ),
     *((name, {"gradient_computer": engine}) for name, engine in WHOLE),
     *(("mlp", {"projector": projector}) for projector in PROJECTORS),
     *(("gpt", {"projector": projector}) for projector in PROJECTORS if projector != "none"),

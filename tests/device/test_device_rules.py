@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from trak_lite import Attributor, Rows, token_scores, verify
 from trak_lite._devices import add_at_, float32_products, full_float32, in_float64, wide_dtype
 from trak_lite.data.batches import move_batch
+from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing.kronecker.bases import Eigenbasis
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, reductions, self_check
 from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.linalg.topk import TopK
 from trak_lite.methods import CG, LiSSA
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.types import FactoredBlock
@@ -120,6 +122,16 @@ def test_random_numbers_of_a_device_are_drawn_again(device):
     assert state.has_moved()
     with state.replayed():
         assert torch.equal(like.uniform_(), drawn)
+
+
+def test_a_bad_score_on_a_device_is_found_at_the_end(device):
+    best = TopK(2, 1)
+    for first, value in ((0, 1.0), (2, float("nan")), (4, float("inf"))):
+        block = torch.zeros(2, 2, device=device)
+        block[1, 1] = value
+        best.update(first, block)
+    with pytest.raises(NonFiniteError, match="train row 3 for target 1 is nan"):
+        best.result()
 
 
 # ---- devices without float64

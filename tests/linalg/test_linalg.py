@@ -357,7 +357,11 @@ def test_self_scores_are_the_diagonal_of_the_train_by_train_scores(layout, resca
         (TRAIN[0], TARGETS[0], 1e-12),
         (TRAIN[0].float(), TARGETS[0].float(), 1e-5),
         (TRAIN[0].half(), TARGETS[0].half(), 1e-5),
-        (torch.tensor([[3e-30, 4e-30]]), torch.tensor([[3e30, 4e30], [-4e30, 3e30]]), 1e-6),  # squares out of range
+        (
+            torch.tensor([[3e-30, 4e-30]]),
+            torch.tensor([[3e30, 4e30], [-4e30, 3e30]]),
+            1e-6,
+        ),  # squares out of range
         (torch.zeros(1, 2), torch.ones(1, 2), 0),
         (torch.ones(1, 2), torch.zeros(1, 2), 0),
     ],
@@ -380,7 +384,9 @@ def score_streams(draw):
     """A matrix of few distinct values (so that ties abound), cut into tiles in any order."""
     num_rows, num_targets = draw(st.integers(1, 40)), draw(st.integers(1, 4))
     count = num_rows * num_targets
-    values = draw(st.lists(st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0]), min_size=count, max_size=count))
+    values = draw(
+        st.lists(st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0]), min_size=count, max_size=count)
+    )
     cuts = sorted(draw(st.sets(st.integers(0, num_rows), max_size=6)) | {0, num_rows})
     tiles = draw(st.permutations(list(itertools.pairwise(cuts))))
     return np.array(values, dtype=np.float32).reshape(num_rows, num_targets), tiles

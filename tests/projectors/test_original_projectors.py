@@ -32,7 +32,13 @@ gradients = functools.partial(random_gradients, SHAPES, 4, dtype=torch.float32)
 
 
 def make(name: str, proj_type: str = "rademacher", *, grad_dim=P, proj_dim=K, seed=0, **kwargs):
-    arguments = {"grad_dim": grad_dim, "proj_dim": proj_dim, "seed": seed, "proj_type": proj_type, "device": "cpu"}
+    arguments = {
+        "grad_dim": grad_dim,
+        "proj_dim": proj_dim,
+        "seed": seed,
+        "proj_type": proj_type,
+        "device": "cpu",
+    }
     if name == "CudaProjector":
         arguments["max_batch_size"] = 32
     return getattr(ours, name)(**{**arguments, **kwargs})

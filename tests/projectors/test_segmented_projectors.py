@@ -89,7 +89,12 @@ class TestLaws(ProjectorTests):
 def test_every_matrix_and_the_rest_have_a_segment():
     module = TwoSidedProjector(4, 3, rest_dim=8)
     joint = TwoSidedProjector(4, 3, rest_dim=8, layout="joint")
-    segments = [["fc.weight", 0, 12], ["conv.weight", 12, 24], ["thin.weight", 24, 32], ["small.weight", 32, 38]]
+    segments = [
+        ["fc.weight", 0, 12],
+        ["conv.weight", 12, 24],
+        ["thin.weight", 24, 32],
+        ["small.weight", 32, 38],
+    ]
 
     assert module.layout(SHAPES).to_json() == [*segments, ["rest", 38, 46]]
     assert module.layout(MATRICES).to_json() == segments

@@ -216,7 +216,9 @@ def test_tf32_reaches_the_kernel(launches):
         (None, "it draws other signs on this device than the torch operations"),
     ],
 )  # fmt: skip
-def test_a_kernel_that_fails_is_replaced_by_torch_with_one_logged_line(kernel, monkeypatch, caplog, error, reason):
+def test_a_kernel_that_fails_is_replaced_by_torch_with_one_logged_line(
+    kernel, monkeypatch, caplog, error, reason
+):
     def launch(*args):
         if error is not None:
             raise error

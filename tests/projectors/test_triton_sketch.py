@@ -369,7 +369,9 @@ def compiled(compiler, only_compiled, to_compile, monkeypatch):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
         compiler.capability = capability
         call(dtype)
-        pointer = f"ptr<{DTYPES[dtype].replace('p', '')}>"  # not those of what folds the sums of narrower gradients
+        pointer = (
+            f"ptr<{DTYPES[dtype].replace('p', '')}>"  # not those of what folds the sums of narrower gradients
+        )
         (found,) = [path for path in folder.glob(f"*/{kernel}.ttir") if pointer in path.read_text()]
         return {file.suffix[1:]: file for file in found.parent.glob(f"{kernel}.*")}
 
@@ -398,7 +400,7 @@ def apart(dtype=torch.float32) -> None:
 
 def signs(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=8192, **settings) -> None:
     rows = no_memory(num_rows, num_entries, dtype=dtype)
-    RademacherProjector(proj_dim, **settings).project(rows, 0)
+    RademacherProjector(proj_dim, dtype=torch.float32, **settings).project(rows, 0)
 
 
 LAUNCHED = {"_ring_sums": vector, "_tile_sums": tile, "_matrix_sums": matrix, "_signed_product": signs}
@@ -437,7 +439,9 @@ def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, name,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["_ring_sums", "_tile_sums", "_matrix_sums"])
-def test_neighbours_in_memory_are_read_by_neighbouring_lanes_and_small_numbers_are_kept(compiled, name, dtype):
+def test_neighbours_in_memory_are_read_by_neighbouring_lanes_and_small_numbers_are_kept(
+    compiled, name, dtype
+):
     """The layout of the reads has columns, not rows, on the lanes of a warp."""
     files = compiled(name, LAUNCHED[name], dtype)
     layout = files["ttgir"].read_text()
@@ -508,7 +512,9 @@ def test_strides_of_64_bits_reach_the_kernels(compiler, to_compile):
 
     assert_launchable(compiler.launches)
     strides = [types.get("row_stride") for name, _, types, _ in compiler.launches if name != "_matrix_sums"]
-    strides += [types.get("sample_stride") for name, _, types, _ in compiler.launches if name == "_matrix_sums"]
+    strides += [
+        types.get("sample_stride") for name, _, types, _ in compiler.launches if name == "_matrix_sums"
+    ]
     assert len(compiler.launches) >= 3
     assert set(strides) == {"i64"}
 

@@ -94,7 +94,9 @@ def recorded_launches(patch: pytest.MonkeyPatch) -> list[dict]:
 
     found, launch = [], GridExecutor.__call__
     patch.setattr(
-        GridExecutor, "__call__", lambda self, *args, **named: found.append(named) or launch(self, *args, **named)
+        GridExecutor,
+        "__call__",
+        lambda self, *args, **named: found.append(named) or launch(self, *args, **named),
     )
     return found
 
