@@ -1,4 +1,4 @@
-"""Features and scores on a device are those on the CPU: models, engines, projectors, methods, dtypes, modes of torch."""
+"""Features and scores on a device are those on the CPU: models, engines, projectors, methods, dtypes, modes."""
 
 from __future__ import annotations
 

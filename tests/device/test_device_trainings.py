@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from device_models import NUM_TARGETS, make
 from device_runs import CPU, assert_same, assert_same_on_both, attributor, numbers_in, stored
 from torch import nn

@@ -17,7 +17,7 @@ from trak_lite.projectors import CountSketchProjector
 
 NUM_SEEDS, NUM_PAIRS = 400, 24
 SHAPES = {"one block": ((24, 96), 128), "blocks": ((24, 66), 22), "vector": ((2304,), 64)}
-KINDS = ("gaussian", "outer", "heavy", "correlated")
+KINDS = ("gaussian", "heavy")
 
 
 def law(x: np.ndarray, y: np.ndarray, proj_dim: int, *, copies: int = 1) -> float:
@@ -76,17 +76,14 @@ def meeting_in_twos(x: np.ndarray, y: np.ndarray, proj_dim: int) -> float:
 
 
 def pairs(kind: str, d_out: int, d_in: int) -> np.ndarray:
-    """Return ``(pairs, 2, d_out, d_in)``: Gaussian matrices or outer products of several kinds."""
+    """Return ``(pairs, 2, d_out, d_in)``: Gaussian matrices, or outer products with a few features of 20 to 30."""
     rng = np.random.default_rng(KINDS.index(kind))
     if kind == "gaussian":
         return rng.standard_normal((NUM_PAIRS, 2, d_out, d_in))
     g, x = rng.standard_normal((NUM_PAIRS, 2, d_out)), rng.standard_normal((NUM_PAIRS, 2, d_in))
-    if kind == "heavy":  # a few features are 20 to 30 times as large, the same in both of a pair
-        for pair in range(NUM_PAIRS):
-            g[pair][:, rng.choice(d_out, 2, replace=False)] *= rng.uniform(20, 30, 2)
-            x[pair][:, rng.choice(d_in, 3, replace=False)] *= rng.uniform(20, 30, 3)
-    if kind == "correlated":
-        x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
+    for pair in range(NUM_PAIRS):  # the same features in both of a pair
+        g[pair][:, rng.choice(d_out, 2, replace=False)] *= rng.uniform(20, 30, 2)
+        x[pair][:, rng.choice(d_in, 3, replace=False)] *= rng.uniform(20, 30, 3)
     return g[..., :, None] * x[..., None, :]
 
 
@@ -163,16 +160,3 @@ def test_columns_half_of_k_apart_meet_in_twos():
     assert meeting_in_twos(rows, rows, proj_dim) == pytest.approx(expected / 2)
     assert abs(mean - 1) < 4 * standard_error < 0.3
     assert expected <= law(rows, rows, proj_dim) * proj_dim / (proj_dim - 1)
-
-
-def test_a_bucket_of_i_modulo_k_would_be_found_out():
-    """The power of these tests: without hashed offsets, a heavy feature has the same few buckets in every row."""
-    proj_dim, grads = 64, pairs("heavy", 24, 128).reshape(NUM_PAIRS, 2, -1)
-    expected = expectations(grads, proj_dim)
-    rng, found = np.random.default_rng(0), []
-    for _ in range(NUM_SEEDS):
-        signed = grads * rng.choice([-1.0, 1.0], grads.shape[-1])
-        features = torch.from_numpy(signed.reshape(NUM_PAIRS, 2, -1, proj_dim).sum(2))
-        found.append(products(features) - products(torch.from_numpy(grads)))
-
-    assert ratio(np.stack(found), expected)[0] > 5

@@ -116,7 +116,7 @@ def assert_float16_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 class TestFastJLProjector(RandomProjectorTests):
-    num_seeds = 150
+    num_seeds = 50
 
     @pytest.fixture(autouse=True)
     def _installed(self, fake):
@@ -247,8 +247,8 @@ def test_the_fingerprint_names_the_map_and_the_multiprocessors(use, fake):
     assert fingerprint == {"kind": "fast_jl_rademacher", **expected}
     normal = FastJLProjector(16, seed=3, proj_type="normal").fingerprint()
     assert normal == {"kind": "fast_jl_normal", **expected}
-    use(fake, 132)
-    assert FastJLProjector(16, seed=3).fingerprint() == {**fingerprint, "multiprocessors": 132}
+    use(fake, 5)
+    assert FastJLProjector(16, seed=3).fingerprint() == {**fingerprint, "multiprocessors": 5}
 
 
 # ---- the self-test

@@ -1,4 +1,4 @@
-"""The original TRAK's names: its constructors and its scale, one map, no repeated columns; projectors written for it."""
+"""The original TRAK's names: its constructors, its scale, no repeated columns; and projectors written for it."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_factors_arrive_formed_and_missing_parameters_as_zeros():
 class TestOriginalStyleProjector(RandomProjectorTests):
     """A projector with one generator-drawn matrix per name passes the whole kit."""
 
-    num_seeds = 150
+    num_seeds = 50
 
     def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
         class ByName(AbstractProjector):
@@ -226,14 +226,14 @@ def added(projector: AbstractProjector, block: DenseBlock) -> None:
         *((lambda name=name: make(name, "rademacherr"), "Did you mean 'rademacher'") for name in DENSE),
         (lambda: make("BasicProjector", block_size=0), "block_size must be"),
         (lambda: make("CudaProjector", max_batch_size=0), "max_batch_size must be"),
-        (lambda: chunked(sizes=(15, 15)).project(gradients(), 0), r"30 entries do not divide into chunks of \[15, 15\]"),
+        (lambda: chunked(sizes=(15, 15)).project(gradients(), 0), r"do not divide into chunks of \[15, 15\]"),
         (lambda: chunked(sizes=(20, 1)).project(gradients(), 0), "do not divide into chunks"),
         (lambda: chunked().project(torch.zeros(2, 29), 0), "29 entries per sample, the chunks 30"),
         (lambda: added(chunked(), DenseBlock("z", torch.zeros(2, 3))), "'z', which is in none of the chunks"),
         (lambda: ChunkedCudaProjector([], P, [], 8, "cpu", torch.float32), "at least one chunk"),
         (lambda: ChunkedCudaProjector([make("CudaProjector"), make("CudaProjector", proj_dim=13)], P, [P, P], 8, "cpu",
                                       torch.float32), "Expected one projector per chunk"),
-        (lambda: added(Recorder(), DenseBlock("b", torch.zeros(2, 5))), r"has shape \(5,\) per sample, expected \(9,\)"),
+        (lambda: added(Recorder(), DenseBlock("b", torch.zeros(2, 5))), r"has shape \(5,\) per .* expected \(9,\)"),
         (lambda: Nothing().project(gradients(), 0), "defines neither accumulator nor project"),
     ],
 )  # fmt: skip

@@ -137,7 +137,7 @@ def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
 class TestRandomProjectors(RandomProjectorTests):
     """Unbiased with one joint segment, without the scale under the names of the original."""
 
-    num_seeds = 150
+    num_seeds = 100
 
     @pytest.fixture(autouse=True, params=RANDOM)
     def _named(self, request):
@@ -166,13 +166,13 @@ class TestOtherProjectors(ProjectorTests):
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name != "none"])
 def test_inner_products_are_unbiased_over_the_row(name):
-    """150 seeds: the mean error is within 4 standard errors."""
+    """100 seeds: the mean error is within 4 standard errors."""
     x, y = gradients(1, 0), gradients(1, 1)
     both = {key: torch.cat([x[key], y[key] + 0.7 * x[key]]) for key in x}
-    products = [(f := ALL[name](9, seed).project(both, 0)) @ f.T for seed in range(150)]
+    products = [(f := ALL[name](9, seed).project(both, 0)) @ f.T for seed in range(100)]
 
     errors = torch.stack(products) - flat(both) @ flat(both).T
-    assert bool((errors.mean(0).abs() < 4 * errors.std(0) / math.sqrt(150)).all())
+    assert bool((errors.mean(0).abs() < 4 * errors.std(0) / math.sqrt(100)).all())
 
 
 @pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "two_sided gaussian joint"])
@@ -199,7 +199,9 @@ SETTINGS = [(33, 0, 0), (7, 7, 3), (1, 2**40, 0), (300, 2**64 - 1, 1)]
         (name, *settings)
         for name in ALL
         for settings in SETTINGS
-        if name not in {"form", "fourier", "fast_jl"} and (settings[0] < 300 or name not in DENSE)
+        if name not in {"form", "fourier", "fast_jl"}
+        and (settings[0] < 300 or name not in DENSE)
+        and (settings[0] > 1 or name != "copies")
     ],
 )
 def test_features_are_the_product_with_the_matrix_of_the_definition(name, k, seed, model_id):

@@ -1,4 +1,4 @@
-"""The Triton kernel for dense Rademacher products: in the interpreter, and on a GPU. Compiled: test_triton_sketch.py."""
+"""The Triton kernel for dense Rademacher products, interpreted and on a GPU. Compiled: test_triton_sketch.py."""
 
 from __future__ import annotations
 
