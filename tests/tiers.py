@@ -104,8 +104,6 @@ SOME: dict[str, int] = {
     "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content": 24,
     "modelout_functions/test_post_training_transformers.py": 3,
     "parallel/test_shared_runs.py": 1,
-    "projectors/test_countsketch_projector.py::test_factors_have_the_features_of_their_gradient": 8,
-    "projectors/test_countsketch_projector.py::test_rows_of_a_table_have_the_features_of_the_table": 8,
     "projectors/test_projection_hash.py::test_all_blocks_at_once_have_the_features_of_the_gradient": 7,
     "projectors/test_projector_laws.py::TestOtherProjectors": 5,
     "projectors/test_projector_laws.py::TestRandomProjectors": 3,

@@ -141,7 +141,6 @@ RECIPE = """
 import sys
 sys.path.insert(0, {here!r})
 import torch
-from torch import nn
 from device_models import make
 
 DEVICE = torch.device({device!r})
@@ -155,12 +154,9 @@ def train_data():
 def target_data():
     return make("mlp").targets
 
-def losses(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
 def training():
-    from trak_lite.unrolled import SGD, Recipe
-    return Recipe(lambda seed: build_model(), losses, train_data(), SGD(lr=0.5), batch_size=7, epochs=2)
+    from test_device_trainings import SGD, recipe
+    return recipe(DEVICE, SGD(lr=0.5), batch_size=7)
 
 def train(indices, seed):
     from device_runs import retraining

@@ -14,12 +14,9 @@ from projection_cases import Operators, assert_close
 from projection_cases import random32 as random
 from triton_cases import (
     KEY,
-    choose_anew,
     fresh_kernels,
-    in_the_interpreter,
     interpreted,
     kernels_of,
-    recorded_launches,
     use_on,
 )
 
@@ -27,28 +24,9 @@ from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherPr
 from trak_lite.testing import ProjectorTests
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    with in_the_interpreter() as kernels:
-        yield kernels
-
-
 @pytest.fixture
 def kernel(interpreter):
     return interpreter.dense
-
-
-@pytest.fixture
-def launches(interpreter, monkeypatch):
-    return recorded_launches(monkeypatch)
-
-
-@pytest.fixture
-def forget_choices():
-    """Each device's choice of a kernel is made anew, and again after the test."""
-    choose_anew()
-    yield
-    choose_anew()
 
 
 def signs(num_entries: int, proj_dim: int, start: int = 0) -> torch.Tensor:
@@ -259,14 +237,6 @@ def test_products_and_sketches_on_a_cpu_do_not_import_the_kernels():
 
 
 # ---- on a GPU
-
-
-@pytest.fixture
-def no_warning(forget_choices, caplog):
-    """The kernel is chosen: where it is not, there is a warning."""
-    with caplog.at_level(logging.WARNING, "trak_lite"):
-        yield
-    assert not caplog.records, caplog.text
 
 
 @pytest.mark.cuda

@@ -23,13 +23,10 @@ from triton_cases import (
     PLACES,
     SHARED,
     Compiler,
-    choose_anew,
     fresh_kernels,
-    in_the_interpreter,
     interpreted,
     kernels_of,
     machine_code,
-    recorded_launches,
     use_on,
 )
 
@@ -42,20 +39,9 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    with in_the_interpreter() as kernels:
-        yield kernels
-
-
 @pytest.fixture
 def kernels(interpreter):
     return interpreter.sketch
-
-
-@pytest.fixture
-def launches(interpreter, monkeypatch):
-    return recorded_launches(monkeypatch)
 
 
 @pytest.fixture
@@ -63,14 +49,6 @@ def wide_programs(kernels, monkeypatch):
     """Few programs with many columns each: the interpreter takes its time for every program."""
     for name, value in {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2, "_MATRIX_COLUMNS": 256}.items():
         monkeypatch.setattr(kernels, name, value)
-
-
-@pytest.fixture
-def forget_choices():
-    """Each device's choice of the kernels is made anew, and again after the test."""
-    choose_anew()
-    yield
-    choose_anew()
 
 
 def sketched(grads, proj_dim: int, shape: tuple[int, ...] | None = None, **settings) -> torch.Tensor:
@@ -562,14 +540,6 @@ def test_the_kernels_compile_for_amd(tmp_path):
 
 
 # ---- on a GPU
-
-
-@pytest.fixture
-def no_warning(forget_choices, caplog):
-    """The kernels are chosen: where they are not, there is a warning."""
-    with caplog.at_level(logging.WARNING, "trak_lite"):
-        yield
-    assert not caplog.records, caplog.text
 
 
 @pytest.mark.cuda
