@@ -71,6 +71,8 @@ def test_gram_is_the_sum_of_weighted_outer_products_with_the_same_bits_in_any_bl
 
     assert torch.equal(matrix, joint_gram(rows, weights))
     assert not matrix.requires_grad
+    assert torch.equal(rows, random_rows())
+    assert torch.equal(weights, random_weights())
     expected = reference.kernel(random_rows().numpy(), random_weights().numpy(), lambda_reg=0.0)
     np.testing.assert_allclose(matrix.numpy(), expected, rtol=1e-12, atol=1e-12)
 
