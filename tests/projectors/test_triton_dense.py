@@ -10,6 +10,7 @@ import sys
 import projection_reference as reference
 import pytest
 import torch
+import triton_cases
 from projection_cases import Operators, assert_close
 from projection_cases import random32 as random
 from triton_cases import (
@@ -22,6 +23,11 @@ from triton_cases import (
 
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
 from trak_lite.testing import ProjectorTests
+
+interpreter = triton_cases.interpreter
+launches = triton_cases.launches
+forget_choices = triton_cases.forget_choices
+no_warning = triton_cases.no_warning
 
 
 @pytest.fixture

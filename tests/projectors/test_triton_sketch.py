@@ -17,6 +17,7 @@ import numpy as np
 import projection_reference as reference
 import pytest
 import torch
+import triton_cases
 from projection_cases import accumulated, assert_close, factors
 from projection_cases import random32 as random
 from triton_cases import (
@@ -37,6 +38,12 @@ from trak_lite.types import FactoredBlock
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+interpreter = triton_cases.interpreter
+launches = triton_cases.launches
+forget_choices = triton_cases.forget_choices
+no_warning = triton_cases.no_warning
 
 
 @pytest.fixture

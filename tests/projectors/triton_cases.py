@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import subprocess
 import sys
@@ -99,6 +100,36 @@ def recorded_launches(patch: pytest.MonkeyPatch) -> list[dict]:
         lambda self, *args, **named: found.append(named) or launch(self, *args, **named),
     )
     return found
+
+
+# ---- fixtures, which the test modules take over by name
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with in_the_interpreter() as kernels:
+        yield kernels
+
+
+@pytest.fixture
+def launches(interpreter, monkeypatch):
+    return recorded_launches(monkeypatch)
+
+
+@pytest.fixture
+def forget_choices():
+    """Each device's choice of the kernels is made anew, and again after the test."""
+    choose_anew()
+    yield
+    choose_anew()
+
+
+@pytest.fixture
+def no_warning(forget_choices, caplog):
+    """The kernels are chosen: where they are not, there is a warning."""
+    with caplog.at_level(logging.WARNING, "trak_lite"):
+        yield
+    assert not caplog.records, caplog.text
 
 
 # ---- compiled, without a GPU
