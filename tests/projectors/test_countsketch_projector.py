@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_batch_order_chunks_layout_and_threads(copies, thr
     whole, blocks = projector.project(grads, 0), dense_blocks(grads)
     transposed = {name: grad.movedim(0, -1).contiguous().movedim(-1, 0) for name, grad in grads.items()}
     repeated = {name: grad[:1].expand_as(grad) for name, grad in grads.items()}
-    for count in (1, 2, 3):
+    for count in (1, 3):
         threads(count)
         for rows in ([4], [26, 3, 4], list(range(9, 25)), list(reversed(range(NUM_SAMPLES)))):
             some = projector.project({name: grad[rows] for name, grad in grads.items()}, 0)
@@ -264,11 +264,11 @@ def test_factors_may_come_in_pieces_of_any_size(shape, method, threads, monkeypa
     assert torch.equal(empty, torch.zeros(20, 64, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("method", "most"), [("form", 128 * 192), ("fourier", 8 * 2 * 512)])
+@pytest.mark.parametrize(("method", "most"), [("form", 128 * 192), ("fourier", 2 * 2 * 512)])
 def test_the_gradient_of_factors_is_never_formed_as_a_whole(method, most, monkeypatch):
     """Forming takes 128 rows of one sample; transforms take a few vectors of K + d_in per position."""
     monkeypatch.setattr(SCRATCH, 64 << 10)
-    shape, block = (512, 192), factors((512, 192), 2, num_samples=8)
+    shape, block = (512, 192), factors((512, 192), 2, num_samples=2)
     with Operators() as seen:
         project(block, shape, 256, factors=method)
 
