@@ -18,8 +18,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "projectors/test_triton_targets.py",
     ),
     "laws over many draws": (
-        "featurizing/test_iterative_solvers.py::test_cg_with_drawn_labels_is_close_to_cg",
-        "featurizing/test_iterative_solvers.py::test_products_with_drawn_labels_estimate_the_dense_matrix",
         "gradient_computers/test_hook_rules_drawn.py",
         "projectors/test_countsketch_statistics.py",
         "projectors/test_mask_projectors.py::test_every_entry_is_equally_likely",
