@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from cli_cases import (
 )
 
 from trak_lite import Attributor, cli, verify
+from trak_lite.methods import GaussNewton
 from trak_lite.store import Manifest, ZarrFeatureStore, open_store
 
 
@@ -142,19 +141,6 @@ def test_targets_of_another_task_are_scored_by_the_command_line(
     np.testing.assert_array_equal(found, attributor.score(targets, task="regression").numpy())
 
 
-def test_rows_of_train_data_and_targets_are_chosen_by_their_sections(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(copied / "run.yaml")
-    shown = done(["score", config, "--score.name", "two", "--target_data.indices", "[5, 0]"], capsys)
-    assert "Scores('two': 40 train rows x 2 targets)" in shown
-    np.testing.assert_allclose(scores(copied, "two"), scores(copied)[:, [5, 0]], rtol=1e-5, atol=1e-7)
-
-    some = {"train_data.indices": "[3, 1]", "train_data.name": "some", "path": str(copied / "some.zarr")}
-    given = [word for name, text in some.items() for word in (f"--{name}", text)]
-    assert "featurized: 6 rows written, 0 found" in done(["featurize", config, *given], capsys)
-
-
 # Training
 
 
@@ -192,18 +178,12 @@ def test_the_checkpoints_of_another_process_that_was_faster_are_taken(
     assert list(tmp_path.glob(".trained.new-*")) == [living]
 
 
-def test_a_data_loader_and_a_list_of_checkpoints_do_as_well(
-    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_data_loader_does_as_well(ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loader = "    return torch.utils.data.DataLoader(data(num_train, 1), batch_size=32)"
     recipe = RECIPE.replace("    return data(num_train, 1)", loader)
     recipe = recipe.replace("train_data(num_train).tensors", "train_data(num_train).dataset.tensors")
-    shown = done(["run", write_case(tmp_path, recipe=recipe)], capsys)
-    files = [f"{tmp_path}/trained/checkpoint-{number}.safetensors" for number in (1, 2, 3)]
-    again = done(["run", f"{tmp_path}/run.yaml", f"--checkpoints=[{', '.join(files)}]"], capsys)
+    assert "120 rows written" in done(["run", write_case(tmp_path, recipe=recipe)], capsys)
 
-    assert "120 rows written" in shown
-    assert "0 rows written, 120 found" in again
     np.testing.assert_array_equal(scores(tmp_path), scores(ran))
 
 
@@ -350,62 +330,35 @@ def test_the_oldest_of_very_many_records_go(copied: Path, capsys: pytest.Capture
 # Reports
 
 
-def test_the_report_gets_scores_renders_and_a_place(
-    ran: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def write_report(scores: Any, out: Any, *, train_render: Any, target_render: Any, where: Any) -> Path:
-        calls.append((scores.shape, Path(out), train_render(3), target_render, where))
-        return Path(out)
-
-    module = types.ModuleType("trak_lite.report")
-    module.write_report = write_report  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "trak_lite.report", module)
-
-    store, recipe = str(ran / "run.zarr"), typed(ran)
-    assert done(["report", store, *recipe], capsys) == f"report: {ran}/run.html\n"
-    chosen = ["--where", "source=web", "--where", "source=a=b", "--where", "year=2024"]
-    done(["report", "--from", store, "--out", "other.html", *chosen, *recipe], capsys)
-    assert calls == [
-        ((40, 6), ran / "run.html", "row 3", None, None),
-        ((40, 6), Path("other.html"), "row 3", None, {"source": ["web", "a=b"], "year": ["2024"]}),
-    ]
-    assert [record["command"] for record in records(store)] == ["run"]
-
-
 def test_a_report_on_some_rows_shows_the_samples_of_these_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those that are chosen by their columns, of the method that is asked for; it is not recorded as a run."""
     indices, targets = [30, 31, 35, 39, 2, 7], [5, 0, 3]
-    recipe = RECIPE + '\n\ndef render_target(index):\n    return f"sample {index}"\n'
+    recipe = RECIPE + COLUMNS + '\n\ndef render_target(index):\n    return f"sample {index}"\n'
     more = f"train_data: {{indices: {indices}}}\ntarget_data: {{indices: {targets}}}\n"
-    done(["run", write_case(tmp_path, recipe=recipe, more=more)], capsys)
+    view = ["--score.method", "{name: GaussNewton, damping: 2.5}"]
+    done(["run", write_case(tmp_path, recipe=recipe, more=more), *view], capsys)
+    np.testing.assert_array_equal(
+        opened(tmp_path).scores("held-out", method=GaussNewton(damping=2.5)).shape, (6, 3)
+    )
+    store, other = str(tmp_path / "run.zarr"), str(tmp_path / "other.html")
+    chosen = ["--out", other, "--where", "source=book", "--where", "source=a=b", "--where", "year=2021"]
 
-    done(["report", str(tmp_path / "run.zarr"), *typed(tmp_path)], capsys)
+    assert done(["report", store, *typed(tmp_path)], capsys) == f"report: {tmp_path}/run.html\n"
+    assert done(["report", "--from", store, *typed(tmp_path), *chosen], capsys) == f"report: {other}\n"
 
-    page = (tmp_path / "run.html").read_text()
-    shown = re.findall(r'data-row="(\d+)"><div class="content">\s*<p class="text"[^>]*>row (\d+)</p>', page)
-    assert {(int(row), int(index)) for row, index in shown} == set(enumerate(indices))
-    for target, index in enumerate(targets):
-        line = rf'data-target="{target}".{{0,200}}<p class="text"[^>]*>sample {index}</p>'
-        assert re.search(line, page, re.S)
-
-
-@pytest.mark.parametrize(
-    "value", ["{name: TRAK, damping: 1}", "graddot", "{name: GaussNewton, damping: 2.5}"]
-)
-def test_other_methods_are_reported_as_they_were_scored(
-    value: str, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["score", "run.yaml", "--score.method", value]) == 0
-    with open_store("run.zarr", "r+") as store:
-        store.drop_entry("runs")
-    done(["report", "run.zarr", "--score.name", "held-out", "--score.method", value], capsys)
-
-    page = (copied / "run.html").read_text()
-    assert "40 train rows, 6 targets" in page
-    assert "2.5" in page or "2.5" not in value
+    books = [row for row, index in enumerate(indices) if index % 3 == 0 and index >= 25]
+    for page, rows in (((tmp_path / "run.html").read_text(), range(6)), (Path(other).read_text(), books)):
+        assert "2.5" in page
+        shown = re.findall(
+            r'data-row="(\d+)"><div class="content">\s*<p class="text"[^>]*>row (\d+)</p>', page
+        )
+        assert {(int(row), int(index)) for row, index in shown} == {(row, indices[row]) for row in rows}
+        for target, index in enumerate(targets):
+            line = rf'data-target="{target}".{{0,200}}<p class="text"[^>]*>sample {index}</p>'
+            assert re.search(line, page, re.S)
+    assert [record["command"] for record in records(store)] == ["run"]
 
 
 # What is refused
