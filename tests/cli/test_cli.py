@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -174,55 +172,19 @@ def test_unroll_trains_replays_and_finds_its_scores_again(
 
 # Ctrl-C
 
-INTERRUPTING = (
-    RECIPE
-    + '''
-
-class Interrupting(torch.utils.data.Dataset):
-    """Sends the signal of Ctrl-C when row 20 is loaded for featurizing, once."""
-
-    def __init__(self, rows, flag):
-        self.rows, self.flag, self.loads = rows, flag, 0
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        import os, signal
-        self.loads += index == 20
-        if self.loads == 2 and os.path.exists(self.flag):  # the first time it is the digest
-            os.remove(self.flag)
-            os.kill(os.getpid(), signal.SIGINT)
-        return self.rows[index]
+INTERRUPTED = RECIPE.replace(
+    "def train_data(num_train: int = 40):\n    return data(num_train, 1)",
+    "def train_data(num_train: int = 40, fail_at: int | None = None):\n"
+    "    from tiny_runs import Counting\n\n    return Counting(data(num_train, 1), fail_at)",
+).replace("train_data(num_train).tensors", "train_data(num_train).inner.tensors")
 
 
-def train_data(num_train: int = 40, flag: str = ""):
-    return Interrupting(data(num_train, 1), flag)
-
-
-def train(indices, seed):
-    return build_model().state_dict()
-'''
-)
-
-
-@pytest.fixture
-def _sigint_is_ctrl_c() -> Iterator[None]:
-    """Shells start background jobs with SIGINT ignored, and Python leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_sigint_is_ctrl_c")
 def test_an_interrupted_run_says_what_is_safe_and_goes_on_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write_case(tmp_path, recipe=INTERRUPTING, more="train_data: {batch_size: 8}\n")
+    config = write_case(tmp_path, recipe=INTERRUPTED, more="train_data: {batch_size: 8, name: rows}\n")
     done(["run", config, "--path", str(tmp_path / "whole.zarr")], capsys)
-    flag = tmp_path / "flag"
-    flag.touch()
-    command = ["run", config, f"--recipe_arguments.flag={flag}"]
+    command = ["run", config, "--recipe_arguments.fail_at=20"]
 
     assert cli.main(command) == 130
     said = capsys.readouterr().err
@@ -230,7 +192,7 @@ def test_an_interrupted_run_says_what_is_safe_and_goes_on_there(
     assert f"Stored in {tmp_path}/run.zarr:\n  ckpt-0  16 of 40 rows done" in said
     assert f"To continue: trak-lite {' '.join(command)}\n" in said
 
-    assert "featurized: 24 rows written, 16 found" in done(command, capsys)
+    assert "featurized: 104 rows written, 16 found" in done(command[:2], capsys)
     np.testing.assert_array_equal(scores(tmp_path), scores(tmp_path, path="whole.zarr"))
 
 

@@ -119,9 +119,9 @@ def steps(net: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset)
 EXPECTED = {"adam": scaled, "adam_update": steps}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("computer", "amsgrad"), [("hook", False), ("functional", True), ("iterative", False)]
+    ("computer", "amsgrad"),
+    [pytest.param("hook", False, marks=pytest.mark.quick), ("functional", True), ("iterative", False)],
 )
 @by_kind
 def test_rows_are_those_of_autograd_and_of_real_steps(

@@ -90,8 +90,10 @@ def label_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     return logsigmoid(torch.where(labels > 0, logits, -logits)).sum(1)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("task", "batch_size", "damping"), [(LM, 3, None), (LM, N, 0.5), (MULTI, 1, None)])
+@pytest.mark.parametrize(
+    ("task", "batch_size", "damping"),
+    [(LM, 3, None), (LM, N, 0.5), pytest.param(MULTI, 1, None, marks=pytest.mark.quick)],
+)
 def test_scores_are_those_of_the_gram_of_drawn_labels(
     task: str, batch_size: int, damping: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

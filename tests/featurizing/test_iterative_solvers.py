@@ -136,13 +136,12 @@ def whole(matrix: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(np.arange(len(matrix)), matrix)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("make", "task", "train", "targets"),
     [
         (Normalized, LABELS, TRAIN, TARGETS),
         (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
-        (Attention, LM, texts(5, 2), texts(3, 3)),
+        pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
     ],
 )
 def test_cg_is_the_dense_solve_for_every_target(

@@ -84,7 +84,6 @@ def featurized(**changes: Any) -> Attributor:
     return made
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("computer", "layout"), [("hook", "module"), ("functional", "joint"), ("iterative", "module")]
 )
