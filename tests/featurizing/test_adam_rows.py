@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Normalization, Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, PrecisionError
-from trak_lite.methods import LESS, GaussNewton, GradDot
+from trak_lite.methods import LESS, GaussNewton, GradCos, GradDot
 
 N, M, CLASSES, WORDS = 21, 4, 3, 9
 KINDS = ("adam", "adam_update")
@@ -206,6 +206,29 @@ def test_a_store_that_is_opened_again_continues_and_scores(tmp_path: Path, kind:
     again = attributor(None, net, kind)
     again.featurize(TRAIN, saved(net, optimizer))
     close(scores.numpy(), again.score(TARGETS).numpy())
+
+
+@pytest.mark.parametrize("layout", ["module", "joint"])
+def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout: str) -> None:
+    """Section 4.1 of arXiv:2402.04333: the sum over checkpoints of eta cos(Gamma(z), gradient of the target)."""
+    runs, rates = [trained(steps=count) for count in (2, 5)], (0.05, 0.02)
+    made = attributor(None, runs[0][0], "adam_update", layout=layout)
+    made.featurize(TRAIN, [saved(*run) for run in runs])
+
+    expected = np.zeros((N, M))
+    for rate, run in zip(rates, runs, strict=True):
+        sides = (steps(*run, TRAIN), flat(margins(run[0], TARGETS)))
+        own, targets = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides)
+        expected += rate * own @ targets.T
+    scores = made.score(TARGETS, method=LESS(learning_rates=rates)).numpy()
+    np.testing.assert_allclose(scores, expected, atol=1e-6 * max(rates))
+    by_name = made.score(TARGETS, method={"name": "LESS", "learning_rates": list(rates)}).numpy()
+    assert by_name.tobytes() == scores.tobytes()
+    assert made.method == LESS()  # without learning rates, the cosine of whole rows
+    cosines = made.score(TARGETS, method=GradCos(layout="joint")).numpy()
+    np.testing.assert_allclose(made.score(TARGETS).numpy(), cosines, atol=1e-6)
+    with pytest.raises(InvalidInputError, match="learning_rates has 1 numbers, but 2 checkpoints"):
+        made.score(TARGETS, method=LESS(learning_rates=rates[:1]))
 
 
 def test_the_fisher_information_is_that_of_scaled_gradients() -> None:
