@@ -114,7 +114,7 @@ WRONG_FILES = [
     (b"", "holds NoneType, expected keys with values"),
     (b"\xff", "cannot be read as YAML: 'utf-8' codec can't decode"),
     (b"seed: [", "cannot be read as YAML"),
-    (b"a: " + b"[" * 1500, "cannot be read as YAML"),
+    (b"a: " + b"[" * 500, "cannot be read as YAML"),
     (b"a: " + b"[" * 200 + b"]" * 200, "nested more than 128 levels deep"),
     (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
     (b"path: x\ntask: regression\nrecipe: nothing.py", "There is no recipe at "),
@@ -151,7 +151,9 @@ def test_what_is_wrong_is_named_in_one_line(
     line = refused(["run", write_case(tmp_path, **case), *options], capsys)
 
     assert said in line
-    assert "Command line: " in line if options else str(tmp_path) in line or "The recipe's train()" in line
+    assert (
+        "Command line: " if options else str(tmp_path / "run.yaml") if "recipe" not in case else ""
+    ) in line
 
 
 @pytest.mark.parametrize(("content", "said"), WRONG_FILES)
@@ -187,7 +189,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
         "recipe_arguments.width": "8",
         "recipe_arguments.method": "adam",
         "store_norms": "true",
-        "method": "{name: GaussNewton}",
+        "method": "{name: GradDot}",
         "train_data.indices+": "5",
     }
     given = [word for name, text in options.items() for word in (f"--{name}", text)]
@@ -197,7 +199,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
     assert (values["seed"], values["verify"]["budget"], values["proj_dim"]) == (5, 4, "auto")
     assert values["score"]["method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
     assert (values["grad_wrt"], values["store_norms"], values["score"]["name"]) == ("0.*", True, "held-out")
-    assert values["method"] == {"name": "GaussNewton"}  # not merged with the fields of the file
+    assert values["method"] == {"name": "GradDot"}  # not merged with the fields of the file
     assert (values["verify"]["alpha"], values["train_data"]["indices"]) == (0.5, [3, 5])
     arguments = {"width": 8, "num_train": 20, "steps": 2, "method": "adam", "normalize": "rows"}
     assert values["recipe_arguments"] == arguments

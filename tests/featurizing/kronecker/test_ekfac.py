@@ -312,6 +312,8 @@ def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(
         labels = [torch.cat([one[1] for one in drawn[k::2]]) for k in (0, 1)]
         parts = [(train.tensors[0], part) for label in labels for part in label.split(N)]
         bases, values = parts[:: 1 + corrected], parts[1::2] if corrected else parts
+        seen = [part[1].tolist() for part in parts]
+        assert len({tuple(one) for one in seen}) == len(seen), "labels were drawn twice"
         close(found[-1], plain.scores(case.blocks(model, plain, bases, values, method), 0.3))
 
     close(found[1], found[0], rtol=1e-6)
