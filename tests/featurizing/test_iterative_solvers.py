@@ -20,9 +20,13 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
 from trak_lite.methods import CG, EKFAC, LiSSA
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 
 N, M = 12, 4
-LABELS, LM = "image_classification", "causal_language_modeling"
+LABELS = "image_classification"
+LM = CausalLanguageModelingModelOutput(
+    output="margin"
+)  # whose q times gradient is not that of the summed loss
 
 
 class Normalized(nn.Module):
