@@ -252,6 +252,7 @@ def train_data(folder: str, others: int = 0):
 SCRIPT = "import sys\nfrom trak_lite.cli import main\n\nsys.exit(main(sys.argv[1:]))\n"
 
 
+@pytest.mark.campaign  # standard shares runs in tests/parallel
 def test_commands_on_one_store_share_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of them does a part, no row is done twice, and the features have the bits of one command."""
     more = f"train_data: {{batch_size: 32, name: rows}}\nrecipe_arguments: {{folder: {tmp_path}}}\n"
