@@ -270,12 +270,11 @@ for (task, kind), loss in LOSSES.items():
     )
 
 
-QUICK = ("mlp-ekfac", "mlp-kfac")
+MARKS = {name: pytest.mark.quick for name in ("mlp-ekfac", "mlp-kfac")}
+MARKS |= {f"{name}-kfac": pytest.mark.campaign for name in ("mixed", "tied", "callable", "two long sides")}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.quick if name in QUICK else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_scores_are_those_of_dense_matrices(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
