@@ -1,12 +1,17 @@
-"""A small recipe and config for tests of the command line."""
+"""A small recipe and config for tests of the command line, and what their runs leave."""
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from trak_lite import cli
+from trak_lite import Attributor, cli
+from trak_lite.store import open_store
 
 RECIPE = '''
 import numpy as np
@@ -66,6 +71,10 @@ score:
 """
 
 
+RECORDS = ("runs", "run records, format 1")
+"""Name and key of the entry of a store with the records of its runs."""
+
+
 def write_case(folder: Path, *, recipe: str = RECIPE, more: str = "", config: str = CONFIG) -> str:
     """Write a recipe and a config beside it; return the config's path."""
     (folder / "recipe.py").write_text(recipe)
@@ -73,18 +82,53 @@ def write_case(folder: Path, *, recipe: str = RECIPE, more: str = "", config: st
     return str(folder / "run.yaml")
 
 
+def done(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that succeeds; return what it printed."""
+    capsys.readouterr()
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command that is wrong use; return its one line."""
     capsys.readouterr()
-    assert cli.main(arguments) == 2
+    try:
+        status = cli.main(arguments)
+    except SystemExit as ended:
+        status = ended.code
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1), (out, err)
-    assert err.startswith("trak-lite: ")
+    assert (status, out, err.count("\n")) == (2, "", 1), (status, out, err)
+    assert err.startswith("trak-lite")
     return err
 
 
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, as a fixture; tests leave it as it is, or copy it."""
-    folder = tmp_path_factory.mktemp("ran")
-    assert cli.main(["run", write_case(folder)]) == 0
-    return folder
+def typed(folder: Path) -> list[str]:
+    """The recipe, as the user names it when a recorded run is repeated."""
+    return ["--recipe", str(folder / "recipe.py")]
+
+
+def functions(folder: Path) -> dict[str, Any]:
+    """What the recipe of a folder defines."""
+    return runpy.run_path(str(folder / "recipe.py"))
+
+
+def opened(folder: Path, path: str = "run.zarr") -> Attributor:
+    return Attributor.open(folder / path, functions(folder)["build_model"]())
+
+
+def scores(folder: Path, name: str = "held-out", path: str = "run.zarr") -> np.ndarray:
+    return opened(folder, path).scores(name).numpy()
+
+
+def records(store: Any) -> list[dict[str, Any]]:
+    """The records of the runs of a store."""
+    with open_store(store) as kept:
+        entry = kept.entry(*RECORDS)
+    return [] if entry is None else json.loads(entry.tobytes())
+
+
+def put_records(store: Any, content: Any) -> None:
+    """Replace the records of a store, as anyone can who may write there: their checksum fits."""
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    with open_store(store, "r+") as kept:
+        kept.put_entry(*RECORDS, np.frombuffer(text, np.uint8).copy())

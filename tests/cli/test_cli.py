@@ -1,17 +1,21 @@
-"""The command line: what it prints, and which exit status says what."""
+"""The command line as a program: checks, exit status, unroll, Ctrl-C, and several commands at once on one store."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import RECIPE, done, functions, refused, scores, write_case
+from forked import start_script
 
 from trak_lite import __version__, cli
-from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
+from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
+from trak_lite.unrolled import unrolled
 
 SPEC = TableSpec(num_rows=8, columns=(Column("features", 2, "float32"),), chunk_rows=4)
 
@@ -33,32 +37,21 @@ def pending(path: str) -> list[int]:
         return store.open_table("ckpt-0").pending().tolist()
 
 
-def test_a_sound_store_exits_with_0(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", path]) == 0
-
-    out, err = capsys.readouterr()
-    assert out == f"{path}: sound; 1 table, 8 rows done, 0 pending, 2 chunks of 64 bytes compared.\n"
-    assert err == ""
-
-
-def test_a_damaged_store_exits_with_1_and_names_chunk_and_rows(
+@pytest.mark.quick
+def test_the_exit_status_of_a_check_says_whether_there_is_damage(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sound = f"{path}: sound; 1 table, 8 rows done, 0 pending, 2 chunks of 64 bytes compared.\n"
+    assert done(["check", path], capsys) == sound
+
     damage(path)
     assert cli.main(["check", path]) == 1
-
     row = capsys.readouterr().out.splitlines()[1]
     assert row.startswith("damage  ckpt-0  1      4 to 7  features  checksum")
     assert pending(path) == []
 
-
-def test_a_repair_exits_with_0_and_leaves_the_rows_pending(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damage(path)
-    assert cli.main(["check", path, "--repair"]) == 0
-
-    assert "set aside: chunk 1 (rows 4 to 7 are pending) of ckpt-0 is in" in capsys.readouterr().out
+    repaired = done(["check", path, "--repair"], capsys)
+    assert "set aside: chunk 1 (rows 4 to 7 are pending) of ckpt-0 is in" in repaired
     assert pending(path) == [4, 5, 6, 7]
     assert cli.main(["check", "--repair", path]) == 0
 
@@ -71,49 +64,54 @@ def test_a_repair_exits_with_0_and_leaves_the_rows_pending(
         (["check"], "trak-lite check: the following arguments are required: PATH"),
         (["check", "a", "b"], "unrecognized arguments: b"),
         (["check", "a", "--fix"], "unrecognized arguments: --fix"),
+        (["check", "no/such"], "trak-lite: There is no store at "),
+        (["inspect", "no/such"], "trak-lite: There is no store at "),
+        (["report", "no/such"], "trak-lite: There is no store at "),
+        (
+            ["run"],
+            "run takes either a config or --from STORE; the config comes first. Usage: trak-lite run (CONFIG | --from",
+        ),
+        (["run", "a.yaml", "--from", "b"], "run takes either"),
+        (["run", "--from"], "--from has no value. Expected --from VALUE."),
+        (["report", "a.zarr", "--out"], "--out has no value. Expected --out VALUE."),
+        (["report"], "report needs the path of a store. Usage: trak-lite report (STORE | --from STORE)"),
+        (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
 )
 def test_wrong_use_exits_with_2_and_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-
-    err = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert said in err
-    assert err.count("\n") == 1
+    assert said in refused(arguments, capsys)
 
 
-def test_a_path_without_a_store_exits_with_2_and_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["check", str(tmp_path / "nothing")]) == 2
+def test_the_version_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--version"])
 
-    err = capsys.readouterr().err
-    assert err.startswith(f"trak-lite: There is no store at {tmp_path}/nothing")
-    assert err.count("\n") == 1
+    assert __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_the_version_and_the_help_go_to_standard_output(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([option])
-
-    assert caught.value.code == 0
-    assert {"--version": __version__, "--help": "check"}[option] in capsys.readouterr().out
-
-
-def test_the_module_runs_as_a_program(path: str) -> None:
+def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(path: str) -> None:
+    """A process of its own, as an import elsewhere would hide what the commands import."""
     damage(path)
-    command = [sys.executable, "-m", "trak_lite", "check", path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = (
+        "import runpy, sys\n"
+        "extra = ('jsonargparse', 'docstring_parser')\n"
+        "path, sys.argv = sys.argv[1], ['trak-lite', 'check', sys.argv[1]]\n"
+        "try: runpy.run_module('trak_lite', run_name='__main__')\n"
+        "except SystemExit as ended: print(ended.code, set(extra) & set(sys.modules))\n"
+        "for name in extra: sys.modules[name] = None\n"
+        "from trak_lite import cli\n"
+        "print(cli.main(['inspect', path]), cli.main(['run', 'x.yaml']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
 
-    assert done.returncode == 1
-    assert "4 to 7" in done.stdout
-    assert done.stderr == ""
+    assert "4 to 7" in ended.stdout
+    assert "\n1 set()\n" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "0 2"
+    assert ended.stderr == (
+        "trak-lite: run needs jsonargparse, which is not installed. Install it with pip install 'trak-lite[cli]'.\n"
+    )
 
 
 def test_the_installed_program_is_the_same() -> None:
@@ -124,3 +122,158 @@ def test_the_installed_program_is_the_same() -> None:
     points = next(ast.literal_eval(word.value) for word in call.keywords if word.arg == "entry_points")
 
     assert points == {"console_scripts": [f"trak-lite = {cli.__name__}:{cli.main.__name__}"]}
+
+
+# The command unroll
+
+TRAINING = """
+
+def row_losses(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+
+
+def training(*, num_train: int = 40, width: int = 4):
+    from trak_lite.unrolled import SGD, Recipe
+
+    data = train_data(num_train)
+    return Recipe(lambda seed: build_model(width), row_losses, data, SGD(lr=0.5), batch_size=10, epochs=2)
+"""
+
+
+def test_unroll_trains_replays_and_finds_its_scores_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe=RECIPE + TRAINING, more="unroll:\n  block: 4\n")
+    out = done(["unroll", config], capsys)
+    assert "40 train rows x 6 targets" in out
+
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run.run").rglob("*.safetensors")}
+    assert files
+    assert done(["unroll", config], capsys) == out
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "run.run").rglob("*.safetensors")}
+
+    recipe = functions(tmp_path)
+    targets, task = recipe["target_data"](), "image_classification"
+    apart = unrolled(recipe["training"]().train(), targets, task, block=4)
+    best = [f"{row} ({apart.numpy()[row, 0]:+.2e})" for row in apart.top(5, target=0).indices]
+    assert f"target 0, most helpful rows: {'  '.join(best)}\n" in out
+
+    assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
+    for option in ("--where", "--by"):
+        assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)
+    chosen = ["--train_data.indices", "[1]"]
+    assert "Leave out train_data.indices" in refused(["unroll", config, *chosen], capsys)
+    none = refused(["unroll", write_case(tmp_path)], capsys)
+    assert "needs a function training() that returns a trak_lite.unrolled.Recipe, and defines none" in none
+    wrong = RECIPE + "\n\ndef training():\n    return 3\n"
+    assert "got int" in refused(["unroll", write_case(tmp_path, recipe=wrong)], capsys)
+
+
+# Ctrl-C
+
+INTERRUPTED = RECIPE.replace(
+    "def train_data(num_train: int = 40):\n    return data(num_train, 1)",
+    "def train_data(num_train: int = 40, fail_at: int | None = None):\n"
+    "    from tiny_runs import Counting\n\n    return Counting(data(num_train, 1), fail_at)",
+).replace("train_data(num_train).tensors", "train_data(num_train).inner.tensors")
+
+
+def test_an_interrupted_run_says_what_is_safe_and_goes_on_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_case(tmp_path, recipe=INTERRUPTED, more="train_data: {batch_size: 8, name: rows}\n")
+    done(["run", config, "--path", str(tmp_path / "whole.zarr")], capsys)
+    command = ["run", config, "--recipe_arguments.fail_at=20"]
+
+    assert cli.main(command) == 130
+    said = capsys.readouterr().err
+    assert "interrupted. The same command continues at the first missing row." in said
+    assert f"Stored in {tmp_path}/run.zarr:\n  ckpt-0  16 of 40 rows done" in said
+    assert f"To continue: trak-lite {' '.join(command)}\n" in said
+
+    assert "featurized: 104 rows written, 16 found" in done(command[:2], capsys)
+    np.testing.assert_array_equal(scores(tmp_path), scores(tmp_path, path="whole.zarr"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            RECIPE.replace("def target_data():", "def target_data():\n    raise KeyboardInterrupt"),
+            "Stored in",
+        ),
+        (RECIPE.replace("torch.manual_seed(0)", "raise KeyboardInterrupt"), "Nothing was written to"),
+        ("raise KeyboardInterrupt", "\ntrak-lite: interrupted before the command started.\n"),
+    ],
+)
+def test_an_interrupt_in_the_recipe_is_told_as_well(
+    recipe: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", write_case(tmp_path, recipe=recipe)]) == 130
+    assert said in capsys.readouterr().err
+
+
+# Several commands at once
+
+PROCESSES, ROWS = 2, 1024  # four chunks of the smallest size
+MEETING = (
+    RECIPE
+    + '''
+
+class Meeting(torch.utils.data.Dataset):
+    """Who has a chunk waits, before the first row of its second batch, until so many others have one.
+
+    A process without a chunk loads only rows of first batches: of a new table, or rows that are done, to compare them.
+    """
+
+    def __init__(self, rows, folder, others):
+        self.rows, self.folder, self.others = rows, folder, others
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        import os, pathlib, time
+        if index % 256 == 32:
+            folder = pathlib.Path(self.folder)
+            (folder / f"here-{os.getpid()}").touch()
+            end = time.monotonic() + 500
+            while len(list(folder.glob("here-*"))) <= self.others:
+                assert time.monotonic() < end, "the others did not come"
+                time.sleep(0.01)
+        return self.rows[index]
+
+
+def train_data(folder: str, others: int = 0):
+    return Meeting(data(1024, 1), folder, others)
+'''
+)
+SCRIPT = "import sys\nfrom trak_lite.cli import main\n\nsys.exit(main(sys.argv[1:]))\n"
+
+
+@pytest.mark.campaign  # standard shares runs in tests/parallel
+def test_commands_on_one_store_share_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them does a part, no row is done twice, and the features have the bits of one command."""
+    more = f"train_data: {{batch_size: 32, name: rows}}\nrecipe_arguments: {{folder: {tmp_path}}}\n"
+    arguments = ["featurize", write_case(tmp_path, recipe=MEETING, more=more), "--checkpoints", "null"]
+    script = tmp_path / "command.py"
+    script.write_text(SCRIPT)
+    said = [tmp_path / f"said-{number}.txt" for number in range(PROCESSES)]
+
+    others = ["--recipe_arguments.others", str(PROCESSES - 1)]
+    processes = [start_script(script, *arguments, *others, output=output) for output in said]
+    for process in processes:
+        process.join(600)
+        process.kill()  # one that waits for ever must not keep the others waiting
+
+    assert [process.exitcode for process in processes] == [0] * PROCESSES, said[0].read_text()[-2000:]
+    written = [int(re.search(r"featurized: (\d+) rows written", output.read_text())[1]) for output in said]
+    assert sum(written) == ROWS
+    assert min(written) > 0
+    assert f"{ROWS} rows written, 0 found" in done([*arguments, "--path", f"{tmp_path}/alone.zarr"], capsys)
+    shared, alone = (ZarrFeatureStore.open(tmp_path / name) for name in ("run.zarr", "alone.zarr"))
+    for column in ("features", "out_to_loss", "loss_curvature"):
+        found, expected = (store.open_table("ckpt-0").read(column) for store in (shared, alone))
+        np.testing.assert_array_equal(found, expected)
+    assert check_store(tmp_path / "run.zarr").findings == ()

@@ -1,131 +1,162 @@
-"""Configs: what is refused in one line, and what comes of values that are given in several places."""
+"""Configs and recipes: what is refused in one line, and what comes of values that are given in several places."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
-from cli_cases import CONFIG, RECIPE, refused, write_case
+from cli_cases import CONFIG, RECIPE, done, functions, records, refused, write_case
+from safetensors.torch import load_file
 
-from trak_lite import cli
-from trak_lite.cli.configs import RunConfig, read_config, run_keys
-from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite import Attributor, Normalization, cli
 
-KEYS = {key.name: key for key in run_keys()}
+WRONG_KEYS = [
+    ("seed: many", "seed must be int, got 'many'."),
+    ("seed: 1.5", "seed must be int, got 1.5."),
+    ("seed: true", "seed must be int, got True."),
+    ("seed: null", "seed must be int, got None."),
+    ("store_norms: 1", "store_norms must be bool, got 1."),
+    ("method: {name: TRAK, damping: .nan}", "method must be Union[dict[str, "),
+    (
+        "method: {name: TRAK, damping: high}",
+        "method: damping must be a finite number of at least 0, got 'high'.",
+    ),
+    ("method: {name: TRAK, dampings: 1}", "dampings"),
+    ("method: {damping: 1}", "method must be a name of 'GaussNewton', "),
+    ("method: {name: TracIn, learning_rates: fast}", "method: learning_rates must be finite"),
+    ("dtype: float61", "dtype must be Literal['float32', 'float16', 'int8', 'int4'], got 'float61'."),
+    ("grad_wrt: [1]", "grad_wrt must be Union[str, list[str], NoneType], got [1]."),
+    ("normalize: {kind: clip, most: 2}", "normalize: Unknown fields of normalize: ['most']."),
+    ("normalize: {kind: clip}", "normalize: kind='clip' needs a threshold"),
+    ("verify: {budget: ten}", "verify.budget must be int, got 'ten'."),
+    ("verify: {alpha: 1" + "0" * 400 + "}", "verify.alpha must be float, got 1000"),
+    ("verify: {alpha: .inf}", "verify.alpha must be float, got inf."),
+    ("verify: 5", "verify must be a mapping of keys, got 5."),
+    ("recipe_arguments: 5", "recipe_arguments must be a mapping, got 5."),
+    ("recipe_arguments: {steps: few}", "recipe_arguments.steps must be int, got 'few'."),
+    (
+        "recipe_arguments: {step: 2}",
+        "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?",
+    ),
+    ("train_data: {indices+: 1}", "unknown key 'train_data.indices+'. Did you mean 'train_data.indices'?"),
+    ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
+    ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget'?"),
+    ("indices: [1]", "unknown key 'indices'. Did you mean 'train_data.indices' or 'target_data.indices'?"),
+    ("zzzz: 4", "unknown key 'zzzz'. The option --help lists the keys."),
+    ("1: 2", "unknown key '1'."),
+    ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
+    ("grad_wrt: &a [*a]", "aliases are not allowed"),
+    ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ("? [seed]\n: 1", "found unhashable key"),
+    ("train_data: {indices: !!set {1, 2}}", "train_data.indices must be Optional[list[int]]"),
+    ("device: !!binary aGk=", "device must be str"),
+    ("device: 2020-01-01", "device must be str"),
+]
+WRONG_OPTIONS = [
+    (["--seed", "many"], "seed must be int, got 'many'."),
+    (["--verify.alpha=.nan"], "verify.alpha must be float, got '.nan'."),
+    (["--seed"], "--seed has no value. Expected --seed VALUE."),
+    (["--see", "1"], "unknown key 'see'. Did you mean 'seed'?"),
+    (["1", "--seed"], "unexpected '1'. Expected --key value, after the config."),
+    (["--recipe_arguments.steps=x"], "recipe_arguments.steps must be int, got 'x'."),
+    (["--score.method", "GausNewton"], "Did you mean 'GaussNewton'?"),
+    (["--score.method", "{name: EKFAC, damping: 0}"], "score.method: EKFAC(damping=0) would divide by zero"),
+]
+WRONG_RECIPES = [
+    (RECIPE.replace("def train_data", "def data_of_train"), "defines no function train_data(). Expected"),
+    ("train_data = target_data = build_model = 1", "defines no function build_model(), train_data()"),
+    (RECIPE + "\nrender = 'text'\n", "defines no function render()"),
+    ("x = 1\ndef broken(:\n", "cannot be executed: line 2: "),
+    ("import no_such_package\n", "No module named 'no_such_package'. Correct it, or install"),
+    (
+        RECIPE.replace("torch.manual_seed(0)", "import no_such_package"),
+        "failed: No module named 'no_such_package'. Install what it imports.",
+    ),
+    (
+        RECIPE + "\ndef render_target(index, width: int = 9): ...\n",
+        "'width' of render_target() has another type or default than in another",
+    ),
+    (RECIPE.replace("width: int = 4", "width: int"), "recipe_arguments.width must be given"),
+    (RECIPE.replace("range(steps)", "range(0 * steps)"), "returned no weights"),
+    (RECIPE.replace("yield model.state_dict()", "yield 3"), "train() returned int. Expected a module"),
+    (RECIPE.replace("yield model.state_dict()", "yield torch.ones(2)"), "train() returned Tensor. Expected"),
+    (
+        RECIPE.replace("yield model.state_dict()", "yield 'weights'"),
+        "train() returned str. Expected a module",
+    ),
+]
+ANNOTATIONS = [
+    (": str | torch.device", "must be str, got"),
+    (": str | Callable[..., Any]", "must be str, got"),
+    (": float | Literal['auto']", "must be Union[float, Literal['auto']], got"),
+    (": Sequence[int] | None", "must be Optional[list[int]], got"),
+    (": tuple[float, ...]", "must be list[float], got"),
+    (
+        ": str | type[nn.Module] | Sequence[str | type[nn.Module]] | None",
+        "must be Union[str, list[str], NoneType]",
+    ),
+    (": Callable[..., Any] | None", "unknown key"),
+    (": Sequence[Any]", "unknown key"),
+    (": nn.Module", "unknown key"),
+    (": Any", "unknown key"),
+    (": Missing", "The annotations of train_data() cannot be read: name 'Missing' is not defined"),
+    ("", "unknown key"),
+]
+"""Of an argument, and what is said where it is a mapping of lists; no annotation has the type of the default, None."""
+WRONG_FILES = [
+    (b"- a", "holds list, expected keys with values"),
+    (b"", "holds NoneType, expected keys with values"),
+    (b"\xff", "cannot be read as YAML: 'utf-8' codec can't decode"),
+    (b"seed: [", "cannot be read as YAML"),
+    (b"a: " + b"[" * 500, "cannot be read as YAML"),
+    (b"a: " + b"[" * 200 + b"]" * 200, "nested more than 128 levels deep"),
+    (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
+    (b"path: x\ntask: regression\nrecipe: nothing.py", "There is no recipe at "),
+]
+TYPES = "from collections.abc import Callable, Sequence\nfrom typing import Any, Literal\n"
 
 
-def read(folder: Path, more: str = "", **options: str) -> RunConfig:
-    return read_config(write_case(folder, more=more), list(options.items()))
+def with_argument(text: str, default: Any = None) -> str:
+    """The recipe with one more argument of its train data."""
+    return TYPES + RECIPE.replace("num_train: int = 40):", f"num_train: int = 40, extra{text} = {default}):")
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("case", "options", "said"),
     [
-        ("seed: many", "seed must be int, got 'many'."),
-        ("seed: 1.5", "seed must be int, got 1.5."),
-        ("seed: true", "seed must be int, got True."),
-        ("seed: null", "seed must be int, got None."),
-        ("seed: {a: 1}", "seed must be int, got {'a': 1}."),
-        ("store_norms: 1", "store_norms must be bool, got 1."),
-        ("method: {name: TRAK, damping: .nan}", "method must be Union[dict[str, "),
-        (
-            "method: {name: TRAK, damping: high}",
-            "method: damping must be a finite number of at least 0, got 'high'.",
-        ),
-        ("method: {name: TRAK, dampings: 1}", "dampings"),
-        ("method: {damping: 1}", "method must be a name of 'GaussNewton', "),
-        ("method: 5", "method must be Union[dict[str, "),
-        ("method: {name: TracIn, learning_rates: fast}", "method: learning_rates must be finite"),
-        ("dtype: float61", "dtype must be Literal['float32', 'float16', 'int8', 'int4'], got 'float61'."),
-        ("grad_wrt: [1]", "grad_wrt must be Union[str, list[str], NoneType], got [1]."),
-        ("normalize: {kind: clip, most: 2}", "normalize: Unknown fields of normalize: ['most']."),
-        ("normalize: {kind: clip}", "normalize: kind='clip' needs a threshold"),
-        ("verify: {budget: ten}", "verify.budget must be int, got 'ten'."),
-        ("verify: {alpha: 1" + "0" * 400 + "}", "verify.alpha must be float, got 1000"),
-        ("verify: {alpha: .inf}", "verify.alpha must be float, got inf."),
-        ("verify: 5", "verify must be a mapping of keys, got 5."),
-        ("recipe_arguments: 5", "recipe_arguments must be a mapping, got 5."),
-        ("recipe_arguments: {steps: few}", "recipe_arguments.steps must be int, got 'few'."),
-        (
-            "recipe_arguments: {step: 2}",
-            "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?",
+        *(({"more": more}, [], said) for more, said in WRONG_KEYS),
+        *(({}, options, said) for options, said in WRONG_OPTIONS),
+        *(({"recipe": recipe}, [], said) for recipe, said in WRONG_RECIPES),
+        *(
+            ({"recipe": with_argument(text), "more": "recipe_arguments: {extra: {x: [1]}}"}, [], said)
+            for text, said in ANNOTATIONS
         ),
         (
-            "train_data: {indices+: 1}",
-            "unknown key 'train_data.indices+'. Did you mean 'train_data.indices'?",
+            {"recipe": with_argument("", 3)},
+            ["--recipe_arguments.extra=x"],
+            "recipe_arguments.extra must be int",
         ),
-        ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
-        ("proj_dims: 4", "unknown key 'proj_dims'. Did you mean 'proj_dim'?"),
-        ("verify: {bugdet: 4}", "unknown key 'verify.bugdet'. Did you mean 'verify.budget'?"),
-        ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget'?"),
-        ("zzzz: 4", "unknown key 'zzzz'. The option --help lists the keys."),
-        ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
-        ("grad_wrt: &a [x]\nindices: *a", "aliases are not allowed"),
-        ("grad_wrt: &a [*a]", "aliases are not allowed"),
-        ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("seed: [", "cannot be read as YAML"),
-        ("? [seed]\n: 1", "found unhashable key"),
-        ("1: 2", "unknown key '1'."),
-        (
-            "indices: [1]",
-            "unknown key 'indices'. Did you mean 'train_data.indices' or 'target_data.indices'?",
-        ),
-        (
-            "train_data: {indices: !!set {1, 2}}",
-            "train_data.indices must be Optional[list[int]]",
-        ),
-        ("device: !!binary aGk=", "device must be str"),
-        ("device: 2020-01-01", "device must be str"),
+        ({"recipe": "raise SystemExit('the recipe was run')", "more": "seed: x"}, [], "seed must be int"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_its_path(
-    more: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_wrong_is_named_in_one_line(
+    case: dict[str, str], options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused(["run", write_case(tmp_path, more=more)], capsys)
+    line = refused(["run", write_case(tmp_path, **case), *options], capsys)
 
     assert said in line
-    assert str(tmp_path / "run.yaml") in line
+    assert (
+        "Command line: " if options else str(tmp_path / "run.yaml") if "recipe" not in case else ""
+    ) in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--seed", "many"], "seed must be int, got 'many'."),
-        (["--verify.alpha=.nan"], "verify.alpha must be float, got '.nan'."),
-        (["--seed"], "--seed has no value. Expected --seed VALUE."),
-        (["--sed", "1"], "unknown key 'sed'. Did you mean 'seed'?"),
-        (["--see", "1"], "unknown key 'see'. Did you mean 'seed'?"),
-        (["1", "--seed"], "unexpected '1'. Expected --key value, after the config."),
-        (["--recipe_arguments.steps=x"], "recipe_arguments.steps must be int, got 'x'."),
-        (["--score.method", "GausNewton"], "Did you mean 'GaussNewton'?"),
-        (
-            ["--score.method", "{name: EKFAC, damping: 0}"],
-            "score.method: EKFAC(damping=0) would divide by zero",
-        ),
-    ],
-)
-def test_a_wrong_override_is_named(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refused(["run", write_case(tmp_path), *arguments], capsys)
-
-    assert said in line
-    assert "Command line: " in line
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"- a", "holds list, expected keys with values"),
-        (b"", "holds NoneType, expected keys with values"),
-        (b"\xff", "cannot be read as YAML: 'utf-8' codec can't decode"),
-        (b"a: " + b"[" * 5000, "cannot be read as YAML"),
-        (b"a: " + b"[" * 200 + b"]" * 200, "nested more than 128 levels deep"),
-        (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), WRONG_FILES)
 def test_a_file_that_is_no_config_is_refused(
     content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,89 +165,151 @@ def test_a_file_that_is_no_config_is_refused(
     assert said in refused(["run", str(tmp_path / "run.yaml")], capsys)
 
 
-def test_a_missing_recipe_argument_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = write_case(tmp_path, recipe=RECIPE.replace("width: int = 4", "width: int"))
-
-    assert "recipe_arguments.width must be given" in refused(["run", config], capsys)
-
-
-def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
-    values = read(
-        tmp_path,
-        "seed: 3\nverify: {budget: 4}\nrecipe_arguments: {steps: 2}\nmethod: {name: TRAK, damping: 1}\n",
-        **{
-            "seed": "5",
-            "score.method": "{name: graddot, checkpoint_weights: [1, -1]}",
-            "grad_wrt": "0.*",
-            "recipe_arguments.width": "8",
-            "store_norms": "true",
-            "method": "{name: Fisher}",
-        },
-    ).values
-
-    assert (values["seed"], values["verify"]["budget"], values["proj_dim"]) == (5, 4, 16)
-    assert values["score"]["method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
-    assert (values["grad_wrt"], values["store_norms"]) == ("0.*", True)
-    assert values["method"] == {"name": "Fisher"}  # not merged with the fields of the file
-    assert values["verify"]["alpha"] == 0.5
-    assert [values["recipe_arguments"][name] for name in ("steps", "width", "num_train")] == [2, 8, 40]
+def test_an_error_of_the_recipes_own_is_left_to_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", write_case(tmp_path, recipe="1 / 0")])
 
 
-def test_an_option_with_a_plus_appends_to_the_list_of_the_file(tmp_path: Path) -> None:
-    config = read(tmp_path, "train_data: {indices: [3]}\n", **{"train_data.indices+": "5"})
-
-    assert config.values["train_data"]["indices"] == [3, 5]
-
-
-def test_a_recipes_argument_may_have_the_name_of_a_key_of_the_attributor(tmp_path: Path) -> None:
-    recipe = RECIPE.replace("steps: int = 3", "steps: int = 3, method: str = 'sgd', normalize: str = 'rows'")
-    config = read_config(write_case(tmp_path, recipe=recipe), [("recipe_arguments.method", "adam")])
-
-    assert config.recipe_arguments["method"] == "adam"
-    assert config.recipe_arguments["normalize"] == "rows"
-
-
-def test_the_default_number_of_features_can_be_asked_for(tmp_path: Path) -> None:
-    assert read(tmp_path, proj_dim="auto").values["proj_dim"] == "auto"
-
-
-def test_a_config_written_out_is_the_same_config(tmp_path: Path) -> None:
-    config = read(tmp_path, "normalize: {kind: clip, threshold: 2}\nverify: {seeds: [0, 1]}\n")
-    (tmp_path / "again.yaml").write_text(yaml.safe_dump(dict(config.values)))
-
-    assert read_config(str(tmp_path / "again.yaml"), []).values == config.values
-
-
-def test_the_recipe_stands_beside_the_config_and_paths_are_made_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As the run is recorded; the record, written out as a config, is the same run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "below").mkdir()
-    write_case(tmp_path / "below", config=CONFIG.replace("{folder}/", ""), more="")
-
-    values = read_config("below/run.yaml", [("checkpoints", "[a, b]")]).values
-
+    more = "seed: 3\nverify: {budget: 4, seeds: [0, 1]}\nrecipe_arguments: {steps: 2, num_train: 20}\n"
+    more += "method: {name: TRAK, damping: 1}\ntrain_data: {indices: [3]}\n"
+    more += "normalize: {kind: clip, threshold: 2, scope: module}\n"
+    recipe = RECIPE.replace("steps: int = 3", "steps: int = 3, method: str = 'sgd', normalize: str = 'rows'")
+    write_case(tmp_path / "below", recipe=recipe, more=more, config=CONFIG.replace("{folder}/", ""))
+    options = {
+        "seed": "5",
+        "score.method": "{name: graddot, checkpoint_weights: [1, -1]}",
+        "grad_wrt": "0.*",
+        "proj_dim": "auto",
+        "recipe_arguments.width": "8",
+        "recipe_arguments.method": "adam",
+        "store_norms": "true",
+        "method": "{name: GradDot}",
+        "train_data.indices+": "5",
+    }
+    given = [word for name, text in options.items() for word in (f"--{name}", text)]
+    assert "featurized: 4 rows written, 0 found" in done(["run", "below/run.yaml", *given], capsys)
+    (record,) = records(tmp_path / "run.zarr")
+    values = record["config"]
+    assert (values["seed"], values["verify"]["budget"], values["proj_dim"]) == (5, 4, "auto")
+    assert values["score"]["method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
+    assert (values["grad_wrt"], values["store_norms"], values["score"]["name"]) == ("0.*", True, "held-out")
+    assert values["method"] == {"name": "GradDot"}  # not merged with the fields of the file
+    assert (values["verify"]["alpha"], values["train_data"]["indices"]) == (0.5, [3, 5])
+    arguments = {"width": 8, "num_train": 20, "steps": 2, "method": "adam", "normalize": "rows"}
+    assert values["recipe_arguments"] == arguments
     assert values["recipe"] == str(tmp_path / "below" / "recipe.py")
-    assert values["path"] == str(tmp_path / "run.zarr")
-    assert values["checkpoints"] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert (values["path"], values["checkpoints"]) == (str(tmp_path / "run.zarr"), str(tmp_path / "trained"))
+    states = [load_file(file) for file in sorted((tmp_path / "trained").iterdir())]
+    assert [state["0.weight"].shape for state in states] == [(8, 4)] * 2  # each function has its arguments
+    model = functions(tmp_path / "below")["build_model"](width=8)
+    assert Attributor.open(tmp_path / "run.zarr", model).normalization == Normalization("clip", 2.0, "module")
+
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(values))
+    assert "featurized: 0 rows written, 4 found" in done(["run", "again.yaml"], capsys)
+    assert records(tmp_path / "run.zarr") == [record]
+    lists = ["--checkpoints", "[trained/checkpoint-1.safetensors, trained/checkpoint-2.safetensors]"]
+    done(["featurize", "again.yaml", *lists], capsys)
+    files = [str(tmp_path / f"trained/checkpoint-{number}.safetensors") for number in (1, 2)]
+    assert records(tmp_path / "run.zarr")[-1]["config"]["checkpoints"] == files
 
 
-def test_an_address_in_an_object_store_stays_as_it_is(tmp_path: Path) -> None:
-    assert read(tmp_path, path="memory://run.zarr").values["path"] == "memory://run.zarr"
-
-
-def test_a_mapping_becomes_a_normalization(tmp_path: Path) -> None:
-    config = read(tmp_path, "normalize: {kind: clip, threshold: 2, scope: module}")
-
-    assert config.attributor_arguments()["normalize"] == Normalization("clip", 2.0, "module")
-
-
-def test_nothing_of_the_recipe_runs_before_all_other_keys_are_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_address_in_an_object_store_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write_case(tmp_path, recipe="raise SystemExit('the recipe was run')", more="seed: x")
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    monkeypatch.chdir(tmp_path)
+    place = f"memory://{tmp_path.name}/run.zarr"
+    done(["featurize", write_case(tmp_path), "--path", place, "--checkpoints", "null"], capsys)
 
-    assert "seed must be" in refused(["run", config], capsys)
+    assert done(["inspect", place], capsys).startswith(f"{place}: a store of format 3\n")
+
+
+def test_a_recipe_has_modules_beside_it_and_arguments_that_only_python_can_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They keep their defaults; names of functions of serve may be variables; serve passes texts."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_recipe.py").write_text("WIDTH = 5\n")
+    recipe = (
+        "from beside_the_recipe import WIDTH\nfrom pathlib import Path\nimport trak_lite\n"
+        + RECIPE.replace(
+            "width: int = 4):",
+            "width: int = WIDTH, where: str = Path(), make: type = nn.Linear, clip: trak_lite.Normalization = None):",
+        ).replace("width: int = 4,", "width: int = WIDTH,")
+    )
+    recipe += "\ntokens = [1]\ndef sample(text, scale: float = 2.0):\n    return scale\n"
+    done(["featurize", write_case(tmp_path, recipe=recipe), "--checkpoints=null"], capsys)
+
+    (record,) = records(tmp_path / "run.zarr")
+    assert record["config"]["recipe_arguments"] == {"width": 5, "num_train": 40, "steps": 3, "scale": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("form", "count"), [("model", 1), ("model.state_dict()", 1), ("[model, model.state_dict()]", 2)]
+)
+def test_a_module_a_state_dict_and_a_list_are_checkpoints(
+    form: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace("        yield model.state_dict()\n", f"    return {form}\n")
+    done(["run", write_case(tmp_path, recipe=recipe)], capsys)
+
+    trained = functions(tmp_path)["train"](torch.arange(40), 0)
+    expected = trained[0] if isinstance(trained, list) else trained
+    expected = expected if isinstance(expected, dict) else expected.state_dict()
+    files = sorted((tmp_path / "trained").iterdir())
+    assert len(files) == count
+    for file in files:
+        torch.testing.assert_close(load_file(file), dict(expected), rtol=0, atol=0)
+
+
+def shown_keys(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+    """Name to default and text of the keys that the help lists."""
+    page = " ".join(done(["run", "--help"], capsys).split()).partition("options: ")[2]
+    found = {}
+    for entry in re.split(r" (?=--[a-z])", f" {page}")[1:]:
+        name = re.match(r"--([\w.]+)", entry)[1]
+        default = re.search(r"default: (.*)\)$", entry)
+        if default or name not in found:
+            found[name] = ("" if default is None else default[1], entry)
+    return found
+
+
+@pytest.mark.quick
+def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_only_python_can_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = shown_keys(capsys)
+    parameters = inspect.signature(Attributor.__init__).parameters.items()
+    defaults = {name: str(p.default) for name, p in parameters if name not in ("self", "model", "collate")}
+    defaults = {name: {"None": "null"}.get(text, text) for name, text in defaults.items()}
+    required = {"path", "task"}
+
+    assert {name: keys[name][0] for name in defaults.keys() - required} == {
+        name: default for name, default in defaults.items() if name not in required
+    }
+    expected = {
+        "train_data.batch_size": "Optional[int], default: null",
+        "target_data.indices": "Optional[list[int]], default: null",
+        "train_data.name": "Optional[str], default: null",
+        "featurize.append": "bool, default: False",
+        "verify.budget": "int, default: 10",
+    }
+    for name, kind in expected.items():
+        assert f"(type: {kind})" in keys[name][1]
+    without = {f"verify.{name}" for name in ("texts", "strata", "scores", "targets", "protocol", "task")}
+    without |= {"score.data", "train_data.data", "unroll.runs", "unroll.targets", "model", "collate"}
+    assert not without & keys.keys()
+    assert "K, the number of features per stored row" in keys["proj_dim"][1]
+    assert "random subsets" in keys["verify.budget"][1]
+    shown = done(["report", "--help"], capsys)
+    assert "--score.method" in shown
+    assert ":meth:" not in shown
 
 
 @pytest.fixture
@@ -227,41 +320,39 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "planted_code.Planted"
 
 
-@pytest.mark.parametrize("name", sorted({*KEYS, "recipe_arguments.steps", "recipe_arguments"}))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.campaign) for part in range(1, 6))]
+)
 def test_a_class_path_in_any_key_is_refused_and_imports_nothing(
-    name: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    part: int, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = yaml.safe_load(CONFIG.format(folder=tmp_path))
+    """Standard tries one key of six."""
     write_case(tmp_path)
-    section, _, key = name.rpartition(".")
-    place = config.setdefault(section, {}) if section else config
-    place[key] = {"class_path": planted, "init_args": {}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    for name in sorted({*shown_keys(capsys), "recipe_arguments.steps", "recipe_arguments"})[part::6]:
+        config = yaml.safe_load(CONFIG.format(folder=tmp_path))
+        section, _, key = name.rpartition(".")
+        place = config.setdefault(section, {}) if section else config
+        place[key] = {"class_path": planted, "init_args": {}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        refused(["run", str(tmp_path / "run.yaml")], capsys)
+        assert "planted_code" not in sys.modules, name
 
-    refused(["run", str(tmp_path / "run.yaml")], capsys)
 
-    assert "planted_code" not in sys.modules
+NAMING = ["task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"]
+FORMS = ["{}", "class_path: {}", "!!python/name:{}"]
 
 
 @pytest.mark.parametrize(
-    "name", ["task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"]
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=() if (row + column) % 3 == 0 else pytest.mark.campaign)
+        for row, name in enumerate(NAMING)
+        for column, form in enumerate(FORMS)
+    ],
 )
-@pytest.mark.parametrize("form", ["{}", "class_path: {}", "!!python/name:{}"])
 def test_the_path_of_a_class_as_text_imports_nothing(
     name: str, form: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(["run", write_case(tmp_path), f"--{name}", form.format(planted)], capsys)
 
     assert "planted_code" not in sys.modules
-
-
-@pytest.mark.parametrize("name", ["run", "report"])
-def test_the_help_lists_the_keys(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([name, "--help"]) == 0
-
-    shown = capsys.readouterr().out
-    assert "--proj_dim" in shown
-    assert ":meth:" not in shown
-    assert "Takes up to 10 % more time" in shown
-    assert "--verify.budget" in shown
-    assert "--score.method" in shown

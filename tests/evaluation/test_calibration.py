@@ -1,18 +1,67 @@
-"""Calibration weights: found where they are planted, left alone where nothing is to be found."""
+"""Calibration weights and flip rates, which ``trak_lite.evaluation`` does not export."""
 
 import numpy as np
 import pytest
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation import calibration
 from trak_lite.evaluation.calibration import fit_weights
+from trak_lite.evaluation.removal import flip_rate
+
+PENALTIES = (1e-2, 1e-1, 1.0, 10.0, 100.0, np.inf)
+PRIOR = np.array([0.5, 0.5, 0.0, 0.0])
 
 
 def parts_of(num_parts=4, num_subsets=30, num_targets=20, seed=0):
     return np.random.default_rng(seed).normal(size=(num_parts, num_subsets, num_targets))
 
 
-PRIOR = np.array([0.5, 0.5, 0.0, 0.0])
+def ridge(parts, y, prior, penalty):
+    """Weights near the scaled default weights, by one stacked least-squares problem; and the scale."""
+    centred = (parts - parts.mean(axis=1, keepdims=True)).reshape(len(parts), -1).T
+    truth = (y - y.mean(axis=0)).reshape(-1)
+    default = centred @ prior
+    scale = max(default @ truth / (default @ default), 0.05)
+    if np.isinf(penalty):
+        return scale * prior, scale
+    size = np.sqrt((centred**2).mean(axis=0))
+    stacked = np.vstack([centred / size, np.sqrt(penalty * len(truth)) * np.eye(len(parts))])
+    residual = np.concatenate([truth - scale * default, np.zeros(len(parts))])
+    return scale * prior + np.linalg.lstsq(stacked, residual, rcond=None)[0] / size, scale
+
+
+def cross_validated(parts, outputs, prior, across):
+    """Ridge regression towards the default weights, with the penalty that is best on what is left out."""
+    spread = outputs.std(axis=0)
+    y, parts = outputs / spread, parts / np.tensordot(prior, parts, 1).std(axis=0)
+    errors = []
+    for penalty in PENALTIES:
+        total = 0.0
+        for own in range(y.shape[0 if across == "subsets" else 1]):
+            others = np.delete(np.arange(y.shape[0 if across == "subsets" else 1]), own)
+            if across == "subsets":
+                weights, _ = ridge(parts[:, others], y[others], prior, penalty)
+                centre, centres = y[others].mean(axis=0), parts[:, others].mean(axis=1)
+                gap = y[own] - centre - weights @ (parts[:, own] - centres)
+            else:
+                weights, _ = ridge(parts[:, :, others], y[:, others], prior, penalty)
+                part = parts[:, :, own]
+                gap = y[:, own] - y[:, own].mean() - weights @ (part - part.mean(axis=1, keepdims=True))
+            total += (gap**2).sum()
+        errors.append(total)
+    weights, scale = ridge(parts, y, prior, PENALTIES[int(np.argmin(errors))])
+    return weights / scale
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("across", ["subsets", "targets"])
+@pytest.mark.parametrize("noise", [0.1, 3.0, 30.0])
+def test_weights_are_those_of_cross_validated_ridge_regression_towards_the_default(across, noise):
+    parts = parts_of(3, 7, 5)
+    outputs = np.tensordot([0.2, 0.7, 0.1], parts, 1) + noise * parts_of(1, 7, 5, seed=1)[0]
+    prior = np.array([1.0, 0.5, 0.0])
+
+    found = fit_weights(parts, outputs, prior, across=across)
+    np.testing.assert_allclose(found, cross_validated(parts, outputs, prior, across), rtol=1e-8, atol=1e-10)
 
 
 def test_planted_weights_are_found_up_to_their_scale():
@@ -25,15 +74,8 @@ def test_planted_weights_are_found_up_to_their_scale():
     np.testing.assert_allclose(found / found.sum(), planted / planted.sum(), atol=0.02)
 
 
-def test_default_weights_that_are_right_stay_about_the_same():
-    parts = parts_of()
-    outputs = np.tensordot(PRIOR, parts, 1) + parts_of(1, seed=1)[0]
-
-    np.testing.assert_allclose(fit_weights(parts, outputs, PRIOR), PRIOR, atol=0.1)
-
-
 def test_weights_do_not_depend_on_the_scale_of_parts_or_outputs():
-    parts, outputs = parts_of(), parts_of()[:, ::1][1] + 0.1 * parts_of(1, seed=1)[0]
+    parts, outputs = parts_of(), parts_of()[1] + 0.1 * parts_of(1, seed=1)[0]
     scale = np.array([1.0, 10.0, 0.1, 5.0])
 
     found = fit_weights(parts * scale[:, None, None], 7 * outputs + 3, PRIOR / scale)
@@ -41,53 +83,56 @@ def test_weights_do_not_depend_on_the_scale_of_parts_or_outputs():
     np.testing.assert_allclose(found * scale, fit_weights(parts, outputs, PRIOR), rtol=1e-6, atol=1e-9)
 
 
-def test_a_part_that_never_changes_keeps_its_weight():
+def test_parts_that_never_change_keep_their_weight_and_targets_that_never_change_do_not_count():
     parts = parts_of()
     parts[2] = 3.0
-
     assert fit_weights(parts, parts[0], PRIOR)[2] == PRIOR[2]
 
-
-def test_targets_that_never_change_do_not_count():
     parts = parts_of()
     outputs = parts[0] + 0.5 * parts[2]
-    dead = outputs.copy()
+    dead, others = outputs.copy(), np.delete(np.arange(20), 5)
     dead[:, 5] = 1.0
-    others = np.delete(np.arange(20), 5)
-
-    np.testing.assert_allclose(
-        fit_weights(parts, dead, PRIOR), fit_weights(parts[:, :, others], outputs[:, others], PRIOR)
-    )
+    alive = fit_weights(parts[:, :, others], outputs[:, others], PRIOR)
+    np.testing.assert_allclose(fit_weights(parts, dead, PRIOR), alive)
 
 
-def test_the_path_is_ridge_regression_towards_the_default():
-    parts, outputs = parts_of(3, 6, 2), parts_of(1, 6, 2, seed=1)[0]
-    prior = np.array([1.0, 0.0, 0.0])
-    centred = (parts - parts.mean(axis=1, keepdims=True)).reshape(3, -1).T
-    truth = (outputs - outputs.mean(axis=0)).reshape(-1)
-    size = np.sqrt((centred**2).mean(axis=0))
-    scale = max(centred[:, 0] @ truth / (centred[:, 0] @ centred[:, 0]), 0.05)
+def test_flips_are_counted_over_seeds_among_the_chosen_targets():
+    before = np.array([0, 1, 2, 3])
+    after = np.array([[0, 1, 2, 0], [1, 1, 2, 0]])
 
-    path = calibration._ridge_path(parts, outputs, prior)
+    assert flip_rate(before, after) == 3 / 8
+    assert flip_rate(before, after, among=before > 0) == 1 / 3
+    margins = np.array([0.5, -0.2, 1.0])
+    assert flip_rate(margins > 0, np.array([-1.0, 2.0, 1.0]) > 0, among=margins > 0) == 1 / 2
 
-    for penalty, found in zip(calibration._PENALTIES[:-1], path, strict=False):
-        stacked = np.vstack([centred / size, np.sqrt(penalty * len(truth)) * np.eye(3)])
-        residual = np.concatenate([truth - centred @ (scale * prior), np.zeros(3)])
-        correction = np.linalg.lstsq(stacked, residual, rcond=None)[0] / size
-        np.testing.assert_allclose(found, scale * prior + correction, atol=1e-10)
-    np.testing.assert_array_equal(path[-1], scale * prior)
+
+ONES, ACROSS = np.ones((30, 20)), {"across": "targets"}
+NOTHING_VARIES = "For every target, the outputs or the default predictions are the same for all subsets"
 
 
 @pytest.mark.parametrize(
-    ("outputs", "seen"),
+    ("function", "given", "options", "said"),
     [
-        (np.ones((2, 20)), "at least 3 subsets, got 2"),
+        (fit_weights, (parts_of(num_subsets=2), ONES[:2], PRIOR), {}, "at least 3 subsets, got 2"),
+        (fit_weights, (parts_of(), ONES, PRIOR), {}, NOTHING_VARIES),
         (
-            np.ones((30, 20)),
-            "For every target, the outputs or the default predictions are the same for all subsets",
+            fit_weights,
+            (parts_of(num_targets=1), parts_of()[0, :, :1], PRIOR),
+            ACROSS,
+            "needs at least 2 targets",
         ),
+        (flip_rate, ([0.5], [1.5]), {}, "before must be integers or booleans, got float64.*margins > 0"),
+        (flip_rate, ([0, 1], [0, 1, 1]), {}, r"got \(2,\), \(2,\) and \(3,\)"),
+        (flip_rate, ([[0, 1]], [[0, 1]]), {}, r"before and among must be \(M,\)"),
+        (
+            flip_rate,
+            ([0, 1], [0, 1]),
+            {"among": [False, False]},
+            "among must be booleans that are True for at least",
+        ),
+        (flip_rate, ([0, 1], [0, 1]), {"among": [1, 0]}, "among must be booleans"),
     ],
 )
-def test_what_cannot_be_calibrated_on_is_refused(outputs, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        fit_weights(parts_of(num_subsets=len(outputs)), outputs, PRIOR)
+def test_what_means_nothing_is_refused(function, given, options, said):
+    with pytest.raises(InvalidInputError, match=said):
+        function(*given, **options)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import reference
 import torch
+from dense_cases import columns, projection
+from tiny_runs import Counting
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold
 from trak_lite.errors import (
@@ -23,15 +25,20 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import GaussNewton
-from trak_lite.store import ZarrFeatureStore
-from trak_lite.store.disk.documents import sealed
+from trak_lite.store import Manifest
 from trak_lite.types import Batch
 
-N, M, K, CLASSES = 70, 5, 6, 3
+N, M, K, CLASSES = 40, 5, 6, 3
 NONE, UNIT, UNIT_BY_MODULE = Normalization(), Normalization("unit"), Normalization("unit", scope="module")
 CLIP, CLIP_BY_MODULE = clip(1.5), clip(0.8, scope="module")
 EVERY = [NONE, UNIT, UNIT_BY_MODULE, CLIP, CLIP_BY_MODULE]
-by_kind = pytest.mark.parametrize("normalize", EVERY, ids=lambda n: f"{n.kind}-{n.scope}")
+
+
+def name_of(normalize: Normalization) -> str:
+    return f"{normalize.kind}-{normalize.scope}"
+
+
+by_kind = pytest.mark.parametrize("normalize", EVERY, ids=name_of)
 
 
 def model() -> nn.Module:
@@ -42,13 +49,12 @@ def model() -> nn.Module:
 def dataset(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 2, 3, generator=generator, dtype=torch.float64)
-    return TensorDataset(
-        inputs * torch.linspace(0.1, 3, count, dtype=torch.float64).view(-1, 1, 1),
-        torch.randint(CLASSES, (count,), generator=generator),
-    )
+    sizes = torch.linspace(0.1, 3, count, dtype=torch.float64).view(-1, 1, 1)
+    return TensorDataset(inputs * sizes, torch.randint(CLASSES, (count,), generator=generator))
 
 
 TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+ROWS = {"name": "d", "batch_size": 10}
 
 
 def states() -> list[dict[str, Tensor]]:
@@ -56,16 +62,16 @@ def states() -> list[dict[str, Tensor]]:
     return [first, {name: -1.3 * value for name, value in first.items()}]
 
 
-def attributor(path: Path | None, **changes: Any) -> Attributor:
+def attributor(path: Path | None, net: nn.Module | None = None, **changes: Any) -> Attributor:
     settings = {
         "proj_dim": K,
         "dtype": "float32",
         "projector": "gaussian",
         "store_norms": True,
-        "method": GaussNewton(damping=1.0),
-        **changes,
+        "progress": False,
     }
-    return Attributor(settings.pop("model", None) or model(), "image_classification", path, **settings)
+    settings = {**settings, "method": GaussNewton(damping=1.0), **changes}
+    return Attributor(net or model(), "image_classification", path, **settings)
 
 
 def gradients(state: dict[str, Tensor], data: TensorDataset) -> dict[str, np.ndarray]:
@@ -73,12 +79,14 @@ def gradients(state: dict[str, Tensor], data: TensorDataset) -> dict[str, np.nda
     net = model()
     net.load_state_dict(state)
     samples = reference.samples_of(data.tensors)
-    return reference.per_sample_gradients(
-        net,
-        lambda m, b: reference.margin(m(b[0]), b[1]),
-        samples,
-        [name for name, _ in net.named_parameters()],
-    )
+    names = [name for name, _ in net.named_parameters()]
+    return reference.per_sample_gradients(net, lambda m, b: reference.margin(m(b[0]), b[1]), samples, names)
+
+
+GRADIENTS = {
+    (c, d): gradients(state, (TRAIN, TARGETS)[d]) for c, state in enumerate(states()) for d in (0, 1)
+}
+"""Of both checkpoints, for train rows and targets."""
 
 
 def by_hand(grads: dict[str, np.ndarray], normalize: Normalization) -> dict[str, np.ndarray]:
@@ -96,87 +104,33 @@ def by_hand(grads: dict[str, np.ndarray], normalize: Normalization) -> dict[str,
     return scaled
 
 
-def matrices(made: Attributor, model_id: int) -> dict[str, np.ndarray]:
-    """The projection as explicit matrices: what it makes of every unit vector."""
-    found = {}
-    for name, shape in made.parameters.items():
-        size = int(np.prod(shape))
-        units = {
-            other: torch.zeros(size, *other_shape, dtype=torch.float64)
-            for other, other_shape in made.parameters.items()
-        }
-        units[name] = torch.eye(size, dtype=torch.float64).view(size, *shape)
-        found[name] = made.projector.project(units, model_id).numpy()
-    return found
-
-
-def columns(path: Path, table: str = "ckpt-0") -> dict[str, np.ndarray]:
-    with ZarrFeatureStore.open(path, mode="r") as store:
-        opened = store.open_table(table)
-        return {column.name: opened.read(column.name) for column in opened.spec.columns}
-
-
-class Interrupted(Dataset[Any]):
-    """Ctrl-C at one row."""
-
-    def __init__(self, fail_at: int) -> None:
-        self.fail_at = fail_at
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.fail_at:
-            raise KeyboardInterrupt
-        return TRAIN[index]
-
-
 # ------------------------------------------------------------------------ what is stored
 
 
-@by_kind
-@pytest.mark.parametrize("computer", ["hook", "functional", "iterative"])
-def test_rows_of_train_set_and_targets_are_those_of_gradients_divided_by_hand(
+@pytest.mark.parametrize(
+    ("normalize", "computer"),
+    [
+        pytest.param(normalize, computer, id=f"{name_of(normalize)}-{computer}", marks=marks)
+        for row, normalize in enumerate(EVERY)
+        for column, computer in enumerate(("hook", "functional", "iterative"))
+        for marks in [() if row % 3 == column or normalize is UNIT_BY_MODULE else pytest.mark.campaign]
+    ],
+)
+def test_rows_norms_and_scores_are_those_of_gradients_divided_by_hand(
     tmp_path: Path, normalize: Normalization, computer: str
 ) -> None:
     made = attributor(tmp_path / "a.zarr", normalize=normalize, gradient_computer=computer)
     made.featurize(Rows(TRAIN, batch_size=16), checkpoints=states())
-    made.score(Rows(TARGETS, batch_size=2), name="test")
-
-    for model_id, state in enumerate(states()):
-        for table, data in ((f"ckpt-{model_id}", TRAIN), (f"targets/test/ckpt-{model_id}", TARGETS)):
-            expected = reference.features(
-                by_hand(gradients(state, data), normalize), matrices(made, model_id)
-            )
-            found = columns(tmp_path / "a.zarr", table)["features"]
-            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@by_kind
-def test_stored_norms_are_those_of_whole_gradients_that_nothing_divided(normalize: Normalization) -> None:
-    made = attributor(None, normalize=normalize)
-    made.featurize(Rows(TRAIN, batch_size=16), checkpoints=states())
-
-    norms = made.gradient_norms()
-
-    expected = [np.linalg.norm(reference.flatten(gradients(state, TRAIN)), axis=1) for state in states()]
-    assert norms.shape == (2, N)
-    assert norms.dtype == np.float32
-    np.testing.assert_allclose(norms, expected, rtol=1e-6)
-
-
-@by_kind
-def test_scores_are_those_of_gradients_divided_by_hand(normalize: Normalization) -> None:
-    made = attributor(None, normalize=normalize)
-    made.featurize(TRAIN, checkpoints=states())
-
-    scores = made.score(TARGETS).numpy()
+    scores = made.score(Rows(TARGETS, batch_size=2), name="test").numpy()
 
     rows: dict[str, list[np.ndarray]] = {"train": [], "targets": [], "q": [], "w": []}
     for model_id, state in enumerate(states()):
-        for name, data in (("train", TRAIN), ("targets", TARGETS)):
-            scaled = by_hand(gradients(state, data), normalize)
-            rows[name].append(reference.features(scaled, matrices(made, model_id)))
+        matrices = projection(made.projector, made.parameters, model_id)
+        for d, (name, table) in enumerate((("train", "ckpt"), ("targets", "targets/test/ckpt"))):
+            expected = reference.features(by_hand(GRADIENTS[model_id, d], normalize), matrices)
+            found = columns(tmp_path / "a.zarr", f"{table}-{model_id}")["features"]
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+            rows[name].append(expected)
         net = model()
         net.load_state_dict(state)
         logits, labels = net(TRAIN.tensors[0]), TRAIN.tensors[1]
@@ -187,35 +141,25 @@ def test_scores_are_those_of_gradients_divided_by_hand(normalize: Normalization)
     )
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
+    norms = made.gradient_norms()  # of what nothing divided
+    assert (norms.shape, norms.dtype) == ((2, N), np.float32)
+    whole = [np.linalg.norm(reference.flatten(GRADIENTS[c, 0]), axis=1) for c in (0, 1)]
+    np.testing.assert_allclose(norms, whole, rtol=1e-6)
+
 
 @by_kind
-def test_q_and_w_keep_their_bits(tmp_path: Path, normalize: Normalization) -> None:
+def test_q_and_w_keep_their_bits_and_keeping_norms_those_of_the_features(
+    tmp_path: Path, normalize: Normalization
+) -> None:
     attributor(tmp_path / "plain.zarr").featurize(TRAIN)
     attributor(tmp_path / "a.zarr", normalize=normalize).featurize(TRAIN)
+    attributor(tmp_path / "without.zarr", normalize=normalize, store_norms=False).featurize(TRAIN)
 
-    plain, found = columns(tmp_path / "plain.zarr"), columns(tmp_path / "a.zarr")
-
+    plain, found, without = (columns(tmp_path / f"{name}.zarr") for name in ("plain", "a", "without"))
     for name in ("out_to_loss", "loss_curvature", "gradient_norm"):
         np.testing.assert_array_equal(found[name], plain[name])
-
-
-def test_keeping_norms_leaves_the_bits_of_the_features_alone(tmp_path: Path) -> None:
-    attributor(tmp_path / "with.zarr").featurize(TRAIN)
-    attributor(tmp_path / "without.zarr", store_norms=False).featurize(TRAIN)
-
-    found, plain = columns(tmp_path / "with.zarr"), columns(tmp_path / "without.zarr")
-
-    assert found.keys() - plain.keys() == {"gradient_norm"}
-    np.testing.assert_array_equal(found["features"], plain["features"])
-
-
-def test_each_module_of_a_row_has_norm_one_where_that_was_asked_for(tmp_path: Path) -> None:
-    attributor(tmp_path / "a.zarr", projector="none", normalize=UNIT_BY_MODULE).featurize(TRAIN)
-
-    rows = columns(tmp_path / "a.zarr")["features"]
-
-    for part in (rows[:, :20], rows[:, 20:]):  # the convolution's 16 + 4 entries, the linear layer's 24 + 3
-        np.testing.assert_allclose(np.linalg.norm(part, axis=1), 1, rtol=1e-6)
+    assert found.keys() - without.keys() == {"gradient_norm"}
+    np.testing.assert_array_equal(found["features"], without["features"])
 
 
 @by_kind
@@ -224,7 +168,7 @@ def test_one_pass_over_the_data_is_enough(normalize: Normalization) -> None:
     for setting in (NONE, normalize):
         mine, calls = model(), list[int]()
         mine.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        made = attributor(None, model=mine, normalize=setting, gradient_computer="hook")
+        made = attributor(None, mine, normalize=setting, gradient_computer="hook")
         made.featurize(Rows(TRAIN, batch_size=10))
         counts.append(len(calls))
 
@@ -234,46 +178,52 @@ def test_one_pass_over_the_data_is_enough(normalize: Normalization) -> None:
 # ------------------------------------------------------------------------ resuming
 
 
-@by_kind
-@pytest.mark.parametrize("fail_at", [5, 40, 69])
-def test_an_interrupted_run_ends_with_the_same_rows_and_norms(
+@pytest.mark.parametrize(
+    ("normalize", "fail_at"), [(NONE, 5), (UNIT, 25), (UNIT_BY_MODULE, 39), (CLIP, 25), (CLIP_BY_MODULE, 15)]
+)
+def test_an_interrupted_run_is_continued_by_what_opens_the_store(
     tmp_path: Path, normalize: Normalization, fail_at: int
 ) -> None:
-    settings = {"name": "d", "batch_size": 10}
-    attributor(tmp_path / "whole.zarr", normalize=normalize).featurize(Rows(TRAIN, **settings))
+    whole = attributor(tmp_path / "whole.zarr", normalize=normalize)
+    whole.featurize(Rows(TRAIN, **ROWS))
+    made = attributor(tmp_path / "a.zarr", normalize=normalize)
     with pytest.raises(KeyboardInterrupt):
-        attributor(tmp_path / "a.zarr", normalize=normalize).featurize(Rows(Interrupted(fail_at), **settings))
+        made.featurize(Rows(Counting(TRAIN, fail_at), **ROWS))
 
-    attributor(tmp_path / "a.zarr", normalize=normalize).featurize(Rows(TRAIN, **settings))
+    opened = made if fail_at < 10 else Attributor.open(tmp_path / "a.zarr", model(), store_norms=True)
+    assert opened.normalization == normalize
+    opened.featurize(Rows(TRAIN, **ROWS))
+    assert opened.featurize(Rows(TRAIN, **ROWS)).rows_written == 0
 
-    found, whole = columns(tmp_path / "a.zarr"), columns(tmp_path / "whole.zarr")
-    assert found.keys() == whole.keys() == {"features", "out_to_loss", "loss_curvature", "gradient_norm"}
-    for name in whole:
-        np.testing.assert_array_equal(found[name], whole[name])
+    found, expected = columns(tmp_path / "a.zarr"), columns(tmp_path / "whole.zarr")
+    assert found.keys() == expected.keys() == {"features", "out_to_loss", "loss_curvature", "gradient_norm"}
+    for name, column in expected.items():
+        np.testing.assert_array_equal(found[name], column)
+    np.testing.assert_array_equal(opened.score(TARGETS).numpy(), whole.score(TARGETS).numpy())
 
 
 def forget(path: Path, *settings: str) -> None:
     """Make a store say what an older version would have said."""
     file = path / "zarr.json"
     document = json.loads(file.read_text())
+    record = document["attributes"]["trak_lite"]
+    del record["checksum"]
     for name in settings:
-        del document["attributes"]["trak_lite"]["made_with"]["settings"][name]
-    document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
+        del record["made_with"]["settings"][name]
+    record["checksum"] = Manifest(record).digest()[:32]
     file.write_text(json.dumps(document))
 
 
 def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path: Path) -> None:
-    settings = {"name": "d", "batch_size": 10}
     whole = attributor(tmp_path / "whole.zarr")
-    whole.featurize(Rows(TRAIN, **settings), checkpoints=states())
+    whole.featurize(Rows(TRAIN, **ROWS), checkpoints=states())
+    made = attributor(tmp_path / "a.zarr", store_norms=False)
     with pytest.raises(KeyboardInterrupt):
-        attributor(tmp_path / "a.zarr", store_norms=False).featurize(
-            Rows(Interrupted(40), **settings), checkpoints=states()[:1]
-        )
+        made.featurize(Rows(Counting(TRAIN, 35), **ROWS), checkpoints=states()[:1])
     forget(tmp_path / "a.zarr", "normalize", "store_norms")
 
     opened = Attributor.open(tmp_path / "a.zarr", model(), store_norms=True)
-    summary = opened.featurize(Rows(TRAIN, **settings), checkpoints=states())
+    summary = opened.featurize(Rows(TRAIN, **ROWS), checkpoints=states())
 
     assert opened.normalization == NONE
     assert summary.rows_found > 0
@@ -281,27 +231,11 @@ def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path: Path) ->
     np.testing.assert_array_equal(opened.score(TARGETS).numpy(), whole.score(TARGETS).numpy())
     with pytest.raises(StateError, match=r"ckpt-0 has no gradient norms.*another path"):
         opened.gradient_norms()
-    np.testing.assert_array_equal(
-        columns(tmp_path / "a.zarr", "ckpt-1")["gradient_norm"], whole.gradient_norms()[1]
-    )
+    norms = columns(tmp_path / "a.zarr", "ckpt-1")["gradient_norm"]
+    np.testing.assert_array_equal(norms, whole.gradient_norms()[1])
 
 
 # ------------------------------------------------------------------------ settings
-
-
-@by_kind
-def test_open_restores_the_normalisation(tmp_path: Path, normalize: Normalization) -> None:
-    made = attributor(tmp_path / "a.zarr", normalize=normalize, store_norms=False)
-    made.featurize(TRAIN)
-    scores = made.score(TARGETS, name="first").numpy()
-
-    opened = Attributor.open(tmp_path / "a.zarr", model())
-
-    assert opened.normalization == normalize
-    assert opened.featurize(TRAIN).rows_written == 0
-    np.testing.assert_array_equal(opened.score(TARGETS, name="again").numpy(), scores)
-    with pytest.raises(StateError, match="store_norms=False"):
-        opened.gradient_norms()
 
 
 @pytest.mark.parametrize(
@@ -319,10 +253,9 @@ def test_rows_of_another_normalisation_are_refused(
     attributor(tmp_path / "a.zarr", normalize=stored).featurize(TRAIN)
     other = attributor(tmp_path / "a.zarr", normalize=given)
 
-    with pytest.raises(ManifestMismatchError, match=message):
-        other.featurize(TRAIN)
-    with pytest.raises(ManifestMismatchError, match=message):
-        other.score(TARGETS)
+    for call in (other.featurize, other.score):
+        with pytest.raises(ManifestMismatchError, match=message):
+            call(TRAIN)
 
 
 @pytest.mark.parametrize("normalize", ["clip", "unity", 2.0, clip])
@@ -350,50 +283,36 @@ def test_normalising_twice_is_refused_and_once_in_the_computer_is_the_same(tmp_p
     assert not (tmp_path / "a.zarr").exists()
 
     attributor(tmp_path / "a.zarr", normalize="unit").featurize(TRAIN)
-    other = attributor(tmp_path / "b.zarr", gradient_computer=ComputerThatNormalises)
-    other.featurize(TRAIN)
-    np.testing.assert_allclose(
-        columns(tmp_path / "b.zarr")["features"],
-        columns(tmp_path / "a.zarr")["features"],
-        rtol=1e-5,
-        atol=1e-7,
-    )
+    attributor(tmp_path / "b.zarr", gradient_computer=ComputerThatNormalises).featurize(TRAIN)
+    found, expected = (columns(tmp_path / f"{name}.zarr")["features"] for name in ("b", "a"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------ norms, and a threshold from them
 
 
 def test_a_threshold_from_stored_norms_clips_the_share_that_was_asked_for(tmp_path: Path) -> None:
-    plain = attributor(tmp_path / "plain.zarr", projector="none")
-    plain.featurize(TRAIN, checkpoints=states())
+    """Norms in memory are those on disk."""
+    made = attributor(tmp_path / "plain.zarr", projector="none")
+    made.featurize(TRAIN, checkpoints=states()[:1])
+    assert made.gradient_norms().shape == (1, N)
+    made.featurize(TRAIN, checkpoints=states())
+    memory = attributor(None)
+    memory.featurize(TRAIN, checkpoints=states())
     norms = Attributor.open(tmp_path / "plain.zarr", model()).gradient_norms()
+    np.testing.assert_array_equal(memory.gradient_norms(), norms)
 
     threshold = clipping_threshold(norms, quantile=0.75)
-    attributor(tmp_path / "clipped.zarr", projector="none", normalize=clip(threshold)).featurize(
-        TRAIN, checkpoints=states()
-    )
+    clipped = attributor(tmp_path / "clipped.zarr", projector="none", normalize=clip(threshold))
+    clipped.featurize(TRAIN, checkpoints=states())
 
     long = norms > threshold
     assert long.mean() == pytest.approx(0.25)
     for model_id in (0, 1):
-        before, after = (
-            columns(tmp_path / name, f"ckpt-{model_id}")["features"]
-            for name in ("plain.zarr", "clipped.zarr")
-        )
+        paths = (tmp_path / "plain.zarr", tmp_path / "clipped.zarr")
+        before, after = (columns(path, f"ckpt-{model_id}")["features"] for path in paths)
         np.testing.assert_array_equal(after[~long[model_id]], before[~long[model_id]])
         np.testing.assert_allclose(np.linalg.norm(after[long[model_id]], axis=1), threshold, rtol=1e-6)
-
-
-def test_norms_in_memory_are_those_on_disk_and_leave_the_store_writable(tmp_path: Path) -> None:
-    found = []
-    for path in (None, tmp_path / "a.zarr"):
-        made = attributor(path)
-        made.featurize(TRAIN, checkpoints=states()[:1])
-        assert made.gradient_norms().shape == (1, N)
-        made.featurize(TRAIN, checkpoints=states())
-        found.append(made.gradient_norms())
-
-    np.testing.assert_array_equal(*found)
 
 
 def test_norms_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
@@ -401,11 +320,29 @@ def test_norms_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
         attributor(None).gradient_norms()
     with pytest.raises(MissingStoreError, match="nowhere"):
         attributor(tmp_path / "nowhere.zarr").gradient_norms()
+    without = attributor(None, store_norms=False)
+    without.featurize(TRAIN)
+    with pytest.raises(StateError, match="store_norms=False"):
+        without.gradient_norms()
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Rows(Interrupted(40), name="d"))
-    with pytest.raises(StateError, match=r"ckpt-0 has 32 of 70 train rows"):
+        made.featurize(Rows(Counting(TRAIN, 35), name="d"))
+    with pytest.raises(StateError, match=r"ckpt-0 has 32 of 40 train rows"):
         made.gradient_norms()
+
+
+def linear(path: Path, inputs: Tensor, **settings: Any) -> dict[str, np.ndarray]:
+    """The rows of a linear model, whose gradients are its inputs."""
+    made = Attributor(
+        nn.Linear(4, 1, bias=False),
+        lambda call, batch: call(batch[0])[:, 0],
+        path,
+        dtype="float32",
+        projector="none",
+        **settings,
+    )
+    made.featurize(TensorDataset(inputs))
+    return columns(path)
 
 
 @pytest.mark.parametrize(
@@ -420,37 +357,20 @@ def test_a_norm_beyond_float32_is_refused_before_anything_is_on_disk(
 ) -> None:
     inputs = torch.ones(8, 4)
     inputs[3] = 1e25  # a gradient that float32 holds, with a squared norm that it does not
-    made = Attributor(
-        nn.Linear(4, 1, bias=False),
-        lambda call, batch: call(batch[0])[:, 0],
-        tmp_path / "a.zarr",
-        dtype="float32",
-        projector="none",
-        **changes,
-    )
-
     with pytest.raises(NonFiniteError, match=message):
-        made.featurize(TensorDataset(inputs))
+        linear(tmp_path / "a.zarr", inputs, **changes)
 
     assert not (tmp_path / "a.zarr").exists()
 
 
-def test_a_gradient_of_zero_is_a_row_of_zeros_with_norm_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("normalize", [UNIT, UNIT_BY_MODULE, CLIP], ids=name_of)
+def test_a_gradient_of_zero_is_a_row_of_zeros_with_norm_zero(
+    tmp_path: Path, normalize: Normalization
+) -> None:
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     inputs[2] = 0
-    for name, normalize in (("unit", UNIT), ("module", UNIT_BY_MODULE), ("clip", CLIP)):
-        made = Attributor(
-            nn.Linear(4, 1, bias=False),
-            lambda call, batch: call(batch[0])[:, 0],
-            tmp_path / f"{name}.zarr",
-            dtype="float32",
-            projector="none",
-            normalize=normalize,
-            store_norms=True,
-        )
-        made.featurize(TensorDataset(inputs))
+    found = linear(tmp_path / "a.zarr", inputs, normalize=normalize, store_norms=True)
 
-        found = columns(tmp_path / f"{name}.zarr")
-        np.testing.assert_allclose(found["gradient_norm"], inputs.norm(dim=1), rtol=1e-6)
-        assert not found["features"][2].any()
-        assert found["features"][[0, 1, 3]].any(axis=1).all()
+    np.testing.assert_allclose(found["gradient_norm"], inputs.norm(dim=1), rtol=1e-6)
+    assert not found["features"][2].any()
+    assert found["features"][[0, 1, 3]].any(axis=1).all()

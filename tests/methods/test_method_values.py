@@ -10,12 +10,26 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, projectors
 from trak_lite.errors import InvalidInputError
+from trak_lite.methods import (
+    CG,
+    EKFAC,
+    TRAK,
+    Fisher,
+    GaussNewton,
+    GradCos,
+    GradDot,
+    LiSSA,
+    Mean,
+    TracIn,
+    Unrolled,
+)
 from trak_lite.projectors import PROJECTORS
 from trak_lite.types import FeatureLayout, Segment
 
 pytestmark = pytest.mark.quick
 
 TWO = FeatureLayout((Segment("a", 0, 4), Segment("b", 4, 8)))
+own = dataclasses.dataclass(frozen=True, kw_only=True)
 
 
 @pytest.mark.parametrize("cls", methods.METHODS.values())
@@ -35,6 +49,7 @@ def test_a_method_its_name_and_its_json_are_the_same(cls):
         ({"name": "EKFAC", "dampin": 1.0}, "Nearest known: \\['damping'\\]"),
         (3, "got 3"),
         (None, "got None"),
+        (GradDot, r"Write GradDot\(\)"),
     ],
 )
 def test_what_is_no_method_is_refused(given, said):
@@ -43,54 +58,65 @@ def test_what_is_no_method_is_refused(given, said):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("cls", "given", "fields", "said"),
     [
-        lambda: methods.GaussNewton(damping=-1.0),
-        lambda: methods.GaussNewton(q="somewhere"),
-        lambda: methods.GaussNewton(layout="rows"),
-        lambda: methods.TRAK(damping=float("nan")),
-        lambda: methods.Fisher(samples_per_feature=0),
-        lambda: methods.Fisher(max_draws=-1),
-        lambda: methods.EKFAC(damping=0),
-        lambda: methods.EKFAC(fisher="true"),
-        lambda: methods.EKFAC(max_rows=0),
-        lambda: methods.GradDot(checkpoint_weights=[0.0, 0.0]),
-        lambda: methods.GradCos(layout="rows"),
-        lambda: methods.TracIn(learning_rates=["a"]),
-        lambda: methods.TracIn(learning_rates=[]),
+        (GaussNewton, (), {"damping": -1.0}, "damping must be a finite number of at least 0"),
+        (GaussNewton, (), {"q": "somewhere"}, "q must be one of"),
+        (GaussNewton, (), {"layout": "rows"}, "layout must be one of"),
+        (TRAK, (), {"damping": float("nan")}, "damping"),
+        (Fisher, (), {"samples_per_feature": 0}, "samples_per_feature"),
+        (Fisher, (), {"max_draws": -1}, "max_draws"),
+        (EKFAC, (), {"damping": 0}, "would divide by zero"),
+        (EKFAC, (), {"fisher": "true"}, "fisher must be one of"),
+        (EKFAC, (), {"draws": 0}, "draws"),
+        (EKFAC, (), {"max_side": 0}, "max_side"),
+        (EKFAC, (), {"max_rows": 0}, "max_rows"),
+        (CG, (), {"damping": 0}, "damping must be above 0"),
+        (CG, (), {"tolerance": 0}, "tolerance"),
+        (CG, (), {"max_iterations": 0}, "max_iterations"),
+        (LiSSA, (), {"scale": -1}, "scale"),
+        (LiSSA, (), {"depth": 0}, "depth"),
+        (GradDot, (), {"checkpoint_weights": [0.0, 0.0]}, "checkpoint_weights"),
+        (GradCos, (), {"layout": "rows"}, "layout must be one of"),
+        (TracIn, (), {"learning_rates": ["a"]}, "learning_rates"),
+        (TracIn, (), {"learning_rates": []}, "learning_rates"),
+        (Mean, (GradDot(),), {}, "two or more methods"),
+        (Mean, (GradDot(), "GausNewton"), {}, "must be a name"),
+        (Mean, (GradDot(), GaussNewton()), {"method_weights": (1,)}, "one per method"),
+        (Mean, (GradDot(), GaussNewton()), {"method_weights": (0, 0)}, "not all zero"),
+        (Unrolled, (), {}, "takes finished runs"),
+        (Unrolled, ("a run",), {}, "takes finished runs"),
     ],
 )
-def test_values_that_no_score_can_be_computed_with_are_refused(make):
-    with pytest.raises(InvalidInputError):
-        make()
+def test_values_that_no_score_can_be_computed_with_are_refused(cls, given, fields, said):
+    with pytest.raises(InvalidInputError, match=said):
+        cls(*given, **fields)
 
 
 @pytest.mark.parametrize("damping", [None, 3.0])
 def test_the_damping_depends_on_the_kernel_alone(damping):
-    for make in (methods.GaussNewton, methods.Fisher, methods.TRAK):
+    for make in (GaussNewton, Fisher, TRAK):
         method = make(damping=damping)
         assert method.decided(TWO).damping == damping
         assert method.kernel.damping == damping
-    assert methods.TRAK().kernel.damping == 0.0
+    assert TRAK().kernel.damping == 0.0
 
 
 def test_one_segment_has_one_reading():
     one = FeatureLayout.joint(8)
-    assert methods.GaussNewton(layout="joint").decided(one) == methods.GaussNewton().decided(one)
-    assert methods.GradCos(layout="joint").decided(one) == methods.GradCos().decided(one)
+    assert GaussNewton(layout="joint").decided(one) == GaussNewton().decided(one)
+    assert GradCos(layout="joint").decided(one) == GradCos().decided(one)
+    assert GradCos(layout="joint").decided(TWO) != GradCos().decided(TWO)
 
 
 def test_weights_are_one_per_checkpoint():
-    assert methods.GradDot().weights(4) == (0.25,) * 4
-    assert methods.GradDot(checkpoint_weights=[1, -1]).weights(2) == (1.0, -1.0)
-    assert methods.TracIn(learning_rates=np.array([0.5, 0.25])).weights(2) == (0.5, 0.25)
+    assert GradDot().weights(4) == (0.25,) * 4
+    assert GradDot(checkpoint_weights=[1, -1]).weights(2) == (1.0, -1.0)
+    assert TracIn(learning_rates=np.array([0.5, 0.25])).weights(2) == (0.5, 0.25)
     with pytest.raises(InvalidInputError, match="learning_rates has 1 numbers, but 2 checkpoints"):
-        methods.TracIn(learning_rates=[0.1]).weights(2)
-
-
-def test_tracin_has_no_second_set_of_weights():
+        TracIn(learning_rates=[0.1]).weights(2)
     with pytest.raises(TypeError):
-        methods.TracIn(checkpoint_weights=[1.0])
+        TracIn(checkpoint_weights=[1.0])  # it has no second set of weights
 
 
 def data(count=20):
@@ -103,66 +129,40 @@ def attributor(task="image_classification", **settings):
     return Attributor(nn.Linear(4, 2), task, None, proj_dim=8, dtype="float32", **settings)
 
 
-def test_a_kernel_and_a_transform_do_not_go_together():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Both(methods.GaussNewton):
-        def transform(self, rows, layout):
-            return 2 * rows
-
-    made = attributor()
-    made.featurize(data())
-    with pytest.raises(InvalidInputError, match=r"Both has a kernel and overrides transform\(\)"):
-        made.score(data(), method=Both())
+def linear(call, batch):
+    return call(batch[0]).sum(1)
 
 
 def test_the_attributors_method_is_the_default_of_its_calls():
-    made = attributor(method=methods.GradDot())
+    made = attributor(method=GradDot())
     made.featurize(data())
-    assert made.method == made.score(data()).method == methods.GradDot()
-    assert made.score(data(), "other", method="GradCos").method == methods.GradCos()
-
-
-def test_a_mapping_chooses_fields():
-    made = attributor(method={"name": "GaussNewton", "damping": 0.5})
-    assert made.method == methods.GaussNewton(damping=0.5)
-
-
-def test_a_task_without_curvature_refuses_gauss_newton():
-    def f(call, batch):
-        return call(batch[0]).sum(1)
-
+    assert made.method == made.score(data()).method == GradDot()
+    assert made.score(data(), "other", method="GradCos").method == GradCos()
+    assert attributor(method={"name": "GaussNewton", "damping": 0.5}).method == GaussNewton(damping=0.5)
+    assert isinstance(attributor(linear).method, TRAK)
     with pytest.raises(InvalidInputError, match="GaussNewton needs a loss that is curved in f"):
-        attributor(f, method="GaussNewton")
-    assert isinstance(attributor(f).method, methods.TRAK)
+        attributor(linear, method="GaussNewton")
 
 
-def test_tracin_is_the_sum_of_products_with_loss_gradients(tmp_path):
-    made, train = attributor(projector="none"), data()
+def test_tracin_is_the_sum_of_products_with_loss_gradients():
+    made, train, targets = attributor(projector="none"), data(), data(5)
     states = [{name: p + number for name, p in nn.Linear(4, 2).state_dict().items()} for number in (0.0, 0.1)]
     made.featurize(train, states)
-    found = made.score(data(5), method=methods.TracIn(learning_rates=[0.3, 0.1])).numpy()
+    found = made.score(targets, method=TracIn(learning_rates=[0.3, 0.1])).numpy()
 
     expected = np.zeros((20, 5))
     for rate, state in zip((0.3, 0.1), states, strict=True):
         model = nn.Linear(4, 2).double()
         model.load_state_dict(state)
-        own, loss = [], []
-        for sample in range(20):
-            x, y = train[sample]
-            logits = model(x.double())
-            loss.append(grad(nn.functional.cross_entropy(logits[None], y[None]), model))
-        for sample in range(5):
-            x, y = data(5)[sample]
-            probability = model(x.double()).softmax(0)[y]
-            own.append(grad(torch.log(probability / (1 - probability)), model))
-        expected -= rate * np.array(loss) @ np.array(own).T
+        loss = [grad(nn.functional.cross_entropy(model(x.double())[None], y[None]), model) for x, y in train]
+        p = [model(x.double()).softmax(0)[y] for x, y in targets]
+        expected -= rate * np.array(loss) @ np.array([grad(torch.log(one / (1 - one)), model) for one in p]).T
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def grad(value, model):
-    return torch.cat(
-        [part.reshape(-1) for part in torch.autograd.grad(value, list(model.parameters()))]
-    ).numpy()
+    parts = torch.autograd.grad(value, list(model.parameters()))
+    return torch.cat([part.reshape(-1) for part in parts]).numpy()
 
 
 def test_names_of_tables_are_exported():
@@ -171,16 +171,11 @@ def test_names_of_tables_are_exported():
     assert {cls.__name__ for cls in classes if isinstance(cls, type)} <= set(projectors.__all__)
 
 
-def test_a_class_in_place_of_an_object_is_named():
-    with pytest.raises(InvalidInputError, match=r"Write GradDot\(\)"):
-        methods.as_method(methods.GradDot)
-
-
 def test_the_version_of_a_method_belongs_to_its_identity():
     """Scores of changed code are not found again."""
 
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Scaled(methods.GradDot):
+    @own
+    class Scaled(GradDot):
         def transform_targets(self, rows, layout):
             return rows if self.version == 1 else 2 * rows
 
@@ -192,20 +187,28 @@ def test_the_version_of_a_method_belongs_to_its_identity():
     np.testing.assert_array_equal(made.score(data(5), method=Scaled()).numpy(), 2 * first)
 
 
-def test_a_transform_that_changes_the_shape_is_refused():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Half(methods.GradDot):
+def test_classes_of_a_users_own_that_cannot_be_computed_or_told_apart_are_refused():
+    """Scores of a class with the name of another would be stored as, and taken for, those of the other one."""
+
+    @own
+    class Half(GradDot):
         def transform(self, rows, layout):
             return rows[:, ::2]
 
+    @own
+    class Both(GaussNewton):
+        def transform(self, rows, layout):
+            return 2 * rows
+
     made = attributor()
     made.featurize(data())
-    with pytest.raises(InvalidInputError, match="Half"):
-        made.score(data(5), method=Half())
-
-
-def test_a_class_with_the_name_of_a_method_of_the_package_is_refused():
-    """Its scores would be stored as, and taken for, those of the other one."""
-    own = dataclasses.dataclass(frozen=True, kw_only=True)(type("GradDot", (methods.GradDot,), {}))
+    namesake = own(type("GradDot", (GradDot,), {}))
+    for method, said in (
+        (Half(), "Half"),
+        (Both(), r"Both has a kernel and overrides transform\(\)"),
+        (namesake(), "rename the class"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            made.score(data(5), method=method)
     with pytest.raises(InvalidInputError, match="rename the class"):
-        attributor(method=own())
+        attributor(method=namesake())

@@ -1,0 +1,28 @@
+"""One run of the command line, made once for all tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_cases import write_case
+
+from trak_lite import cli
+
+
+@pytest.fixture(scope="session")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run; tests leave it as it is, or copy it."""
+    folder = tmp_path_factory.mktemp("ran")
+    assert cli.main(["run", write_case(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run in a folder of its own, where relative paths begin."""
+    shutil.copytree(ran, tmp_path / "copy")
+    write_case(tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"

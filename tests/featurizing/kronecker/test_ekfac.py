@@ -1,0 +1,422 @@
+"""EK-FAC and K-FAC of every kind of parameter, against dense matrices of plain loops in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense_cases import (
+    Plain,
+    close,
+    columns,
+    gradients,
+    in_batches,
+    plain_rows,
+    projection,
+    recording,
+    streamed,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor
+from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.methods import EKFAC
+from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task
+
+LABELS = "image_classification"
+N, M = 9, 4
+Batch = tuple[Tensor, ...]
+Factors = tuple[np.ndarray, np.ndarray]
+
+
+def eigen(rows: np.ndarray, max_side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues and vectors of the second moments; a side that is too long keeps its coordinates."""
+    if rows.shape[1] > max_side:
+        return (rows**2).sum(0), np.eye(rows.shape[1])
+    return np.linalg.eigh(rows.T @ rows)
+
+
+def layer_matrix(grads: np.ndarray, basis: Factors, method: EKFAC) -> np.ndarray:
+    """The dense curvature of one layer, row-major over ``(d_out, d_in)``.
+
+    Args:
+        grads: ``(N, d_out, d_in)``, for the eigenvalues.
+        basis: Inputs ``(positions, d_in)`` and output gradients ``(positions, d_out)`` of all rows.
+        method: Its fields.
+    """
+    (in_values, in_vectors), (out_values, out_vectors) = (eigen(side, method.max_side) for side in basis)
+    values = np.outer(out_values, in_values) / len(basis[0])
+    if method.correct_eigenvalues:
+        values = ((out_vectors.T @ grads @ in_vectors) ** 2).sum(0)
+    turned = np.kron(out_vectors, in_vectors)
+    return turned @ np.diag(values.reshape(-1)) @ turned.T
+
+
+def factors(model: nn.Module, layer: str, losses: Callable[[], Tensor]) -> Factors:
+    """Inputs (patches of a convolution) and output gradients of a layer, ``(positions, d)`` each."""
+    caught: dict[str, Tensor] = {}
+    module = model.get_submodule(layer)
+    with module.register_forward_hook(lambda _, given, out: caught.update(x=given[0], out=out)):
+        total = losses().sum()
+    (g,) = torch.autograd.grad(total, caught["out"])
+    x = caught["x"].detach()
+    if isinstance(module, nn.Conv1d):  # as an image of height 1
+        x = functional.unfold(x[:, :, None], (1, *module.kernel_size)).transpose(1, 2)
+    if isinstance(module, nn.Conv2d):
+        x = functional.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride)
+        x = x.transpose(1, 2)
+    if not isinstance(module, nn.Linear):
+        g = g.flatten(2).transpose(1, 2)
+    x, g = x.reshape(-1, x.shape[-1]).numpy(), g.reshape(-1, g.shape[-1]).numpy()
+    counted = x.any(1) | g.any(1)  # others are padding
+    return x[counted], g[counted]
+
+
+@dataclass
+class Case:
+    """A model, its data, and what its parameters are in the curvature."""
+
+    build: Callable[[], nn.Module]
+    inputs: tuple[int, ...] = (5,)
+    units: dict[str, bool] = field(default_factory=dict)
+    """Layers with Kronecker factors, and whether their bias belongs to them; all else has its diagonal."""
+    settings: dict[str, Any] = field(default_factory=lambda: {"fisher": "empirical"})
+    task: Any = LABELS
+    losses: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: functional.cross_entropy(
+        model(batch[0]), batch[1], reduction="none"
+    )
+    """Loss of every row: the curvature is the sum of the squares of its gradients."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build().double().eval()
+
+    def data(self, count: int, seed: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(seed)
+        if self.inputs == ():
+            x = torch.randint(5, (count, 4), generator=generator)
+        else:
+            x = torch.randn(count, *self.inputs, generator=generator, dtype=torch.float64)
+            if len(self.inputs) == 2:
+                x[:3, 1:] = 0  # padding
+        y = torch.randint(3, (count,), generator=generator)
+        if self.task == BILINEAR:
+            return TensorDataset(x, torch.randn(count, 3, generator=generator, dtype=torch.float64))
+        if self.task == "multilabel_classification":
+            return TensorDataset(x, torch.randint(2, (count, 3), generator=generator))
+        if self.task != LABELS:
+            return TensorDataset(x, (y[:, None] % 2).double())
+        return TensorDataset(x, y)
+
+    def blocks(
+        self, model: nn.Module, plain: Plain, bases: Sequence[Batch], values: Sequence[Batch], method: EKFAC
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Columns and matrix of every unit; of several draws of labels, the mean."""
+        first, second = (self.gradients(model, batches) for batches in (bases, values))
+        found, alone = [], set(first)
+        for layer, joint in self.units.items():
+            weight, bias = f"{layer}.weight", f"{layer}.bias"
+            parts = [factors(model, layer, lambda batch=batch: self.losses(model, batch)) for batch in bases]
+            inputs, outputs = (np.concatenate(side) for side in zip(*parts, strict=True))
+            width = outputs.shape[1]
+            places = plain.places[weight].reshape(width, -1)
+            grads = second[weight].reshape(-1, *places.shape)
+            alone.remove(weight)
+            if joint:
+                alone.remove(bias)
+                inputs = np.hstack([inputs, np.ones((len(inputs), 1))])
+                grads = np.concatenate([grads, second[bias][:, :, None]], 2)
+                places = np.hstack([places, plain.places[bias][:, None]])
+            found.append((places.reshape(-1), layer_matrix(grads, (inputs, outputs), method)))
+        found += [
+            (plain.places[name].reshape(-1), np.diag((first[name] ** 2).sum(0).reshape(-1))) for name in alone
+        ]
+        return [(places, matrix / len(bases)) for places, matrix in found]
+
+    def gradients(self, model: nn.Module, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+        parts = [gradients(model, self.losses(model, batch)) for batch in batches]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+class Mixed(nn.Module):
+    """Every kind of parameter: covered, in part, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6)
+        self.conv = nn.Conv1d(2, 4, 2)
+        self.grouped = nn.Conv1d(4, 4, 1, groups=2)
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(8, 3)
+        self.idle = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).mean(1).reshape(-1, 2, 3)
+        return self.head(self.norm(self.grouped(torch.tanh(self.conv(x))).flatten(1)) * self.scale)
+
+
+class Tied(nn.Module):
+    """One matrix that is table and head, and a layer whose bias does more than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(ids).mean(1)) * (1 + self.layer.bias))
+
+
+class Padded(nn.Module):
+    """A layer at several positions, of which those with zeros are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((torch.tanh(self.layer(x)) * x.any(-1, keepdim=True)).sum(1))
+
+
+class Bilinear(nn.Module):
+    """``g^T W a``: the gradient of W is the outer product of two parts of the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3, bias=False)
+
+    def forward(self, a: Tensor, g: Tensor) -> Tensor:
+        return (self.layer(a) * g).sum(1)
+
+
+def forward(call: Callable[..., Tensor], batch: Batch) -> Tensor:
+    return call(*batch)
+
+
+BILINEAR = CallableModelOutput(forward)
+KFAC = {"fisher": "empirical", "correct_eigenvalues": False}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def one_output() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 1))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+
+
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.softplus(torch.where(labels > 0, -logits, logits)).sum(1)
+
+
+def root_of_curvature(logits: Tensor, _: Tensor) -> Tensor:
+    return (logits * (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach()).sum(1)
+
+
+BOTH = {"ekfac": {"fisher": "empirical"}, "kfac": KFAC}
+CASES = {
+    f"{name}-{kind}": Case(**{**given, "settings": {**settings, **given.get("settings", {})}})
+    for kind, settings in BOTH.items()
+    for name, given in {
+        "mlp": {"build": mlp, "units": {"0": True, "2": True}},
+        "one long side": {"build": mlp, "units": {"0": True, "2": True}, "settings": {"max_side": 4}},
+        "two long sides": {"build": mlp, "units": {"2": True}, "settings": {"max_side": 3}},
+        "convolution": {"build": cnn, "inputs": (2, 5, 5), "units": {"0": True, "3": True}},
+        "mixed": {"build": Mixed, "inputs": (), "units": {"conv": True, "head": True}},
+        "tied": {"build": Tied, "inputs": (), "units": {"layer": False}},
+        "padded": {"build": Padded, "inputs": (3, 5), "units": {"layer": True, "head": True}},
+        "one output": {
+            "build": one_output,
+            "task": "regression",
+            "units": {"0": True},
+            "settings": {"fisher": "curvature"},
+            "losses": lambda model, batch: model(batch[0])[:, 0],
+        },
+        "callable": {
+            "build": Bilinear,
+            "task": BILINEAR,
+            "units": {"layer": False},
+            "settings": {"fisher": "auto"},
+            "losses": lambda model, batch: model(*batch),
+        },
+    }.items()
+}
+LOSSES = {  # of other tasks, and the square root of the curvature of one
+    ("regression", "empirical"): lambda z, y: (z - y).square().sum(1) / 2,
+    ("binary_classification", "empirical"): cross_entropies,
+    ("binary_classification", "curvature"): root_of_curvature,
+    ("multilabel_classification", "empirical"): cross_entropies,
+}
+for (task, kind), loss in LOSSES.items():
+    build = one_output if task != "multilabel_classification" else lambda: nn.Sequential(nn.Linear(5, 3))
+    losses = lambda model, batch, loss=loss: loss(model(batch[0]), batch[1])  # noqa: E731
+    CASES[f"{task}-{kind}"] = Case(
+        build, units={"0": True}, settings={"fisher": kind}, task=task, losses=losses
+    )
+
+
+MARKS = {name: pytest.mark.quick for name in ("mlp-ekfac", "mlp-kfac")}
+MARKS |= {f"{name}-kfac": pytest.mark.campaign for name in ("mixed", "tied", "callable", "two long sides")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
+def test_scores_are_those_of_dense_matrices(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    plain = plain_rows(model, case.task, train, targets, tmp_path)
+    method = EKFAC(damping=0.3, **case.settings)
+    blocks = case.blocks(model, plain, [train.tensors], [train.tensors], method)
+
+    found = streamed(model, case.task, in_batches(train, 4), targets, method)
+
+    close(found.numpy(), plain.scores(blocks, 0.3))
+    if name.startswith("one output"):  # where the structure is exact, this is the whole Gauss-Newton matrix
+        rows = np.concatenate(
+            [grad.reshape(N, -1) for grad in case.gradients(model, [train.tensors]).values()], 1
+        )
+        if "ekfac" in name:
+            close(found.numpy(), plain.scores([(np.arange(6), rows.T @ rows)], 0.3))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(
+    corrected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two draws counts a half; the labels of a row do not depend on the batches."""
+    case = CASES["mlp-ekfac"]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    plain = plain_rows(model, case.task, train, targets, tmp_path)
+    method = EKFAC(damping=0.3, draws=2, correct_eigenvalues=corrected)
+    found = []
+    for size in (N, 4, 1):
+        task, drawn = recording(LABELS, monkeypatch)
+        found.append(streamed(model, task, in_batches(train, size), targets, method).numpy())
+        batches = len(range(0, N, size))
+        assert len(drawn) == 2 * batches * (1 + corrected)
+        labels = [torch.cat([one[1] for one in drawn[k::2]]) for k in (0, 1)]
+        parts = [(train.tensors[0], part) for label in labels for part in label.split(N)]
+        bases, values = parts[:: 1 + corrected], parts[1::2] if corrected else parts
+        seen = [part[1].tolist() for part in parts]
+        assert len({tuple(one) for one in seen}) == len(seen), "labels were drawn twice"
+        close(found[-1], plain.scores(case.blocks(model, plain, bases, values, method), 0.3))
+
+    close(found[1], found[0], rtol=1e-6)
+    close(found[2], found[0], rtol=1e-6)
+    other = streamed(
+        model, LABELS, in_batches(train, N), targets, EKFAC(damping=0.3, draws=2, seed=1)
+    ).numpy()
+    assert not np.allclose(other, found[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("computer", ["hook", "functional"])
+def test_features_of_targets_are_projections_of_the_preconditioned_gradients(
+    tmp_path: Path, computer: str
+) -> None:
+    """Blocks of gradients come factored or dense, by layer or in any order."""
+    case = CASES["mixed-ekfac"]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    plain = plain_rows(model, LABELS, train, targets, tmp_path)
+    settings = {"proj_dim": 16, "dtype": "float32", "gradient_computer": computer, "progress": False}
+    made = Attributor(model, LABELS, tmp_path / "a.zarr", **settings)
+    made.featurize(train)
+    method = EKFAC(damping=0.3, fisher="empirical")
+
+    scores = made.score(targets, "t", method=method).numpy()
+
+    matrix = np.concatenate(list(projection(made.projector, made.parameters).values()))
+    solved = plain.solved(case.blocks(model, plain, [train.tensors], [train.tensors], method), 0.3)
+    close(scores, plain.q[:, None] * (plain.train @ matrix @ (solved @ matrix).T), rtol=1e-3)
+    again = Attributor.open(tmp_path / "a.zarr", model, progress=False)
+    np.testing.assert_array_equal(again.scores("t", method=method).numpy(), scores)
+    np.testing.assert_array_equal(again.score(targets, "u", method=method).numpy(), scores)
+
+
+@pytest.mark.parametrize("names", ["2.weight", "2.bias", "0.*"])
+def test_parameters_that_are_left_out_have_no_part(names: str, tmp_path: Path) -> None:
+    """A weight alone has factors without a column of ones, a bias alone a diagonal."""
+    case = CASES["mlp-ekfac"]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    plain = plain_rows(model, LABELS, train, targets, tmp_path)
+    method = EKFAC(damping=0.3, fisher="empirical")
+    units = {"2.weight": {"2": False}, "2.bias": {}, "0.*": {"0": True}}[names]
+    blocks = Case(mlp, units=units).blocks(model, plain, [train.tensors], [train.tensors], method)
+    kept = [name for name in plain.places if name == names or name.startswith(names.rstrip("*"))]
+    wanted = set(np.concatenate([plain.places[name].reshape(-1) for name in kept]).tolist())
+    blocks = [(places, matrix) for places, matrix in blocks if set(places.tolist()) <= wanted]
+
+    found = streamed(model, LABELS, train, targets, method, grad_wrt=names)
+    close(found.numpy(), plain.scores(blocks, 0.3))
+
+
+def test_rows_beyond_those_fitted_on_are_counted(tmp_path: Path) -> None:
+    """Every row comes three times, one of them is fitted on."""
+    case = CASES["mlp-ekfac"]
+    model, targets = case.model(), case.data(M, 2)
+    tripled = TensorDataset(*(part.repeat_interleave(3, 0) for part in case.data(N, 1).tensors))
+    part, whole = (
+        streamed(
+            model, LABELS, tripled, targets, EKFAC(damping=2.0, fisher="empirical", max_rows=count)
+        ).numpy()
+        for count in (N, None)
+    )
+
+    close(part, whole, rtol=1e-5)
+
+
+def test_a_fit_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["mlp-ekfac"]
+    train, targets = case.data(N, 1), case.data(M, 2)
+    calls: list[int] = []
+
+    def interrupt(drawn: list[Any]) -> None:
+        calls.append(1)
+        if len(calls) == 4:  # in the second pass, of three batches each
+            raise KeyboardInterrupt
+
+    task, _ = recording(LABELS, monkeypatch, interrupt)
+    made = Attributor(case.model(), task, tmp_path / "a.zarr", projector="none", progress=False)
+    made.featurize(in_batches(train, 4))
+    with pytest.raises(KeyboardInterrupt):
+        made.score(targets, method="EKFAC")
+    found = made.score(targets, method="EKFAC").numpy()
+
+    assert len(calls) == 4 + 3, "the first pass was taken again"
+    fresh = Attributor(case.model(), LABELS, None, projector="none", progress=False)
+    fresh.featurize(in_batches(train, 4))
+    np.testing.assert_array_equal(found, fresh.score(targets, method="EKFAC").numpy())
+    assert set(columns(tmp_path / "a.zarr")) >= {"features", "out_to_loss"}
+
+
+def test_a_sum_that_overflows_is_refused() -> None:
+    model, x = nn.Linear(6, 3, bias=False), torch.randn(8, 6)
+    x[0, 0] = 1e30
+    data = TensorDataset(x, torch.arange(8) % 3)
+
+    with pytest.raises(NonFiniteError, match="inputs of 'weight'"):
+        streamed(model, LABELS, data, TensorDataset(x[1:3], torch.arange(2)), EKFAC())
+
+
+def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it() -> None:
+    assert EKFAC().fitted_to(resolve_task(LABELS)).fisher == "sampled"
+    assert EKFAC(draws=3).fitted_to(BILINEAR).draws == 1
+    assert EKFAC().fitted_to(BILINEAR).fisher == "empirical"
+    assert EKFAC().fitted_to(CLIPModelOutput()).fisher in ("curvature", "empirical")
+    with pytest.raises(InvalidInputError, match="fisher='sampled' draws labels"):
+        EKFAC(fisher="sampled").fitted_to(BILINEAR)
+    with pytest.raises(InvalidInputError, match="fisher='curvature' needs a loss that is curved"):
+        EKFAC(fisher="curvature").fitted_to(BILINEAR)
