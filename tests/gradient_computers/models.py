@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trak_lite.gradient_computers import HookGradientComputer, IterativeGradientComputer, collect_gradients
+from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 Output = Callable[[ModelCall, Any], Tensor]
@@ -394,6 +394,17 @@ class OddUses(nn.Module):
         return self.bilinear(h, torch.sigmoid(h)) * self.table.mean((0, 1))[:3]
 
 
+class SparseEmbeddings(nn.Module):
+    """Embeddings whose gradients torch gives as sparse tensors; the positions' has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.tokens(ids) * self.positions(torch.arange(4))).tanh()
+
+
 CASES: dict[str, Case] = {
     "small CNN": Case(small_cnn, images(1, 8), classify),
     "ResNet block with GroupNorm": Case(
@@ -467,27 +478,64 @@ def by_loop(
     }
 
 
-def wavy(call: ModelCall, batch: Any) -> Tensor:
-    """An output function that no sum of linear ones is."""
-    out = call(*batch).flatten(1)
-    return (out * out.cos()).sum(1)
+def wavy(call: Callable[..., Any], batch: Any) -> Tensor:
+    """A number per sample, ``(B,)``, to which every entry of the (first) result contributes differently."""
+    out = call(*batch)
+    out = (out[0] if isinstance(out, tuple) else out).flatten(1)
+    return (out * torch.cos(3 * out + torch.arange(out.shape[1]))).sum(1)
+
+
+class Net(nn.Module):
+    """Layers and bare parameters, and whatever a case does with them."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.norm, self.embed = nn.LayerNorm(4), nn.Embedding(9, 4)
+        self.p, self.row = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 4))
+        self.experts = nn.Parameter(torch.randn(3, 4, 4))
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
 
 
 def hooked(
-    net: Callable[..., nn.Module], forward: Callable[..., Tensor], *, output: Output = wavy, **settings: Any
+    forward: Callable[..., Any], *, output: Output = wavy, **settings: Any
 ) -> tuple[Any, HookGradientComputer]:
-    """A network of this class with this forward pass, drawn from seed 0, and its hook computer."""
+    """A :class:`Net` with this forward pass, drawn from seed 0, in float64 and eval mode, and its hook computer."""
     torch.manual_seed(0)
-    model = net(forward).double().eval()
+    model = Net(forward).double().eval()
     return model, HookGradientComputer(model, resolve_task(output), **settings)
 
 
-def assert_equals_autograd(
-    model: nn.Module, found: dict[str, Tensor], batch: Any, output: Output = wavy, atol: float = 1e-11
+def rows(count: int, *shape: int, seed: int = 1) -> Tensor:
+    """Inputs ``(count, *shape, 4)`` of a :class:`Net`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *shape, 4, generator=generator, dtype=torch.float64)
+
+
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10, atol: float = 1e-11
 ) -> None:
-    """Compare gradients with those of the iterative computer."""
-    expected = collect_gradients(IterativeGradientComputer(model, resolve_task(output)), batch)
+    """Compare names, order and rows of gradients."""
+    assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=1e-10, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def assert_exact(
+    model: nn.Module,
+    batch: Any,
+    output: Output = wavy,
+    *,
+    computer: HookGradientComputer | None = None,
+    names: list[str] | None = None,
+    **settings: Any,
+) -> HookGradientComputer:
+    """Compare the rows of a hook computer with one backward pass per sample; return the computer."""
+    computer = computer or HookGradientComputer(model, resolve_task(output), **settings)
+    assert_same(collect_gradients(computer, batch), by_loop(model, output, batch, names))
+    return computer

@@ -1,33 +1,180 @@
-"""The hook computer on whole models, against one forward and backward pass per sample in float64."""
+"""Whole models by the hook computer, against one forward and backward pass per sample in float64."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
-from models import CASES, Case, RoutedMixture, by_loop, classify, make, tokens
+from models import (
+    CASES,
+    Case,
+    RoutedMixture,
+    Tagger,
+    assert_exact,
+    assert_same,
+    by_loop,
+    classify,
+    hooked,
+    make,
+    rows,
+    tokens,
+)
 from torch import Tensor
 
-from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.gradient_computers import (
+    GRADIENT_COMPUTERS,
+    HookGradientComputer,
+    choose_gradient_computer,
+    collect_gradients,
+)
 from trak_lite.modelout_functions import resolve_task
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10) -> None:
-    assert list(found) == list(expected)
-    scale = max(float(value.abs().max()) for value in expected.values())
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=1e-12 * max(scale, 1), msg=lambda m, n=name: f"{n}: {m}"
-        )
-
+from trak_lite.types import GradientBlock, samples_of
 
 EVERY = {**CASES, "mixture of experts, routed": Case(RoutedMixture, tokens(4), classify)}
+
+
+def blocks_of(computer: HookGradientComputer, batch: Any) -> list[GradientBlock]:
+    found: list[GradientBlock] = []
+    computer.stream_gradients(batch, lambda block: found.append(samples_of(block, slice(None))))
+    return found
 
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 def test_gradients_of_a_whole_model_equal_one_backward_pass_per_sample(case: Case, count: int) -> None:
+    """A later pass gives the bits of the first one, in the same order."""
     model, batch = make(case, count)
+    computer = HookGradientComputer(model, resolve_task(case.output))
+    expected = by_loop(model, case.output, batch)
+    scale = max(float(value.abs().max()) for value in expected.values())
 
-    found = collect_gradients(HookGradientComputer(model, resolve_task(case.output)), batch)
+    assert_same(collect_gradients(computer, batch), expected, atol=1e-12 * max(scale, 1))
 
-    assert_same(found, by_loop(model, case.output, batch))
+    first, later = blocks_of(computer, batch), blocks_of(computer, batch)
+    assert [(block.name, block.start) for block in later] == [(block.name, block.start) for block in first]
+    for block, other in zip(later, first, strict=True):
+        assert torch.equal(block.dense(), other.dense()), block.name
+
+
+@pytest.mark.parametrize("case", ["GPT-2", "ViT", "mixture of experts, routed", "LSTM tagger"])
+def test_chunks_of_a_batch_give_the_same_rows(case: str) -> None:
+    model, batch = make(EVERY[case], 5)
+
+    assert_exact(model, batch, EVERY[case].output, chunk_size=2)
+
+
+@pytest.mark.parametrize("case", ["GPT-2", "ViT", "small CNN", "LSTM tagger"])
+def test_autocast_changes_the_forward_pass_and_little_else(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN's LSTM in bfloat16 needs AVX-512
+    model, batch = make(CASES[case], dtype=torch.float32)
+    task = resolve_task(classify)
+
+    found = collect_gradients(HookGradientComputer(model, task, autocast_dtype=torch.bfloat16), batch)
+
+    for name, value in by_loop(model, classify, batch).items():
+        assert found[name].dtype == torch.float32
+        assert 0 <= float((found[name] - value).norm()) <= 0.1 * float(value.norm()) + 0.02, name
+
+
+def test_sequences_of_another_length_are_examined_anew() -> None:
+    model, _ = make(CASES["GPT-2"])
+    computer = HookGradientComputer(model, resolve_task(classify))
+    for length in (6, 4):
+        assert_exact(model, tokens(length)(3), classify, computer=computer)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Tagger, tokens(5), classify),
+        CASES["BERT with attention_mask, called by keyword"],
+        CASES["GPT-2 with checkpointing"],
+        CASES["DLRM"],
+        EVERY["mixture of experts, routed"],
+    ],
+    ids=["LSTM", "masked BERT", "checkpoint", "EmbeddingBag", "routed experts"],
+)
+def test_hooks_are_chosen_where_vmap_fails_or_is_slow(case: Case) -> None:
+    model, batch = make(case)
+    task = resolve_task(case.output)
+
+    name, reason, computer = choose_gradient_computer(model, task, batch)
+
+    assert (name, reason) == ("hook", "every kept parameter is covered")
+    assert_exact(model, batch, case.output, computer=computer)
+
+
+def test_a_frozen_parameter_can_be_kept_and_the_others_left() -> None:
+    model, batch = make(CASES["GPT-2"])
+    model.wte.weight.requires_grad_(False)
+    names = ["wte.weight", "ln.bias"]
+
+    assert_exact(model, batch, classify, grad_wrt=names, names=names)
+    assert not model.wte.weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_part_runs_as_it_was_written() -> None:
+    model, batch = make(CASES["GPT-2"])
+    expected = by_loop(model, classify, batch)
+    model.up = torch.compile(model.up, backend="eager")
+
+    found = collect_gradients(HookGradientComputer(model, resolve_task(classify)), batch)
+
+    for grad, value in zip(found.values(), expected.values(), strict=True):
+        torch.testing.assert_close(grad, value, rtol=1e-10, atol=1e-12)
+
+
+def test_another_look_at_a_parameter_is_no_other_path() -> None:
+    """Recurrent layers ask for their weights' device again after ``functional_call``."""
+    model, batch = make(CASES["LSTM tagger"])
+    computer = assert_exact(model, batch, classify)
+    collect_gradients(GRADIENT_COMPUTERS["iterative"](model, resolve_task(classify)), batch)
+    torch.func.functional_call(model, dict(model.named_parameters()), batch[0])
+
+    assert_exact(model, batch, classify, computer=computer)
+
+
+@pytest.mark.parametrize("count", [3, 50_000], ids=["small", "megabytes"])
+def test_a_hook_of_the_model_that_changes_a_gradient_changes_the_rows(count: int) -> None:
+    """Small gradients are collected by autograd, large ones by hooks."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.norm(net.a(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: 2 * grad)
+        return net.b(hidden.relu()) * net.p  # type: ignore[no-any-return]
+
+    model, computer = hooked(forward, output=lambda call, batch: call(*batch).square().mean((1, 2)))
+    batch = (rows(3, count),)
+    expected = by_loop(model, lambda call, batch: call(*batch).square().mean((1, 2)), batch)
+
+    assert_same(collect_gradients(computer, batch), expected, rtol=1e-9)
+
+
+def test_what_a_failed_pass_held_is_freed_at_once() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.a(x)
+        held.append(weakref.ref(hidden))
+        if net.fails:
+            raise FloatingPointError
+        return net.b(hidden)  # type: ignore[no-any-return]
+
+    model, computer = hooked(forward, self_check=False)
+    model.fails = False
+    blocks_of(computer, (rows(3),))
+    model.fails = True
+    gc.disable()
+    try:
+        with pytest.raises(FloatingPointError):
+            blocks_of(computer, (rows(3),))
+        assert held[-1]() is None
+    finally:
+        gc.enable()
