@@ -493,7 +493,7 @@ class Net(nn.Module):
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
         self.norm, self.embed = nn.LayerNorm(4), nn.Embedding(9, 4)
         self.p, self.row = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 4))
-        self.experts = nn.Parameter(torch.randn(3, 4, 4))
+        self.experts, self.slope = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.tensor(0.3))
         self.function = function
 
     def forward(self, *inputs: Any) -> Any:
