@@ -20,7 +20,8 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     "laws over many draws": (
         "featurizing/test_iterative_solvers.py::test_cg_with_drawn_labels_is_close_to_cg",
         "featurizing/test_iterative_solvers.py::test_products_with_drawn_labels_estimate_the_dense_matrix",
-        "gradient_computers/test_hook_rules_drawn.py",
+        "gradient_computers/test_hook_recurrent.py::test_a_recurrent_layer_at_many_options_equals_the_loop",
+        "gradient_computers/test_hook_rules.py::test_a_layer_at_many_options_equals_the_loop",
         "projectors/test_countsketch_statistics.py",
         "projectors/test_mask_projectors.py::test_every_entry_is_equally_likely",
         "store/test_store_check.py::test_what_is_called_sound_is_right_and_a_repair_makes_it_sound",
@@ -98,8 +99,6 @@ SOME: dict[str, int] = {
     "featurizing/test_adam_rows.py": 3,
     "featurizing/test_fisher.py": 1,
     "featurizing/test_normalized_features.py": 2,
-    "gradient_computers/test_hook_recurrent.py": 3,
-    "gradient_computers/test_hook_routing.py": 4,
     "gradient_computers/test_hook_rules.py::test_bare_parameters_that_broadcast": 24,
     "integrations/test_experts.py": 3,
     "integrations/test_huggingface.py": 1,
