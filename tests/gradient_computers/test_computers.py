@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     select_parameters,
 )
-from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock, GradientBlock
 
 Computer = Callable[..., AbstractGradientComputer]
@@ -346,41 +344,6 @@ def test_sparse_gradients_come_dense(name: str) -> None:
 # Batches
 
 
-@dataclass
-class Pair:
-    images: Tensor
-    labels: Tensor
-
-
-CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "list": lambda x, y: [x, y],
-    "dict": lambda x, y: {"images": x, "labels": y},
-    "mapping that is no dict": lambda x, y: UserDict(images=x, labels=y),
-    "dataclass": Pair,
-}
-
-
-@every_computer
-@pytest.mark.parametrize("wrap", CONTAINERS.values(), ids=CONTAINERS)
-def test_batches_of_any_container_give_the_same_gradients(computer: Computer, wrap: Any) -> None:
-    """The original refuses dict batches."""
-    model, (images, labels) = make()
-
-    def output(call: Any, batch: Any) -> Tensor:
-        if isinstance(batch, Pair):
-            x, y = batch.images, batch.labels
-        else:
-            x, y = batch.values() if isinstance(batch, Mapping) else batch
-        logits = call(x)
-        own = nn.functional.one_hot(torch.arange(5), 5).to(logits.dtype)[y]
-        return (logits * own).sum(1) - logits.masked_fill(own.bool(), float("-inf")).logsumexp(1)
-
-    grads = collect_gradients(computer(model, resolve_task(output)), wrap(images, labels))
-
-    names = [name for name, _ in model.named_parameters()]
-    assert_close(grads, by_loop(model, (images, labels), names, output))
-
-
 @every_computer
 @pytest.mark.parametrize(
     ("output", "labels", "message"),
@@ -568,15 +531,3 @@ def test_a_model_that_cannot_run_on_one_sample_is_named(after: Callable[..., Ten
 def test_a_batch_that_cannot_be_sliced_is_named(other: Callable[[], Tensor]) -> None:
     with pytest.raises(InvalidInputError, match=r"Sample 0 cannot be taken out of its batch .*to_dense"):
         collect_gradients(IterativeGradientComputer(Layer(lambda y, _: y), SQUARES), (IMAGES, other()))
-
-
-def test_computers_call_a_model_through_the_call_that_the_task_is_given() -> None:
-    """An output function may call the model with any arguments, or read its parameters."""
-
-    def output(call: ModelCall, batch: Any) -> Tensor:
-        return (call(batch[0]) * batch[1]).sum(1)
-
-    model, labels = Layer(lambda y: y), torch.arange(12.0, dtype=torch.float64).view(3, 4)
-    for computer in GRADIENT_COMPUTERS.values():
-        found = collect_gradients(computer(model, resolve_task(output)), (IMAGES, labels))
-        assert torch.equal(found["linear.bias"], labels)

@@ -12,7 +12,6 @@ from models import (
     CASES,
     Case,
     RoutedMixture,
-    Tagger,
     assert_exact,
     assert_same,
     by_loop,
@@ -45,9 +44,10 @@ def blocks_of(computer: HookGradientComputer, batch: Any) -> list[GradientBlock]
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 def test_gradients_of_a_whole_model_equal_one_backward_pass_per_sample(case: Case, count: int) -> None:
-    """A later pass gives the bits of the first one, in the same order."""
+    """By the computer that is chosen, whose later passes give the bits of the first one, in the same order."""
     model, batch = make(case, count)
-    computer = HookGradientComputer(model, resolve_task(case.output))
+    name, reason, computer = choose_gradient_computer(model, resolve_task(case.output), batch)
+    assert (name, reason) == ("hook", "every kept parameter is covered")
     expected = by_loop(model, case.output, batch)
     scale = max(float(value.abs().max()) for value in expected.values())
 
@@ -79,43 +79,6 @@ def test_autocast_changes_the_forward_pass_and_little_else(
     for name, value in by_loop(model, classify, batch).items():
         assert found[name].dtype == torch.float32
         assert 0 <= float((found[name] - value).norm()) <= 0.1 * float(value.norm()) + 0.02, name
-
-
-def test_sequences_of_another_length_are_examined_anew() -> None:
-    model, _ = make(CASES["GPT-2"])
-    computer = HookGradientComputer(model, resolve_task(classify))
-    for length in (6, 4):
-        assert_exact(model, tokens(length)(3), classify, computer=computer)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(Tagger, tokens(5), classify),
-        CASES["BERT with attention_mask, called by keyword"],
-        CASES["GPT-2 with checkpointing"],
-        CASES["DLRM"],
-        EVERY["mixture of experts, routed"],
-    ],
-    ids=["LSTM", "masked BERT", "checkpoint", "EmbeddingBag", "routed experts"],
-)
-def test_hooks_are_chosen_where_vmap_fails_or_is_slow(case: Case) -> None:
-    model, batch = make(case)
-    task = resolve_task(case.output)
-
-    name, reason, computer = choose_gradient_computer(model, task, batch)
-
-    assert (name, reason) == ("hook", "every kept parameter is covered")
-    assert_exact(model, batch, case.output, computer=computer)
-
-
-def test_a_frozen_parameter_can_be_kept_and_the_others_left() -> None:
-    model, batch = make(CASES["GPT-2"])
-    model.wte.weight.requires_grad_(False)
-    names = ["wte.weight", "ln.bias"]
-
-    assert_exact(model, batch, classify, grad_wrt=names, names=names)
-    assert not model.wte.weight.requires_grad
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -154,7 +117,8 @@ def test_a_hook_of_the_model_that_changes_a_gradient_changes_the_rows(count: int
     batch = (rows(3, count),)
     expected = by_loop(model, lambda call, batch: call(*batch).square().mean((1, 2)), batch)
 
-    assert_same(collect_gradients(computer, batch), expected, rtol=1e-9)
+    for _ in range(2 if count == 3 else 1):
+        assert_same(collect_gradients(computer, batch), expected, rtol=1e-9)
 
 
 def test_what_a_failed_pass_held_is_freed_at_once() -> None:

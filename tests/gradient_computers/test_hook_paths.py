@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DenseMixture, Net, assert_exact, assert_same, by_loop, hooked, rows, wavy
+from models import Net, assert_exact, assert_same, by_loop, hooked, rows, wavy
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -61,41 +61,6 @@ def test_rows_that_are_in_place_in_one_batch_may_be_elsewhere_in_the_next(
 
     for batch in (ordered, mixed, ordered.flip(0), ordered, mixed[:1]):
         assert_exact(model, (batch,), computer=computer)
-
-
-class Mixtures(DenseMixture):
-    """Two layers of routed experts with tied routers, and dense operations around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
-
-    def mixed(self, flat: Tensor) -> Tensor:
-        share, chosen = self.router(flat).softmax(-1).max(-1)
-        out = torch.zeros_like(flat)
-        for i, expert in enumerate(self.experts):
-            (found,) = torch.where(chosen == i)
-            if len(found):
-                out.index_add_(0, found, share[found, None] * expert(flat[found]))
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for _ in range(2):
-            x = x + self.mixed(self.norm(x).reshape(-1, 6)).view_as(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("counts", [(5, 5, 5, 5), (5, 3, 5, 1)], ids=str)
-def test_later_batches_with_other_routes_are_exact(counts: tuple[int, ...]) -> None:
-    torch.manual_seed(1)
-    model = Mixtures().double()
-    computer = HookGradientComputer(model, WAVY, self_check=False)
-
-    for number, count in enumerate(counts):
-        batch = (rows(count, 3, seed=number),)
-        assert_exact(model, batch, computer=computer)
-    assert "rows found" in computer.explain(batch)["head.weight"].why
 
 
 class Experts(nn.Module):

@@ -243,63 +243,6 @@ def embedding_bags(draw: st.DrawFn) -> Drawn:
     return Drawn(model, (whole(size, count, length), ends, *shares))
 
 
-# Normalisation
-
-
-@st.composite
-def layer_norms(draw: st.DrawFn) -> Drawn:
-    """LayerNorm and RMSNorm over the last one to three axes, and more than one entry."""
-    shape = (*draw(st.lists(WIDTHS, max_size=2)), draw(st.integers(2, 4)))
-    outer = draw(st.lists(st.integers(1, 3), max_size=2))
-    affine, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-2]))
-    kind = draw(
-        st.sampled_from(
-            [
-                partial(nn.LayerNorm, shape, eps, affine, draw(st.booleans())),
-                partial(nn.RMSNorm, shape, draw(st.sampled_from([None, eps])), affine),
-            ]
-        )
-    )
-    return Drawn(partial(above, shape[-1], kind), (normal(draw(COUNTS), *outer, *shape),))
-
-
-@st.composite
-def group_norms(draw: st.DrawFn) -> Drawn:
-    """Torch refuses a batch of one sample with one entry per group."""
-    groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    sizes = draw(st.lists(st.integers(2, 3), min_size=int(per_group == 1), max_size=3))
-    channels = groups * per_group
-    model = partial(above, [channels, *sizes][-1], nn.GroupNorm, groups, channels, affine=draw(st.booleans()))
-    return with_frames(draw, model, channels, *sizes)
-
-
-def trained(width: int, norm: type[nn.Module], channels: int, **options: Any) -> nn.Module:
-    """Return the norm above a parameter, with running statistics that are not those of a new layer."""
-    layer = norm(channels, **options)
-    if layer.running_mean is not None:
-        layer.running_mean.normal_()
-        layer.running_var.uniform_(0.5, 2)
-    return Above(layer, width)
-
-
-INSTANCE_NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
-BATCH_NORMS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-
-
-@st.composite
-def channel_norms(draw: st.DrawFn) -> Drawn:
-    """InstanceNorm, with and without running statistics, and BatchNorm in eval mode."""
-    channels, instance = draw(WIDTHS), draw(st.booleans())
-    sizes = draw(st.lists(st.integers(2, 3), min_size=int(instance), max_size=3))
-    kind = (INSTANCE_NORMS if instance else BATCH_NORMS)[len(sizes)]
-    options = {
-        "affine": draw(st.booleans()),
-        "track_running_stats": not instance or draw(st.booleans()),
-    }
-    model = partial(trained, [channels, *sizes][-1], kind, channels, **options)
-    return with_frames(draw, model, channels, *sizes)
-
-
 # Attention
 
 
@@ -399,70 +342,14 @@ def shared_weights(draw: st.DrawFn) -> Drawn:
     return Drawn(partial(Shared, width, tuple(uses)), (normal(draw(COUNTS), *middle, width),), BY_ANY)
 
 
-class TiedHead(nn.Module):
-    """A token model whose head is its table; a layer in between may be called more than once."""
-
-    def __init__(self, size: int, width: int, padding: int | None, calls: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(size, width, padding_idx=padding)
-        self.middle = nn.Linear(width, width)
-        self.head = nn.Linear(width, size)
-        self.head.weight = self.table.weight
-        self.calls = calls
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        for _ in range(self.calls):
-            x = torch.tanh(self.middle(x))
-        return self.head(x)
-
-
-@st.composite
-def tied_heads(draw: st.DrawFn) -> Drawn:
-    size = draw(st.integers(1, 5))
-    padding = draw(st.none() | st.integers(-size, size - 1))
-    model = partial(TiedHead, size, draw(WIDTHS), padding, draw(st.integers(0, 3)))
-    return Drawn(model, (whole(size, draw(COUNTS), *draw(st.lists(st.integers(1, 3), max_size=2))),))
-
-
-class Autoencoder(nn.Module):
-    """Convolutions and transposed convolutions with one weight, called several times."""
-
-    def __init__(self, dims: int, channels: int, kernel: tuple[int, ...], calls: int) -> None:
-        super().__init__()
-        self.encode = CONVOLUTIONS[dims](channels, channels, kernel)
-        self.decode = TRANSPOSED[dims](channels, channels, kernel)
-        self.decode.weight = self.encode.weight
-        self.calls = calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.calls):
-            x = self.decode(torch.tanh(self.encode(x)))
-        return x
-
-
-@st.composite
-def autoencoders(draw: st.DrawFn) -> Drawn:
-    dims, channels = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    kernel = per_axis(draw, dims, 1, 3)
-    sizes = [k + draw(st.integers(0, 2)) for k in kernel]
-    model = partial(Autoencoder, dims, channels, kernel, draw(st.integers(1, 3)))
-    return Drawn(model, (normal(draw(COUNTS), channels, *sizes),))
-
-
 LAYERS = {
     "linear": linear_layers(),
     "convolution": convolutions(),
     "transposed convolution": transposed_convolutions(),
     "embedding": embeddings(),
     "embedding bag": embedding_bags(),
-    "layer and RMS norm": layer_norms(),
-    "group norm": group_norms(),
-    "instance and batch norm": channel_norms(),
     "multi-head attention": attentions(),
     "one weight in several uses": shared_weights(),
-    "head tied to its table": tied_heads(),
-    "convolution tied to a transposed one": autoencoders(),
 }
 every_layer = pytest.mark.parametrize("layer", LAYERS)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -509,6 +396,7 @@ def test_large_convolutions_are_formed_in_other_ways(
 
 FIXED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
+    "not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
     "reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
     "in a circle": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
     "kernels of one entry": (lambda: nn.Conv2d(4, 6, 1), (4, 7, 7)),
@@ -528,6 +416,42 @@ def test_convolutions_that_pad_unevenly_or_read_one_entry(layer: Any, shape: tup
 
     with torch.autocast("cpu", torch.bfloat16):  # which casts no float64 convolution
         assert_same(collect_gradients(computer, batch), expected)
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(6), (4, 6)),
+    "layer, two axes": (lambda: nn.LayerNorm((4, 6), eps=1e-2), (2, 4, 6)),
+    "layer without bias": (lambda: nn.LayerNorm(6, bias=False), (6,)),
+    "layer without parameters": (lambda: nn.LayerNorm(6, elementwise_affine=False), (4, 6)),
+    "RMS": (lambda: nn.RMSNorm(6), (4, 6)),
+    "RMS, two axes": (lambda: nn.RMSNorm((4, 6), eps=1e-3), (4, 6)),
+    "group": (lambda: nn.GroupNorm(2, 4), (4, 6)),
+    "group, one entry per channel": (lambda: nn.GroupNorm(2, 6), (6,)),
+    "instance": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 6)),
+    "instance with statistics": (lambda: nn.InstanceNorm2d(4, 1e-5, 0.1, True, True), (4, 3, 6)),
+    "batch": (lambda: nn.BatchNorm1d(6), (6,)),
+    "batch, one axis": (lambda: nn.BatchNorm1d(4), (4, 6)),
+    "batch, three axes": (lambda: nn.BatchNorm3d(4), (4, 2, 3, 6)),
+    "batch without parameters": (lambda: nn.BatchNorm2d(4, affine=False), (4, 3, 6)),
+}
+
+
+def trained(norm: Callable[[], nn.Module]) -> nn.Module:
+    """Return a norm with running statistics that are not those of a new layer."""
+    layer = norm()
+    if getattr(layer, "running_mean", None) is not None:
+        layer.running_mean.normal_()
+        layer.running_var.uniform_(0.5, 2)
+    return layer
+
+
+@pytest.mark.parametrize("layout", ["samples first", "rows of positions"])
+@pytest.mark.parametrize(("norm", "shape"), NORMS.values(), ids=NORMS)
+def test_norms(norm: Callable[[], nn.Module], shape: tuple[int, ...], layout: str) -> None:
+    for count in (0, 1, 3):
+        frames = () if layout == "samples first" else (2,)
+        model = partial(LaidOut, lambda: Above(trained(norm), 6), layout)
+        check(Drawn(model, (normal(count, *frames, *shape),)))
 
 
 class Scaled(nn.Module):
