@@ -17,11 +17,13 @@ from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 Output = Callable[[ModelCall, Any], Tensor]
+Build = Callable[[], nn.Module]
+Forward = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    build: Callable[[], nn.Module]
+    build: Build
     batch: Callable[[int], Any]
     output: Output
 
@@ -363,7 +365,7 @@ def by_loop(
 class Net(nn.Module):
     """Layers and bare parameters, and whatever a case does with them."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Forward) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
         self.norm, self.embed = nn.LayerNorm(4), nn.Embedding(9, 4)

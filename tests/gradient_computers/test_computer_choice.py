@@ -69,7 +69,7 @@ def test_the_last_resort_is_tried_under_autocast_and_on_one_sample_at_a_time() -
     assert {*seen} == {torch.bfloat16}
 
 
-def test_the_manifest_and_the_log_hold_the_reason_of_an_automatic_choice(
+def test_manifest_and_log_hold_the_reason_of_a_choice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
@@ -110,9 +110,7 @@ class _Unknown(Exception):
 
 
 @pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, _Unknown, NameError, OSError])
-def test_any_failure_of_a_computer_leads_to_the_next_one_and_that_of_all_is_the_models(
-    error: type[Exception],
-) -> None:
+def test_any_failure_leads_to_the_next_computer_and_that_of_all_is_told(error: type[Exception]) -> None:
     torch.manual_seed(0)
     batch = (torch.randn(3, 4),)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from models import SparseEmbeddings
+from models import Build, Forward, SparseEmbeddings
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
@@ -64,7 +64,7 @@ def cnn() -> nn.Module:
     )
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "cnn with eval batch norm and dropout": (cnn, (1, 5, 5)),
     "tied weights": (TiedAutoencoder, (5,)),
     "scalar parameter, unused parameter, buffer": (WithScale, (5,)),
@@ -100,9 +100,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("computer", COMPUTERS.values(), ids=COMPUTERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_row_i_is_the_gradient_of_sample_i_alone_and_the_same_pass_gives_f_q_and_w(
-    name: str, computer: Computer
-) -> None:
+def test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w(name: str, computer: Computer) -> None:
     model, batch = make(name)
     expected = by_loop(model, batch, [name for name, _ in model.named_parameters()])
     made = computer(model, MARGIN)
@@ -147,7 +145,7 @@ def test_gradients_keep_the_dtype_of_the_model(computer: Computer, dtype: torch.
 
 @every_computer
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-def test_autocast_changes_the_forward_pass_and_not_the_gradients_dtype(
+def test_autocast_changes_the_forward_pass_and_not_the_dtype(
     computer: Computer, autocast: torch.dtype
 ) -> None:
     model, batch = make(dtype=torch.float32)
@@ -165,9 +163,7 @@ def test_autocast_changes_the_forward_pass_and_not_the_gradients_dtype(
 
 
 @every_computer
-def test_only_parameters_that_require_grad_are_kept_by_default_and_frozen_ones_where_asked_for(
-    computer: Computer,
-) -> None:
+def test_parameters_that_require_grad_are_kept_and_frozen_ones_if_asked_for(computer: Computer) -> None:
     """The original's iterative computer fails on grad_wrt and on frozen parameters."""
     model, batch = make("cnn with eval batch norm and dropout")
     expected = by_loop(model, batch, ["0.weight", "4.bias"])
@@ -186,9 +182,7 @@ def test_only_parameters_that_require_grad_are_kept_by_default_and_frozen_ones_w
 
 
 @every_computer
-def test_parameters_are_chosen_by_either_name_of_a_tied_one_or_by_the_class_of_their_module(
-    computer: Computer,
-) -> None:
+def test_parameters_are_chosen_by_either_name_or_the_class_of_their_module(computer: Computer) -> None:
     model, batch = make()
     by_name = collect_gradients(computer(model, MARGIN, grad_wrt=["decode.weight"]), batch)
     assert_close(by_name, by_loop(model, batch, ["encode.weight"]))
@@ -214,9 +208,7 @@ def network() -> nn.Module:
         (["?.bias"], ["0.bias", "1.bias"]),
     ],
 )
-def test_a_class_stands_for_what_its_modules_own_and_a_pattern_for_names(
-    choice: Any, expected: list[str]
-) -> None:
+def test_a_class_stands_for_what_its_modules_own_patterns_for_names(choice: Any, expected: list[str]) -> None:
     assert list(select_parameters(network(), choice)) == expected
 
 
@@ -247,9 +239,7 @@ def test_a_choice_of_parameters_that_the_model_has_not_is_refused(choice: Any, m
 
 
 @every_computer
-def test_gradients_have_no_graph_where_a_reference_reads_a_parameter_that_is_not_kept(
-    computer: Computer,
-) -> None:
+def test_gradients_have_no_graph_where_a_parameter_that_is_not_kept_is_read(computer: Computer) -> None:
     class Below(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -353,9 +343,7 @@ def test_sparse_gradients_come_dense(name: str) -> None:
     ],
     ids=["an f that reduces over the batch", "samples of unequal number"],
 )
-def test_what_gives_no_number_per_sample_is_refused(
-    computer: Computer, output: Any, labels: int, message: str
-) -> None:
+def test_an_f_that_is_no_row_is_refused(computer: Computer, output: Any, labels: int, message: str) -> None:
     model, batch = make()
     task = MARGIN if output is None else resolve_task(output)
 
@@ -465,7 +453,7 @@ IMAGES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 class Layer(nn.Module):
     """A linear layer and what is done with its result."""
 
-    def __init__(self, after: Callable[..., Tensor]) -> None:
+    def __init__(self, after: Forward) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
@@ -476,7 +464,7 @@ class Layer(nn.Module):
         return self.after(self.linear(x), *others)
 
 
-def squares(call: Callable[..., Tensor], batch: Any) -> Tensor:
+def squares(call: Forward, batch: Any) -> Tensor:
     return call(*batch).square().sum(1)
 
 
@@ -497,7 +485,7 @@ def test_a_model_that_vmap_cannot_transform_is_named_with_the_computer_to_use() 
     [lambda y: y.sin() if y.sum() > 0 else y.exp(), lambda y: y.view(1, 4)],
     ids=["a branch on the batch", "one sample at a time"],
 )
-def test_the_iterative_computer_runs_each_sample_alone(after: Callable[..., Tensor]) -> None:
+def test_the_iterative_computer_runs_each_sample_alone(after: Forward) -> None:
     """One forward pass over the batch would take one branch for all samples."""
     model, names = Layer(after), ["linear.weight", "linear.bias"]
     assert {bool(model.linear(row).sum() > 0) for row in IMAGES} == {True, False}
@@ -515,7 +503,7 @@ def test_the_iterative_computer_runs_each_sample_alone(after: Callable[..., Tens
     ],
     ids=["squeezed", "group of one entry"],
 )
-def test_a_model_that_cannot_run_on_one_sample_is_named(after: Callable[..., Tensor], cause: str) -> None:
+def test_a_model_that_cannot_run_on_one_sample_is_named(after: Forward, cause: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"Layer runs on a batch, but not on one .*{cause}"):
         collect_gradients(IterativeGradientComputer(Layer(after), SQUARES), (IMAGES,))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from models import Opaque
-from torch import nn
 
 from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
@@ -28,15 +27,6 @@ class TestFunctionalComputer(GradientComputerTests):
 class TestIterativeComputer(GradientComputerTests):
     def make_computer(self, model, task):
         return IterativeGradientComputer(model, task)
-
-
-class TestMultiheadAttention(GradientRuleTests):
-    def make_layer(self):
-        return nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def make_input(self, count):
-        x = torch.randn(count, 5, 4)
-        return (x, x, x)
 
 
 class Doubled(Opaque):

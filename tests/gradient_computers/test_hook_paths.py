@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Net, assert_exact, assert_same, by_loop, hooked, rows, wavy
+from models import Forward, Net, assert_exact, assert_same, by_loop, hooked, rows, wavy
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,7 +29,7 @@ def sorted_whole(s: Net, x: Tensor) -> Tensor:
     return s.b(hidden[order.argsort()]) * s.p
 
 
-def sorted_without_rule(use: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+def sorted_without_rule(use: Forward) -> Forward:
     """Sorted rows go through an operation whose rule does not apply: rows in place have their tags still."""
 
     def forward(s: Net, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def sorted_without_rule(use: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, 
     return forward
 
 
-SORTED: dict[str, tuple[Callable[[Net, Tensor], Tensor], tuple[int, ...]]] = {
+SORTED: dict[str, tuple[Forward, tuple[int, ...]]] = {
     "rows": (sorted_whole, (6,)),
     "positions": (sorted_whole, (6, 3)),
     "two passes": (sorted_whole, (70,)),
@@ -53,7 +53,7 @@ SORTED: dict[str, tuple[Callable[[Net, Tensor], Tensor], tuple[int, ...]]] = {
 @pytest.mark.parametrize("self_check", [True, False])
 @pytest.mark.parametrize(("forward", "shape"), SORTED.values(), ids=SORTED)
 def test_rows_that_are_in_place_in_one_batch_may_be_elsewhere_in_the_next(
-    forward: Callable[[Net, Tensor], Tensor], shape: tuple[int, ...], self_check: bool
+    forward: Forward, shape: tuple[int, ...], self_check: bool
 ) -> None:
     model, computer = hooked(forward, self_check=self_check)
     mixed = rows(*shape)
@@ -183,7 +183,7 @@ def test_another_choice_of_parameters_is_seen_by_the_next_pass() -> None:
 # Operations with a rule of their own
 
 
-def attended(shape: tuple[int, ...], scale: float | None, empty: bool) -> Callable[[Net, Tensor], Tensor]:
+def attended(shape: tuple[int, ...], scale: float | None, empty: bool) -> Forward:
     """Attention with a bias made of a parameter, of which one row may hide every key."""
 
     def forward(s: Any, x: Tensor) -> Tensor:
@@ -198,9 +198,7 @@ def attended(shape: tuple[int, ...], scale: float | None, empty: bool) -> Callab
 
 @pytest.mark.parametrize("shape", [(1, 2, 5, 5), (2, 5, 5), (5, 5), (1, 2, 1, 5)], ids=str)
 @pytest.mark.parametrize(("scale", "empty"), [(None, False), (0.3, False), (None, True)])
-def test_the_bias_of_attention_equals_autograd(
-    shape: tuple[int, ...], scale: float | None, empty: bool
-) -> None:
+def test_the_bias_of_attention_is_exact(shape: tuple[int, ...], scale: float | None, empty: bool) -> None:
     model, computer = hooked(attended(shape, scale, empty))
     model.bias = nn.Parameter(torch.randn(shape, dtype=torch.float64))
 
@@ -222,9 +220,7 @@ EINSUMS = [
 
 
 @pytest.mark.parametrize(("equation", "shape", "how"), EINSUMS)
-def test_products_in_einstein_notation_equal_autograd(
-    equation: str, shape: tuple[int, ...], how: str
-) -> None:
+def test_products_in_einstein_notation_are_exact(equation: str, shape: tuple[int, ...], how: str) -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         if equation.startswith("tb"):
             return torch.einsum(equation, x.transpose(0, 1), s.weight).transpose(0, 1)

@@ -150,9 +150,7 @@ class InPlace(Recurrent):
 
 
 @every_kind
-def test_the_output_may_be_changed_in_place_but_not_the_input_nor_may_it_be_differentiated_twice(
-    kind: str,
-) -> None:
+def test_outputs_may_be_changed_in_place_but_not_inputs_nor_be_derived_twice(kind: str) -> None:
     torch.manual_seed(0)
     model, batch = InPlace(KINDS[kind], reads="outputs").double(), (rows(3, 4),)
     assert_exact(model, batch)

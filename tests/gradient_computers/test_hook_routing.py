@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import (
+    Build,
     Case,
     DenseMixture,
+    Forward,
     Net,
     Opaque,
     RoutedMixture,
@@ -50,7 +51,7 @@ class Expert(nn.Module):
 class Mixture(DenseMixture):
     """The two best experts of each token, each run on its own tokens, and left out where it has none."""
 
-    def __init__(self, expert: Callable[[], nn.Module] = Expert, best: int = 2) -> None:
+    def __init__(self, expert: Build = Expert, best: int = 2) -> None:
         super().__init__()
         self.experts = nn.ModuleList(expert() for _ in range(4))
         self.router, self.best = nn.Linear(6, 4), best
@@ -89,7 +90,7 @@ MIXTURES = {
 }
 
 
-def mixture(build: Callable[[], nn.Module], count: int = 5, length: int = 5) -> tuple[Any, Any]:
+def mixture(build: Build, count: int = 5, length: int = 5) -> tuple[Any, Any]:
     return make(Case(build, tokens(length), classify), count)
 
 
@@ -101,9 +102,7 @@ def send_everything_to(model: nn.Module, expert: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 19])
 @pytest.mark.parametrize("build", MIXTURES.values(), ids=MIXTURES)
-def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(
-    build: Callable[[], nn.Module], count: int
-) -> None:
+def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(build: Build, count: int) -> None:
     assert_exact(*mixture(build, count), classify)
 
 
@@ -112,9 +111,7 @@ def test_more_samples_than_one_pass_can_tell_take_another() -> None:
 
 
 @pytest.mark.parametrize("build", [lambda: Mixture(best=1), ByMask], ids=["left out", "run on no rows"])
-def test_an_expert_without_rows_has_gradient_zero_and_the_coverage_says_so(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build: Build) -> None:
     model, batch = mixture(build)
     send_everything_to(model, 2)
 
@@ -210,7 +207,7 @@ def opaque_linear(module: Any, args: Any, kwargs: Any, grad: Tensor) -> dict[str
     return {"weight": (args[0].unsqueeze(1), grad.unsqueeze(1)), "bias": grad}
 
 
-EXPERTS: dict[str, Callable[[], nn.Module]] = {
+EXPERTS: dict[str, Build] = {
     "operations without known rows": Odd,
     "in place": InPlace,
     "checkpointed": Recomputed,
@@ -224,7 +221,7 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("build", [Mixture, ByMask])
 @pytest.mark.parametrize("expert", EXPERTS.values(), ids=EXPERTS)
-def test_experts_of_any_kind_are_exact(expert: Callable[[], nn.Module], build: Any) -> None:
+def test_experts_of_any_kind_are_exact(expert: Build, build: Any) -> None:
     if build is ByMask and isinstance(expert(), Recurrent):
         pytest.skip("torch's recurrent layers take no empty batch")
     model, batch = mixture(lambda: build(expert), 4, 3)
@@ -346,9 +343,7 @@ MOVING += [taken_flat, sorted_by_python, compacted]
 
 
 @pytest.mark.parametrize("forward", MOVING, ids=lambda f: f.__name__)
-def test_rows_that_integers_move_are_exact_in_batches_after_one_that_hides_it(
-    forward: Callable[..., Tensor],
-) -> None:
+def test_rows_that_integers_move_are_exact_after_a_batch_that_hides_it(forward: Forward) -> None:
     model, computer = hooked(forward)
 
     for seed in (None, 1, 2):
@@ -395,7 +390,7 @@ def summed(s: Net, pieces: list[Tensor], lengths: Tensor) -> Tensor:
     return torch.zeros(len(lengths), 3, dtype=torch.float64).index_add(0, owner, mapped(s, torch.cat(pieces)))
 
 
-RAGGED: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+RAGGED: dict[str, Forward] = {
     "sorted": in_order,
     "packed": packed,
     "sorted to pack": sorted_to_pack,
@@ -464,9 +459,7 @@ def test_sequences_that_are_parts_of_samples_are_summed_by_sample() -> None:
 
 @pytest.mark.parametrize("self_check", [True, False])
 @pytest.mark.parametrize("made", ["expanded", "multiplied", "looked up"])
-def test_a_row_that_is_made_of_a_parameter_goes_with_the_sample_it_is_put_beside(
-    made: str, self_check: bool
-) -> None:
+def test_a_row_made_of_a_parameter_goes_with_the_sample_beside_it(made: str, self_check: bool) -> None:
     """Rows in the order of a value, each beside a row that is made for as many rows as there are."""
 
     def forward(s: Net, x: Tensor) -> Tensor:
@@ -526,7 +519,7 @@ def reordered_output(call: ModelCall, batch: Any) -> Tensor:
     return picked + logits.gather(1, labels[:, None] - 1)[:, 0] * len(labels.tolist()) / len(x)
 
 
-STILL: dict[str, tuple[Callable[..., Tensor], Any]] = {
+STILL: dict[str, tuple[Forward, Any]] = {
     "last token": (lambda s, x, n: s.c(s.a(x)[torch.arange(len(x)), n - 1]), wavy),
     "last token gathered": (
         lambda s, x, n: s.c(s.a(x).gather(1, (n - 1).view(-1, 1, 1).expand(-1, 1, 4)).squeeze(1)),
@@ -543,7 +536,7 @@ STILL: dict[str, tuple[Callable[..., Tensor], Any]] = {
 
 
 @pytest.mark.parametrize(("forward", "output"), STILL.values(), ids=STILL)
-def test_an_index_that_moves_no_samples_costs_nothing(forward: Callable[..., Tensor], output: Any) -> None:
+def test_an_index_that_moves_no_samples_costs_nothing(forward: Forward, output: Any) -> None:
     model, _ = hooked(forward)
     model.rnn = nn.LSTM(4, 4, batch_first=True).double()
     batch = (rows(4, 3), torch.tensor([2, 3, 1, 2]))
@@ -577,7 +570,7 @@ class Both(RoutedMixture):
 class Changed(Expert):
     """An expert whose rows are changed after the first layer."""
 
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, change: Forward) -> None:
         super().__init__()
         self.change = change
 
@@ -594,7 +587,7 @@ class Centred(nn.Module):
         return x * self.slope - (x * self.slope).mean(0)
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+REFUSED: dict[str, tuple[Build, str]] = {
     "rows that mix samples": (
         lambda: ByMask(lambda: Changed(lambda y: y - y.mean(0))),
         r"linear, which uses \['experts.*several samples depends",
@@ -610,9 +603,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
-def test_rows_that_belong_to_no_one_sample_are_refused_by_name(
-    build: Callable[[], nn.Module], message: str
-) -> None:
+def test_rows_that_belong_to_no_one_sample_are_refused_by_name(build: Build, message: str) -> None:
     model, batch = mixture(build, 6, 4)
     if build is Limited:
         send_everything_to(model, 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from models import Conv1D, Net, assert_exact, assert_same, by_loop, cast, hooked, rows, wavy
+from models import Build, Conv1D, Forward, assert_exact, assert_same, by_loop, cast, hooked, rows, wavy
 from torch import Tensor, nn
 
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
@@ -35,7 +35,7 @@ WIDTHS = st.integers(1, 4)
 class Drawn:
     """A model and a batch for it, both still to be made."""
 
-    model: Callable[[], nn.Module]
+    model: Build
     inputs: tuple[Callable[[], Tensor], ...]
     """Tensors with the samples on axis 0."""
     ways: frozenset[str] = BY_RULE
@@ -95,7 +95,7 @@ def above(width: int, layer: Callable[..., nn.Module], *args: Any, **options: An
 
 # Layers: matrix products, convolutions, look-ups
 
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = {
+LAYOUTS: dict[str, tuple[Forward, Callable[[Tensor, int], Tensor]]] = {
     "samples first": (lambda x: x, lambda y, count: y),
     "samples second": (lambda x: x.transpose(0, 1).contiguous(), lambda y, count: y.transpose(0, 1)),
     "rows of samples": (lambda x: x.flatten(0, 1), lambda y, count: y.unflatten(0, (count, -1))),
@@ -109,7 +109,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Ten
 class LaidOut(nn.Module):
     """A layer that is called with the samples somewhere else than on axis 0."""
 
-    def __init__(self, make: Callable[[], nn.Module], layout: str) -> None:
+    def __init__(self, make: Build, layout: str) -> None:
         super().__init__()
         self.layer, self.layout = make(), layout
 
@@ -134,7 +134,7 @@ CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
-def with_frames(draw: st.DrawFn, layer: Callable[[], nn.Module], *shape: int) -> Drawn:
+def with_frames(draw: st.DrawFn, layer: Build, *shape: int) -> Drawn:
     """Give the layer one array of this shape per sample, or several whose axis is flattened into the batch."""
     layout = draw(st.sampled_from(["samples first", "rows of samples", "rows of positions"]))
     frames = () if layout == "samples first" else (draw(st.integers(1, 2)),)
@@ -385,16 +385,14 @@ LARGE: dict[str, tuple[int, int, int, int]] = {
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "groups", "size"), LARGE.values(), ids=LARGE)
-def test_large_convolutions_are_formed_in_other_ways(
-    inputs: int, outputs: int, groups: int, size: int
-) -> None:
+def test_large_convolutions_are_exact(inputs: int, outputs: int, groups: int, size: int) -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(inputs, outputs, 3, padding=1, groups=groups).double()
 
     assert_exact(model, (0.1 * torch.randn(9, inputs, size, size, dtype=torch.float64),))
 
 
-FIXED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+FIXED: dict[str, tuple[Build, tuple[int, ...]]] = {
     "unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
     "not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
     "reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
@@ -418,7 +416,7 @@ def test_convolutions_that_pad_unevenly_or_read_one_entry(layer: Any, shape: tup
         assert_same(collect_gradients(computer, batch), expected)
 
 
-NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+NORMS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(6), (4, 6)),
     "layer, two axes": (lambda: nn.LayerNorm((4, 6), eps=1e-2), (2, 4, 6)),
     "layer without bias": (lambda: nn.LayerNorm(6, bias=False), (6,)),
@@ -436,7 +434,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def trained(norm: Callable[[], nn.Module]) -> nn.Module:
+def trained(norm: Build) -> nn.Module:
     """Return a norm with running statistics that are not those of a new layer."""
     layer = norm()
     if getattr(layer, "running_mean", None) is not None:
@@ -447,7 +445,7 @@ def trained(norm: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("layout", ["samples first", "rows of positions"])
 @pytest.mark.parametrize(("norm", "shape"), NORMS.values(), ids=NORMS)
-def test_norms(norm: Callable[[], nn.Module], shape: tuple[int, ...], layout: str) -> None:
+def test_norms(norm: Build, shape: tuple[int, ...], layout: str) -> None:
     for count in (0, 1, 3):
         frames = () if layout == "samples first" else (2,)
         model = partial(LaidOut, lambda: Above(trained(norm), 6), layout)
@@ -457,7 +455,7 @@ def test_norms(norm: Callable[[], nn.Module], shape: tuple[int, ...], layout: st
 class Scaled(nn.Module):
     """One parameter of any shape, used by one expression."""
 
-    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    def __init__(self, operation: Forward, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.p = nn.Parameter(torch.empty(shape))
         self.operation = operation
@@ -466,7 +464,7 @@ class Scaled(nn.Module):
         return self.operation(x, self.p)
 
 
-OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+OPERATIONS: dict[str, Forward] = {
     "x + p": lambda x, p: x + p,
     "p + x": lambda x, p: p + x,
     "add alpha": lambda x, p: torch.add(x, p, alpha=2.5),
@@ -492,13 +490,11 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 4, 1), (4, 5), (3, 1, 5), (1, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_bare_parameters_that_broadcast(
-    operation: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
-) -> None:
+def test_bare_parameters_that_broadcast(operation: Forward, shape: tuple[int, ...]) -> None:
     check(Drawn(partial(Scaled, operation, shape), (normal(2, 3, 4, 5),), BY_ANY))
 
 
-PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
     "x @ W": (lambda x, p: x @ p, (5, 3)),
     "W @ x": (lambda x, p: p @ x, (3, 4)),
     "x @ W.t()": (lambda x, p: x @ p.t(), (3, 5)),
@@ -529,13 +525,11 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] 
 
 
 @pytest.mark.parametrize(("operation", "shape"), PRODUCTS.values(), ids=PRODUCTS)
-def test_bare_parameters_in_products_and_look_ups(
-    operation: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
-) -> None:
+def test_bare_parameters_in_products_and_look_ups(operation: Forward, shape: tuple[int, ...]) -> None:
     check(Drawn(partial(Scaled, operation, shape), (normal(3, 4, 5),), BY_ANY))
 
 
-NAMED: dict[str, Callable[[Net, Tensor], Tensor]] = {
+NAMED: dict[str, Forward] = {
     "a factor of add": lambda s, x: torch.add(x @ s.a.weight, 2, s.p),
     "a factor of add in place": lambda s, x: (x @ s.a.weight).clone().add_(2, s.p),
     "a factor of sub in place": lambda s, x: (x @ s.a.weight).clone().sub_(3, s.p),
@@ -551,13 +545,13 @@ NAMED: dict[str, Callable[[Net, Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:This overload of:UserWarning")
 @pytest.mark.parametrize("forward", NAMED.values(), ids=NAMED)
-def test_scalars_and_named_operands_keep_their_meaning(forward: Callable[[Net, Tensor], Tensor]) -> None:
+def test_scalars_and_named_operands_keep_their_meaning(forward: Forward) -> None:
     model, computer = hooked(forward)
 
     assert_exact(model, (rows(3),), computer=computer)
 
 
-FORMS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
+FORMS: dict[str, tuple[Build, Tensor, dict[str, Any]]] = {
     "convolutions of many and few positions": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 3)),
         torch.linspace(-1, 1, 150).view(3, 2, 5, 5),
@@ -577,9 +571,7 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("build", "x", "kinds"), FORMS.values(), ids=FORMS)
-def test_gradients_keep_the_form_that_is_smaller_than_a_dense_one(
-    build: Callable[[], nn.Module], x: Tensor, kinds: dict[str, type]
-) -> None:
+def test_gradients_keep_a_form_smaller_than_dense(build: Build, x: Tensor, kinds: dict[str, type]) -> None:
     torch.manual_seed(0)
     model, batch = build().double(), cast((x,), torch.float64)
     for p in model.parameters():
@@ -599,7 +591,7 @@ def test_gradients_keep_the_form_that_is_smaller_than_a_dense_one(
 
 # Complex operands: the gradient of a product has the conjugate of the other factor
 
-COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Forward]] = {
     "matmul": ((3, 5), (5, 4), lambda x, w: x @ w),
     "matmul on the left": ((5, 3), (4, 5), lambda x, w: w @ x),
     "matrix and vector": ((3, 5), (5,), lambda x, w: x @ w),
@@ -647,9 +639,7 @@ COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, Ten
 class Spectral(nn.Module):
     """An operation of complex samples and of a complex value that is made of real parameters, as in GFNet."""
 
-    def __init__(
-        self, shape: Sequence[int], operation: Callable[[Tensor, Tensor], Tensor], plain: bool
-    ) -> None:
+    def __init__(self, shape: Sequence[int], operation: Forward, plain: bool) -> None:
         super().__init__()
         self.operation, self.plain = operation, plain
         self.weight, self.scale = nn.Parameter(torch.randn(*shape, 2)), nn.Parameter(torch.ones(()))

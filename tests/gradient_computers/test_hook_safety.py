@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Net, Opaque, assert_exact, assert_same, by_loop, hooked, rows, wavy
+from models import Forward, Net, Opaque, assert_exact, assert_same, by_loop, hooked, rows, wavy
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +29,7 @@ from trak_lite.modelout_functions import ModelCall, resolve_task
 WAVY = resolve_task(wavy)
 
 
-def residual(product: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+def residual(product: Forward) -> Forward:
     """Add to a result in place: writing into a view replaces its history, and the hooks with it."""
 
     def forward(s: Net, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Negated(torch.autograd.Function):
         return grad.neg_()
 
 
-EXACT: dict[str, tuple[Callable[[Net, Tensor], Tensor], Tensor]] = {
+EXACT: dict[str, tuple[Forward, Tensor]] = {
     "positions without a batch, as many as samples": (lambda s, x: x * s.embed(torch.arange(4)), rows(4, 4)),
     "a weight that is made of a parameter": (
         lambda s, x: F.linear(x, s.a.weight / s.a.weight.norm(dim=1, keepdim=True), s.a.bias),
@@ -130,7 +130,7 @@ EXACT: dict[str, tuple[Callable[[Net, Tensor], Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize(("forward", "x"), EXACT.values(), ids=EXACT)
-def test_what_python_does_between_layers_is_followed(forward: Callable[..., Tensor], x: Tensor) -> None:
+def test_what_python_does_between_layers_is_followed(forward: Forward, x: Tensor) -> None:
     """In the first pass, in which the model is examined, and in later ones."""
     model, computer = hooked(forward)
 
@@ -334,9 +334,7 @@ def test_what_hooks_cannot_follow_is_refused_by_name_and_told_by_the_coverage(
 
 
 @pytest.mark.parametrize("through_a_layer", [True, False])
-def test_a_gradient_inside_f_is_refused_without_a_check_too_if_it_depends_on_parameters(
-    through_a_layer: bool,
-) -> None:
+def test_a_gradient_inside_f_is_refused_if_it_depends_on_parameters(through_a_layer: bool) -> None:
     def forward(s: Net, x: Tensor) -> Tensor:
         first = s.a(x)
         hidden = s.norm(first)

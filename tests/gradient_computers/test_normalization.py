@@ -96,9 +96,7 @@ def test_rows_and_norms_are_those_of_the_full_gradients(
 
 
 @pytest.mark.parametrize("computer", GRADIENT_COMPUTERS)
-def test_clipping_shortens_the_long_rows_and_keeps_the_bits_of_the_short(
-    computer: str, tmp_path: Path
-) -> None:
+def test_clipping_shortens_long_rows_and_keeps_the_bits_of_the_short(computer: str, tmp_path: Path) -> None:
     case = CASES["small CNN"]
     model, batch = make(case)
     plain, norms = stored(tmp_path / "plain.zarr", model, case.output, batch, NONE, computer)
