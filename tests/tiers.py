@@ -129,7 +129,15 @@ SOME: dict[str, int] = {
 }
 """How many cases of a function (of each function of a file) standard keeps: the first, the last, others between."""
 
-EACH_VALUE: tuple[str, ...] = ("attributor/test_product.py",)
+EACH_VALUE: tuple[str, ...] = (
+    "attributor/test_product.py",
+    "gradient_computers/test_hook_paths.py",
+    "gradient_computers/test_hook_routing.py",
+    "gradient_computers/test_hook_rules.py::test_complex_operands",
+    "gradient_computers/test_hook_rules.py::test_norms",
+    "gradient_computers/test_normalization.py",
+    "gradient_computers/test_self_check.py",
+)
 """Functions, or files of them, of which standard keeps cases until each value of each parameter was in one."""
 
 
