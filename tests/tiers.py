@@ -131,10 +131,14 @@ SOME: dict[str, int] = {
 
 EACH_VALUE: tuple[str, ...] = (
     "attributor/test_product.py",
+    "gradient_computers/test_computers.py::test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w",
+    "gradient_computers/test_hook_models.py",
     "gradient_computers/test_hook_paths.py",
+    "gradient_computers/test_hook_recurrent.py",
     "gradient_computers/test_hook_routing.py",
     "gradient_computers/test_hook_rules.py::test_complex_operands",
     "gradient_computers/test_hook_rules.py::test_norms",
+    "gradient_computers/test_hook_safety.py",
     "gradient_computers/test_normalization.py",
     "gradient_computers/test_self_check.py",
 )

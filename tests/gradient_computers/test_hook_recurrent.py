@@ -111,7 +111,7 @@ def test_a_recurrent_layer_at_many_options_equals_the_loop(kind: str, data: st.D
 
 
 @every_kind
-@pytest.mark.parametrize("packing", ["no", "unsorted"])
+@pytest.mark.parametrize("packing", ["unsorted", "no"])
 def test_the_last_state_of_two_layers_and_directions(kind: str, packing: str) -> None:
     torch.manual_seed(0)
     options = {"num_layers": 2, "bidirectional": True}
@@ -190,8 +190,8 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
 @every_kind
 def test_results_and_all_gradients_equal_those_of_torch(kind: str, packed: bool, bidirectional: bool) -> None:
     """Weights that autograd is to differentiate get their summed gradient: nothing is lost in silence."""
@@ -226,7 +226,7 @@ def test_results_and_all_gradients_equal_those_of_torch(kind: str, packed: bool,
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [4, 1, 2])
 def test_a_cell_that_steps_through_a_sequence_is_exact(cell: type[nn.RNNCellBase], steps: int) -> None:
     """Its output is computed from the state that it returns beside it."""
 
