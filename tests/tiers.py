@@ -17,7 +17,8 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "projectors/test_triton_sketch.py",
     ),
     "laws over many draws": (
-        "gradient_computers/test_hook_rules_drawn.py",
+        "gradient_computers/test_hook_recurrent.py::test_a_recurrent_layer_at_many_options_equals_the_loop",
+        "gradient_computers/test_hook_rules.py::test_a_layer_at_many_options_equals_the_loop",
         "projectors/test_countsketch_statistics.py",
         "store/test_store_check.py::test_what_is_called_sound_is_right_and_a_repair_makes_it_sound",
         "store/test_store_check.py::test_whatever_is_harmed_there_is_a_report",
@@ -84,8 +85,6 @@ SOME: dict[str, int] = {
     "attributor/test_attributor_remote.py": 1,
     "attributor/test_growing_data.py": 2,
     "cli/test_cli_commands.py": 3,
-    "gradient_computers/test_hook_recurrent.py": 3,
-    "gradient_computers/test_hook_routing.py": 4,
     "gradient_computers/test_hook_rules.py::test_bare_parameters_that_broadcast": 24,
     "integrations/test_experts.py": 3,
     "integrations/test_huggingface.py": 1,
@@ -94,9 +93,8 @@ SOME: dict[str, int] = {
     "parallel/test_shared_runs.py": 1,
     "projectors/test_projection_hash.py::test_all_blocks_at_once_have_the_features_of_the_gradient": 7,
     "projectors/test_projector_laws.py::TestOtherProjectors": 4,
-    "projectors/test_projector_laws.py::TestRandomProjectors::"
-    "test_inner_products_are_unbiased_with_variance_of_order_one_over_k": 1,
     "projectors/test_projector_laws.py::TestRandomProjectors": 3,
+    "projectors/test_projector_laws.py::TestRandomProjectors::test_inner_products_are_unbiased_with_variance_of_order_one_over_k": 1,
     "projectors/test_projector_laws.py::test_a_block_that_does_not_fit_is_refused": 44,
     "projectors/test_projector_laws.py::test_gradients_without_a_common_sample_axis_are_refused": 8,
     "projectors/test_projector_laws.py::test_inner_products_are_unbiased_over_the_row": 1,
@@ -120,7 +118,19 @@ SOME: dict[str, int] = {
 }
 """How many cases of a function (of each function of a file) standard keeps: the first, the last, others between."""
 
-EACH_VALUE: tuple[str, ...] = ("attributor/test_product.py",)
+EACH_VALUE: tuple[str, ...] = (
+    "attributor/test_product.py",
+    "gradient_computers/test_computers.py::test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w",
+    "gradient_computers/test_hook_models.py",
+    "gradient_computers/test_hook_paths.py",
+    "gradient_computers/test_hook_recurrent.py",
+    "gradient_computers/test_hook_routing.py",
+    "gradient_computers/test_hook_rules.py::test_complex_operands",
+    "gradient_computers/test_hook_rules.py::test_norms",
+    "gradient_computers/test_hook_safety.py",
+    "gradient_computers/test_normalization.py",
+    "gradient_computers/test_self_check.py",
+)
 """Functions, or files of them, of which standard keeps cases until each value of each parameter was in one."""
 
 
