@@ -73,7 +73,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "traker/test_traker_parity.py",
     ),
     "more ranks and processes": (
-        "modelout_functions/test_modelout_registry.py::test_a_description_without_source_is_the_same_in_another_process",
+        "modelout_functions/test_modelout_registry.py::test_identities_are_the_same_in_another_process",
         "models/test_sharded_models.py::test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round",
         "models/test_sharded_models.py::test_copies_of_shards_change_nothing",
         "models/test_sharded_models.py::test_four_ranks_write_the_bits_of_one",
@@ -103,7 +103,6 @@ SOME: dict[str, int] = {
     "gradient_computers/test_hook_rules.py::test_bare_parameters_that_broadcast": 24,
     "integrations/test_experts.py": 3,
     "integrations/test_huggingface.py": 1,
-    "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content": 24,
     "modelout_functions/test_post_training_transformers.py": 3,
     "parallel/test_shared_runs.py": 1,
     "projectors/test_countsketch_factors.py": 8,
@@ -130,7 +129,10 @@ SOME: dict[str, int] = {
 }
 """How many cases of a function (of each function of a file) standard keeps: the first, the last, others between."""
 
-EACH_VALUE: tuple[str, ...] = ("attributor/test_product.py",)
+EACH_VALUE: tuple[str, ...] = (
+    "attributor/test_product.py",
+    "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content",
+)
 """Functions, or files of them, of which standard keeps cases until each value of each parameter was in one."""
 
 
