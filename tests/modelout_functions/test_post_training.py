@@ -6,6 +6,7 @@ import torch
 from modelout_cases import IGNORED, B, T, V
 from post_training_cases import POST_TRAINING, RewardModel, answer_log_prob, preference_columns
 
+from trak_lite import Attributor
 from trak_lite import modelout_functions as tasks
 
 
@@ -121,6 +122,41 @@ def test_reference_columns_are_log_probabilities_under_the_reference():
     at_reference = tasks.DPOModelOutput().evaluate(tasks.ModelCall(model), {**rows, **found})
     torch.testing.assert_close(at_reference.output, torch.zeros(B).double())
     torch.testing.assert_close(at_reference.out_to_loss_grad, torch.full((B,), 0.05).double())
+
+
+class BatchRows(torch.utils.data.Dataset):
+    """The rows of a batch, and the first one again."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __len__(self):
+        return B + 1
+
+    def __getitem__(self, row):
+        if isinstance(self.batch, tuple):
+            return tuple(part[row % B] for part in self.batch)
+        return {name: part[row % B] for name, part in self.batch.items()}
+
+
+NAMES = [name for name in POST_TRAINING if name != "diffusion-sample"]  # no labels are drawn for tuples
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*((name, "auto") for name in NAMES), ("dpo-plain", "EKFAC"), ("policy_gradient-ratio", "EKFAC")],
+)
+def test_rows_are_scored_from_end_to_end(name, method):
+    """A row helps itself, and twice the same row has the same scores."""
+    case = POST_TRAINING[name]()
+    attributor = Attributor(case.model, case.task, None, proj_dim=32, method=method, progress=False)
+    rows = BatchRows(case.batch)
+
+    attributor.featurize(rows)
+    scores = attributor.score(rows).numpy()
+
+    assert (scores.diagonal() > 0).all()
+    assert scores[0] == pytest.approx(scores[B], rel=1e-2, abs=1e-3 * float(abs(scores).max()))
 
 
 def test_columns_without_prefix_are_inputs_of_both_answers():
