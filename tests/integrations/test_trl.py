@@ -102,31 +102,26 @@ class Recording(HookGradientComputer):
         return terms
 
 
-def compare_with_losses(
-    trainer: Any, rows: Any, plain: Callable[[int], Tensor], theirs: Callable[[int], Tensor] | None = None
+def compare_with_loss(
+    trainer: Any, rows: Any, loss_of: Callable[[int], Tensor], rtol: float = 3e-4
 ) -> tuple[Any, Tensor]:
-    """Hold minus q times the gradients of f against those of a plain loss and of TRL's, row by row.
+    """Hold minus q times the gradients of f against those of a loss of each row; return the batch, and f.
 
-    Return the batch of the attributor, and f.
+    TRL computes log-probabilities in float32; that tasks are exact is held where they are tested.
     """
     settings = {"gradient_computer": Recording, "batch_size": len(rows), **EXACT}
     attributor = huggingface.attributor_from_trainer(trainer, None, rows=rows, **settings)
     attributor.featurize(rows)
     batch, found, terms = Recording.last
-    attributor.model.eval()
-    trainer.model.eval()
+    for model in (attributor.model, trainer.model):
+        model.eval()
     for row, q in enumerate(terms.out_to_loss_grad):
-        for loss_of, tolerance in ((plain, precise(trainer.model)["rtol"]), (theirs, TRLS["rtol"])):
-            if loss_of is None:
-                continue
-            expected = gradients_of(loss_of(row), attributor.model)
-            assert set(found) <= set(expected)
-            ours = torch.cat(
-                [-q * found[name][row] if name in found else 0 * g for name, g in expected.items()]
-            )
-            whole = torch.cat(list(expected.values()))
-            atol = tolerance * float(whole.abs().max())
-            torch.testing.assert_close(ours, whole, rtol=tolerance, atol=atol)
+        expected = gradients_of(loss_of(row), attributor.model)
+        assert set(found) <= set(expected)
+        ours = [-q * found[name][row] if name in found else 0 * g for name, g in expected.items()]
+        theirs = torch.cat(list(expected.values()))
+        atol = rtol * float(theirs.abs().max())
+        torch.testing.assert_close(torch.cat(ours), theirs, rtol=rtol, atol=atol)
     return batch, terms.output
 
 
@@ -178,9 +173,8 @@ def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(
         """Of TRL: the mean over the tokens of a batch."""
         return trainer.compute_loss(trainer.model, trainer.data_collator([kept[row]])) * counts[row]
 
-    batch, f = compare_with_losses(
-        trainer, kept, lambda row: -hub.output_of(trainer.model, kept[row]), loss_of
-    )
+    compare_with_loss(trainer, kept, loss_of)
+    batch, f = compare_with_loss(trainer, kept, lambda row: -hub.output_of(trainer.model, kept[row]), 1e-9)
 
     assert batch["labels"][0][batch["labels"][0] != IGNORED].tolist() == labelled
     plain = torch.stack([hub.output_of(trainer.model, row) for row in kept])
@@ -226,17 +220,6 @@ def test_rows_are_those_of_the_weights_after_training_in_mixed_precision(
 # Preferences
 
 
-def dpo_loss(
-    model: nn.Module, reference: Mapping[str, Tensor], row: Mapping[str, Any], number: int
-) -> Tensor:
-    margins = [
-        log_probs_of(model, row["prompt_ids"], row[f"{side}_ids"]).sum()
-        - reference[f"ref_{side}_logps"][number]
-        for side in ("chosen", "rejected")
-    ]
-    return -nn.functional.logsigmoid(0.3 * (margins[0] - margins[1]))
-
-
 def reference_of(model: nn.Module, rows: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         return {
@@ -277,12 +260,9 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(
             **(TRLS if precomputed else precise(model)),
         )
 
-    held = trainer.data_collator(list(rows))  # rounds the reference to float32
-    held = {name: held[name].double() for name in reference}
-    _, f = compare_with_losses(
+    _, f = compare_with_loss(
         trainer,
         rows,
-        lambda row: dpo_loss(trainer.model, held, rows[row], row),
         lambda row: trainer.compute_loss(trainer.model, trainer.data_collator([rows[row]])),
     )
     whole = trainer.compute_loss(trainer.model, trainer.data_collator(list(rows)))
@@ -347,7 +327,7 @@ def test_reward_rows_are_the_trainers_loss(tmp_path: Path) -> None:
         margin = 0.5 if "margin" in kept[row] else 0.0
         return -nn.functional.logsigmoid(scores[0] - scores[1] - margin)
 
-    compare_with_losses(trainer, trainer.train_dataset, loss_of)
+    compare_with_loss(trainer, trainer.train_dataset, loss_of, 1e-6)
     whole = trainer.compute_loss(model, trainer.data_collator(kept))
     losses = torch.stack([loss_of(row) for row in range(3)])
     torch.testing.assert_close(losses.mean(), whole, **TRLS, check_dtype=False)
@@ -386,33 +366,6 @@ def policy_trainer(build: Callable[[], nn.Module], folder: Path, **settings: Any
 
 def cut(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
     return {name: value[row : row + 1] if value.dim() else value for name, value in inputs.items()}
-
-
-def policy_loss(trainer: Any, row: Mapping[str, Tensor]) -> Tensor:
-    """Minus f in a plain loop over the tokens of one row."""
-    args = trainer.args
-    logits = trainer.model(
-        input_ids=row["input_ids"][None], attention_mask=row["attention_mask"][None]
-    ).logits[0]
-    terms = []
-    for t in range(1, len(row["labels"])):
-        if row["labels"][t] == IGNORED:
-            continue
-        log_p = (logits[t - 1] / args.temperature).log_softmax(-1)[row["labels"][t]]
-        ratio = (log_p - (row["old_logps"][t] if "old_logps" in row else log_p.detach())).exp()
-        if "old_logps" in row:
-            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            clipped = ratio.clamp(1 - args.epsilon, 1 + high)
-            term = torch.minimum(ratio * row["advantages"], clipped * row["advantages"])
-        else:
-            term = log_p * row["advantages"]
-        if args.beta:
-            gap = row["ref_logps"][t] - log_p
-            divergence = gap.exp() - gap - 1
-            term = term - args.beta * (divergence * ratio if args.use_bias_correction_kl else divergence)
-        terms.append(term)
-    total = torch.stack(terms)
-    return -(total.mean() if args.loss_type == "grpo" else total.sum())
 
 
 def tokens_of(inputs: Mapping[str, Any], trainer: Any, rows: int) -> Tensor:
@@ -458,7 +411,7 @@ def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(
         alone = cut(inputs, row)
         return compute(trainer.model, alone) * tokens_of(alone, trainer, 1)
 
-    batch, f = compare_with_losses(trainer, rows, lambda row: policy_loss(trainer, rows[row]), loss_of)
+    batch, f = compare_with_loss(trainer, rows, loss_of)
 
     if (
         "old_logps" in batch
@@ -580,12 +533,9 @@ def test_the_load_balancing_loss_of_experts_is_left_out_with_a_warning(tmp_path:
     model = made(hub.mixtral)
     model.set_experts_implementation("eager")  # the grouped product takes no float64
     trainer = trainer_of("SFT", model, PROMPTS, tmp_path)
+    rows = trainer.train_dataset
 
     with pytest.warns(UserWarning, match=r"includes 0\.001 times the load-balancing loss"):
         huggingface.attributor_from_trainer(trainer, None, **EXACT)
     with warnings.catch_warnings(action="ignore"):
-        compare_with_losses(
-            trainer,
-            trainer.train_dataset,
-            lambda row: -hub.output_of(trainer.model, trainer.train_dataset[row]),
-        )
+        compare_with_loss(trainer, rows, lambda row: -hub.output_of(model, rows[row]), 1e-9)

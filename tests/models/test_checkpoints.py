@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from tiny_runs import labelled
 from torch import Tensor, nn
-from versioned import Versioned
+from versioned import Old, Versioned
 
 from trak_lite import Attributor, TRAKer, verify
 from trak_lite.errors import CheckpointError
@@ -25,6 +25,10 @@ pytestmark = pytest.mark.quick
 
 def filled(value: float) -> dict[str, Tensor]:
     return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}
+
+
+def flat(model: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
 @pytest.fixture
@@ -113,11 +117,11 @@ def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load: Any) -> None
 
 def test_no_source_means_the_model_as_it_is_also_between_others(load: Any) -> None:
     model = nn.Linear(3, 2)
-    own = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    own = flat(model)
 
     assert load(model, None)[1][0].tolist() == own
     assert [row.tolist() for row in load(model, [filled(3.0), None])[1]] == [[3.0] * 8, own]
-    assert torch.cat([p.flatten() for p in model.parameters()]).tolist() == own
+    assert flat(model) == own
 
 
 def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Path, load: Any) -> None:
@@ -129,8 +133,7 @@ def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Pat
     saved = tied()
     save_model(saved, str(tmp_path / "tied.safetensors"))
 
-    expected = torch.cat([p.detach().flatten() for p in saved.parameters()])
-    assert load(tied(), tmp_path / "tied.safetensors")[1][0].tolist() == expected.tolist()
+    assert load(tied(), tmp_path / "tied.safetensors")[1][0].tolist() == flat(saved)
 
 
 def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load: Any) -> None:
@@ -401,14 +404,12 @@ def build(seed: int = 0) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Versioned(5, 3)).eval()
 
 
-def version_1(model: nn.Module) -> collections.OrderedDict[str, Tensor]:
-    """What a version of the module before the present one would have saved of this model."""
-    state = model.state_dict()
-    *_, last = (name for name in state if name.endswith("weight"))
-    state[last] = -state[last]
-    for entry in state._metadata.values():
-        entry["version"] = 1
-    return state
+def old(seed: int) -> nn.Module:
+    """The same model as it was before the present version, whose state dicts are of version 1."""
+    model, last = build(seed), Old(5, 3)
+    last.weight, last.bias = nn.Parameter(-model[2].weight.detach()), model[2].bias
+    model[2] = last
+    return model
 
 
 def prefixed(model: nn.Module) -> nn.Module:
@@ -421,15 +422,13 @@ def pt_file(content: Any, folder: Path) -> Path:
     return folder / "a.pt"
 
 
-def versioned_shards(state: Any, folder: Path) -> Path:
-    """Shards with the versions of their own modules, and the list of them."""
+def versioned_shards(model: nn.Module, folder: Path) -> Path:
+    """A file for each child with the version of its own modules, and the list of them."""
     folder.mkdir()
-    listed = {name: f"{name.partition('.')[0]}.bin" for name in state}
-    for part in set(listed.values()):
-        shard = collections.OrderedDict((name, state[name]) for name in state if listed[name] == part)
-        module = part.removesuffix(".bin")
-        shard._metadata = collections.OrderedDict({module: state._metadata[module]})
-        torch.save(shard, folder / part)
+    parts = {f"{name}.bin": part.state_dict(prefix=f"{name}.") for name, part in model.named_children()}
+    for file, state in parts.items():
+        torch.save(state, folder / file)
+    listed = {name: file for file, state in parts.items() for name in state}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
     return folder
 
@@ -439,18 +438,18 @@ def safetensors_file(state: Any, folder: Path) -> Path:
     return folder / "a.safetensors"
 
 
-SOURCES: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "state dict": lambda model, folder: model.state_dict(),
-    "state dict of version 1": lambda model, folder: version_1(model),
-    "plain dict": lambda model, folder: dict(model.state_dict()),
-    "prefixed, of version 1": lambda model, folder: version_1(prefixed(model)),
-    "pt file": lambda model, folder: pt_file(model.state_dict(), folder),
-    "pt file of version 1": lambda model, folder: pt_file(version_1(model), folder),
-    "pt file, wrapped": lambda model, folder: pt_file({"state_dict": version_1(model), "epoch": 1}, folder),
-    "pt file, prefixed": lambda model, folder: pt_file(version_1(prefixed(model)), folder),
-    "pt file, plain dict": lambda model, folder: pt_file(dict(model.state_dict()), folder),
-    "shards": lambda model, folder: versioned_shards(version_1(model), folder / "shards"),
-    "safetensors": lambda model, folder: safetensors_file(model.state_dict(), folder),
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "state dict": lambda folder: build(1).state_dict(),
+    "state dict of version 1": lambda folder: old(1).state_dict(),
+    "plain dict": lambda folder: dict(build(1).state_dict()),
+    "prefixed, of version 1": lambda folder: prefixed(old(1)).state_dict(),
+    "pt file": lambda folder: pt_file(build(1).state_dict(), folder),
+    "pt file of version 1": lambda folder: pt_file(old(1).state_dict(), folder),
+    "pt file, wrapped": lambda folder: pt_file({"state_dict": old(1).state_dict(), "epoch": 1}, folder),
+    "pt file, prefixed": lambda folder: pt_file(prefixed(old(1)).state_dict(), folder),
+    "pt file, plain dict": lambda folder: pt_file(dict(build(1).state_dict()), folder),
+    "shards": lambda folder: versioned_shards(old(1), folder / "shards"),
+    "safetensors": lambda folder: safetensors_file(build(1).state_dict(), folder),
 }
 
 
@@ -459,16 +458,12 @@ def test_modules_see_the_version_that_their_weights_were_saved_with(
     tmp_path: Path, source: str, load: Any
 ) -> None:
     """Where none was saved, the present one. Loading changes neither the checkpoint nor, in the end, the model."""
-    saved, given = build(1), SOURCES[source](build(1), tmp_path)
+    given = SOURCES[source](tmp_path)
     versions = json.dumps(getattr(given, "_metadata", None))
-    expected = [
-        torch.cat([p.detach().flatten() for p in part.parameters()]).tolist() for part in (saved, build())
-    ]
-
     for model in (build(), prefixed(build())):
         _, rows = load(model, [given, None])
-        assert [row.tolist() for row in rows] == expected
-        assert torch.cat([p.flatten() for p in model.parameters()]).tolist() == expected[1]
+        assert [row.tolist() for row in rows] == [flat(build(1)), flat(build())]
+        assert flat(model) == flat(build())
     assert json.dumps(getattr(given, "_metadata", None)) == versions
 
 
@@ -477,7 +472,7 @@ def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path: Path) -> None
     forms: list[Callable[[int], Any]] = [
         lambda seed: build(seed),
         lambda seed: build(seed).state_dict(),
-        lambda seed: version_1(build(seed)),
+        lambda seed: old(seed).state_dict(),
         lambda seed: dict(build(seed).state_dict()),
     ]
     found, retrained = [], []
@@ -503,12 +498,9 @@ def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path: Path) -> None
 
 def test_a_lightning_checkpoint_keeps_the_versions_of_a_module_inside(tmp_path: Path, load: Any) -> None:
     lightning = pytest.importorskip("trak_lite.integrations.lightning", exc_type=ImportError)
-    outer = nn.ModuleDict({"model": build(1), "loss": Versioned(1, 1)})
-    state = outer.state_dict()
-    state["model.2.weight"] = -state["model.2.weight"]
-    state._metadata["model.2"]["version"] = 1
-    file = pt_file({"state_dict": state}, tmp_path)
+    outer = nn.ModuleDict({"model": old(1), "loss": Versioned(1, 1)})
+    file = pt_file({"state_dict": outer.state_dict()}, tmp_path)
 
     _, (row,) = load(build(), [file], lambda path: lightning.ckpt_weights(path, prefix="model."))
 
-    assert row.tolist() == torch.cat([p.flatten() for p in build(1).parameters()]).tolist()
+    assert row.tolist() == flat(build(1))

@@ -19,3 +19,12 @@ class Versioned(nn.Linear):
         if version == 1:
             state_dict[f"{prefix}weight"] = -state_dict[f"{prefix}weight"]
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+class Old(Versioned):
+    """The version of the module before the present one, whose state dicts are of version 1."""
+
+    _version = 1
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        nn.Linear._load_from_state_dict(self, *arguments)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import hub_models as hub
 import pytest
 import torch
+from hub_models import peft, transformers
 from torch import Tensor, nn
 
 from trak_lite import Attributor
@@ -14,21 +16,17 @@ from trak_lite import modelout_functions as tasks
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-B, V, T, PAD = 3, 30, 7, 0
-EAGER = {"vocab_size": V, "attn_implementation": "eager"}
-BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
-GPT2 = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 1}
-T5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": PAD}
+B, V, T, PAD = 3, hub.VOCABULARY, 7, hub.PAD
+EAGER = {"attn_implementation": "eager"}
+BERT = {**hub.SIZES, **EAGER}
+GPT2 = {"vocab_size": V, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "eos_token_id": 1}
+T5 = {"vocab_size": V, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 12}
 BART = {
+    "vocab_size": V,
     "d_model": 8,
     "max_position_embeddings": 16,
-    **{
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 12}.items()
-    },
+    **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDES.items()},
 }
 SEGFORMER = {
     "num_encoder_blocks": 2,
@@ -57,7 +55,7 @@ def model_of(kind: str, name: str, **settings: Any) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    return model_of("GPT2", "LMHeadModel", **EAGER, **GPT2, pad_token_id=PAD)
+    return model_of("GPT2", "LMHeadModel", **GPT2, **EAGER)
 
 
 def drawn(*shape: int, seed: int, low: int = 3, high: int = V) -> Tensor:
@@ -74,8 +72,9 @@ def texts(seed: int, length: int = T, prompt: int = 2) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def prefixed(side: str, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{side}_{name}": column for name, column in columns.items()}
+def kept_of(row: dict[str, Tensor]) -> Tensor:
+    """Positions of a row that are not padding."""
+    return row.get("attention_mask", torch.ones_like(row["input_ids"]))[0] == 1
 
 
 def part_of(row: dict[str, Tensor], side: str) -> dict[str, Tensor]:
@@ -83,9 +82,8 @@ def part_of(row: dict[str, Tensor], side: str) -> dict[str, Tensor]:
     return {name.removeprefix(start): column for name, column in row.items() if name.startswith(start)}
 
 
-def kept_of(row: dict[str, Tensor]) -> Tensor:
-    """Positions of a row that are not padding."""
-    return row.get("attention_mask", torch.ones_like(row["input_ids"]))[0] == 1
+def prefixed(side: str, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{side}_{name}": column for name, column in columns.items()}
 
 
 def sft_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
@@ -112,10 +110,6 @@ def contrastive_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
     return -logits.log_softmax(0)[0]
 
 
-def unlabelled(side: str, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    return prefixed(side, {name: column for name, column in columns.items() if name != "labels"})
-
-
 def masked() -> dict[str, Tensor]:
     batch = texts(3, prompt=0)
     return {**batch, "labels": batch["labels"].masked_fill(torch.arange(T) % 3 > 0, -100)}
@@ -129,66 +123,45 @@ def images() -> dict[str, Tensor]:
 
 
 def queries() -> dict[str, Tensor]:
+    query, positive = texts(10), texts(11, T - 1)
+    del query["labels"], positive["labels"]
     return {
-        **unlabelled("query", texts(10)),
-        **unlabelled("positive", texts(11, T - 1)),
+        **prefixed("query", query),
+        **prefixed("positive", positive),
         "negative_input_ids": drawn(B, 2, 5, seed=12),
         "negative_attention_mask": torch.ones(B, 2, 5, dtype=torch.long),
     }
 
 
-SEQ2SEQ = tasks.SequenceToSequenceModelOutput()
-CASES: dict[str, tuple[Any, Callable[[], nn.Module], dict[str, Tensor], Any]] = {
-    "sft": (tasks.CausalLanguageModelingModelOutput(), gpt2, texts(0), sft_loss),
+CAUSAL, MASKED = tasks.CausalLanguageModelingModelOutput(), tasks.MaskedLanguageModelingModelOutput()
+SEQ2SEQ, CONTRASTIVE = tasks.SequenceToSequenceModelOutput(), tasks.ContrastiveModelOutput(temperature=0.1)
+TOKENS = tasks.DenseClassificationModelOutput(class_axis=-1)
+PIXELS = tasks.DenseClassificationModelOutput(ignore_index=255, upsample=True)
+CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Tensor]]] = {
+    "sft": (CAUSAL, ("GPT2", "LMHeadModel", GPT2 | EAGER), texts(0)),
     "t5": (
         SEQ2SEQ,
-        lambda: model_of("T5", "ForConditionalGeneration", **EAGER, **T5),
+        ("T5", "ForConditionalGeneration", T5 | EAGER | {"decoder_start_token_id": PAD}),
         texts(5),
-        summed_loss,
     ),
-    "bart": (
-        SEQ2SEQ,
-        lambda: model_of("Bart", "ForConditionalGeneration", **EAGER, **BART),
-        texts(6),
-        summed_loss,
-    ),
-    "masked": (
-        tasks.MaskedLanguageModelingModelOutput(),
-        lambda: model_of("Bert", "ForMaskedLM", **EAGER, **BERT),
-        masked(),
-        summed_loss,
-    ),
-    "token classes": (
-        tasks.DenseClassificationModelOutput(class_axis=-1),
-        lambda: model_of("Bert", "ForTokenClassification", **EAGER, **BERT, num_labels=V),
-        texts(7),
-        summed_loss,
-    ),
-    "segmentation": (
-        tasks.DenseClassificationModelOutput(ignore_index=255, upsample=True),
-        lambda: model_of("Segformer", "ForSemanticSegmentation", **SEGFORMER),
-        images(),
-        summed_loss,
-    ),
-    "contrastive": (
-        tasks.ContrastiveModelOutput(temperature=0.1),
-        lambda: model_of("Bert", "Model", **EAGER, **BERT),
-        queries(),
-        contrastive_loss,
-    ),
+    "bart": (SEQ2SEQ, ("Bart", "ForConditionalGeneration", BART | EAGER), texts(6)),
+    "masked": (MASKED, ("Bert", "ForMaskedLM", BERT), masked()),
+    "token classes": (TOKENS, ("Bert", "ForTokenClassification", {**BERT, "num_labels": V}), texts(7)),
+    "segmentation": (PIXELS, ("Segformer", "ForSemanticSegmentation", SEGFORMER), images()),
+    "contrastive": (CONTRASTIVE, ("Bert", "Model", BERT), queries()),
 }
+LOSSES = {"sft": sft_loss, "contrastive": contrastive_loss}
 
 
 def compare(computer: Any, batch: dict[str, Tensor], value_of: Callable[[dict[str, Tensor]], Tensor]) -> None:
     """Hold q times the gradients of f against those of a value of each row alone."""
-    named, found = dict(computer.model.named_parameters()), {}
+    found: dict[str, Tensor] = {}
     terms = computer.stream_gradients(batch, lambda block: found.update({block.name: block.dense()}))
     for i, q in enumerate(terms.out_to_loss_grad):
-        value = value_of({key: column[i : i + 1] for key, column in batch.items()})
-        plain = torch.autograd.grad(value, named.values(), allow_unused=True, materialize_grads=True)
-        for (key, parameter), grad in zip(named.items(), plain, strict=True):
-            ours = found[key][i] if key in found else torch.zeros(parameter.numel()).double()
-            torch.testing.assert_close(q * ours, grad.flatten(), rtol=1e-8, atol=1e-10)
+        row = {key: column[i : i + 1] for key, column in batch.items()}
+        for key, expected in hub.gradients_of(value_of(row), computer.model).items():
+            ours = found[key][i] if key in found else torch.zeros_like(expected)
+            torch.testing.assert_close(q * ours, expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of attention under vmap
@@ -196,17 +169,16 @@ def compare(computer: Any, batch: dict[str, Tensor], value_of: Callable[[dict[st
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_loss_of_transformers(name: str, computer: Any) -> None:
     """Under vmap, transformers cannot read the masks of models that are not causal."""
-    task, build, batch, loss = CASES[name]
-    masked = computer is HookGradientComputer or build is gpt2
-    batch = {key: part for key, part in batch.items() if masked or "attention_mask" not in key}
-    model = build()
+    task, (kind, cls, settings), batch = CASES[name]
+    model = model_of(kind, cls, **settings)
+    if computer is FunctionalGradientComputer and name != "sft":
+        batch = {key: part for key, part in batch.items() if "attention_mask" not in key}
 
-    compare(computer(model, task), batch, lambda row: -loss(model, row))
+    compare(computer(model, task), batch, lambda row: -LOSSES.get(name, summed_loss)(model, row))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # from peft
 def test_a_base_model_is_the_reference_of_its_adapter() -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
     base = gpt2()
     rows = {**prefixed("chosen", texts(1)), **prefixed("rejected", texts(2, T - 1))}
     expected = tasks.reference_columns(base, [rows])
@@ -233,55 +205,37 @@ def test_a_layer_of_a_causal_model_is_asked_along_a_direction() -> None:
     compare(HookGradientComputer(model, task), texts(13), along)
 
 
-WORDS = ["<pad>", "<user>", "<assistant>", "<end>", *["hi", "hello", "how", "are", "you", "fine", "thanks"]]
-PLAIN = (
-    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
+TURN = "{% for m in messages %}{{ 'w21 ' if m['role'] == 'assistant' else 'w20 ' }}"
+PLAIN = TURN + "{{ m['content'] + ' w2 ' }}{% endfor %}{% if add_generation_prompt %}{{ 'w21 ' }}{% endif %}"
 MARKED = (
-    "{% for m in messages %}{{ '<' + m['role'] + '> ' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
-    "{{ ' <end> ' }}{% endfor %}"
+    TURN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ ' w2 ' }}{% endfor %}"
 )
-FORGETFUL = "{% for m in messages[-2:] %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"
+FORGETFUL = PLAIN.replace("in messages", "in messages[-2:]")
 TALK = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "hello"},
-    {"role": "user", "content": "how are you"},
-    {"role": "assistant", "content": "fine thanks"},
+    {"role": "user", "content": "w5"},
+    {"role": "assistant", "content": "w6"},
+    {"role": "user", "content": "w7 w8 w9"},
+    {"role": "assistant", "content": "w10 w11"},
 ]
 
 
-def tokenizer(template: str) -> Any:
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
-    made = tokenizers.Tokenizer(words)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", chat_template=template
-    )
-
-
 @pytest.mark.parametrize(
-    ("template", "labelled"),
-    [(PLAIN, "hello <end> fine thanks <end>"), (MARKED, "hello fine thanks")],
-    ids=["plain", "marked"],
+    ("template", "labelled"), [(PLAIN, [6, 2, 10, 11, 2]), (MARKED, [6, 10, 11])], ids=["plain", "marked"]
 )
-def test_only_the_tokens_of_the_assistant_are_labelled(template: str, labelled: str) -> None:
-    sample = tasks.response_labels(tokenizer(template), TALK)
+def test_only_the_tokens_of_the_assistant_are_labelled(template: str, labelled: list[int]) -> None:
+    sample = tasks.response_labels(hub.tokenizer(chat_template=template), TALK)
 
-    said = "<user> hi <end> <assistant> hello <end> <user> how are you <end> <assistant> fine thanks <end>"
-    assert [WORDS[i] for i in sample["input_ids"].tolist()] == said.split()
+    assert sample["input_ids"].tolist() == [20, 5, 2, 21, 6, 2, 20, 7, 8, 9, 2, 21, 10, 11, 2]
     kept = sample["labels"] != -100
     assert torch.equal(sample["labels"][kept], sample["input_ids"][kept])
-    assert [WORDS[i] for i in sample["labels"][kept].tolist()] == labelled.split()
-    model = gpt2().float()
-    attributor = Attributor(model, "causal_language_modeling", None, proj_dim=8, progress=False)
+    assert sample["labels"][kept].tolist() == labelled
+    attributor = Attributor(hub.gpt2(), "causal_language_modeling", None, proj_dim=8, progress=False)
     assert attributor.featurize([sample, sample]).rows_written == 2
 
 
 def test_conversations_that_cannot_be_labelled_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="no message of the assistant"):
-        tasks.response_labels(tokenizer(PLAIN), TALK[:1])
+        tasks.response_labels(hub.tokenizer(chat_template=PLAIN), TALK[:1])
     with pytest.raises(InvalidInputError, match="tokens of message 1 cannot be found"):
-        tasks.response_labels(tokenizer(FORGETFUL), TALK)
+        tasks.response_labels(hub.tokenizer(chat_template=FORGETFUL), TALK)
