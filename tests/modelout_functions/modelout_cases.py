@@ -10,23 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from trak_lite.modelout_functions import (
-    AbstractModelOutput,
-    BinaryClassificationModelOutput,
-    CallableModelOutput,
-    CausalLanguageModelingModelOutput,
-    CLIPModelOutput,
-    DenseClassificationModelOutput,
-    ImageClassificationModelOutput,
-    IterativeImageClassificationModelOutput,
-    MaskedLanguageModelingModelOutput,
-    ModelCall,
-    MultiLabelModelOutput,
-    QuestionsModelOutput,
-    RegressionModelOutput,
-    SequenceToSequenceModelOutput,
-    TextClassificationModelOutput,
-)
+from trak_lite import modelout_functions as tasks
 from trak_lite.testing import ModelOutputCase
 from trak_lite.types import OutputTerms
 
@@ -171,7 +155,7 @@ def binary_pairs(logits: Tensor, labels: Tensor) -> list[Pairs]:
 
 
 def case_of(
-    task: AbstractModelOutput,
+    task: tasks.AbstractModelOutput,
     model: nn.Module,
     batch: Any,
     pairs: Callable[[nn.Module], list[Pairs]],
@@ -212,7 +196,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def image_case(task: AbstractModelOutput, form: str = "tuple") -> ModelOutputCase:
+def image_case(task: tasks.AbstractModelOutput, form: str = "tuple") -> ModelOutputCase:
     images, labels, batch = randn(B, D, seed=1), torch.tensor([0, 2, 1, 2]), FORMS[form]
     return case_of(
         task,
@@ -237,7 +221,7 @@ def text_case(*, as_dict: bool) -> ModelOutputCase:
         return ids, types, mask, labels
 
     return case_of(
-        TextClassificationModelOutput(),
+        tasks.TextClassificationModelOutput(),
         prepared(TextModel()),
         batch(labels),
         lambda model: pairs_of(model(ids, types, mask).logits[:, None], labels[:, None]),
@@ -248,7 +232,7 @@ def text_case(*, as_dict: bool) -> ModelOutputCase:
 def binary_case(*, column: bool) -> ModelOutputCase:
     inputs, labels = randn(B, D, seed=4), torch.tensor([0, 1, 1, 0])
     return case_of(
-        BinaryClassificationModelOutput(),
+        tasks.BinaryClassificationModelOutput(),
         mlp(1) if column else nn.Sequential(mlp(1), nn.Flatten(0)),
         (inputs, labels),
         lambda model: binary_pairs(model(inputs).reshape(B, 1), labels[:, None]),
@@ -262,7 +246,7 @@ def binary_case(*, column: bool) -> ModelOutputCase:
 def multilabel_case(output: str) -> ModelOutputCase:
     inputs, labels = randn(B, D, seed=5), randint(2, (B, C), 6)
     return case_of(
-        MultiLabelModelOutput(output=output),
+        tasks.MultiLabelModelOutput(output=output),
         mlp(C),
         (inputs, labels),
         lambda model: binary_pairs(model(inputs), labels),
@@ -275,7 +259,7 @@ def regression_case(output: str, outputs: int = 1) -> ModelOutputCase:
     inputs, targets = randn(B, D, seed=7), randn(B, outputs, seed=8)
     scalar = output == "prediction"
     return ModelOutputCase(
-        task=RegressionModelOutput(output=output),
+        task=tasks.RegressionModelOutput(output=output),
         model=mlp(outputs),
         batch=(inputs, targets),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).sum(1) / 2,
@@ -305,7 +289,7 @@ def language_case(output: str, *, shift: bool = True, form: str = "dict") -> Mod
         return (ids, labels) if form == "pair" else (ids, mask, labels)
 
     return case_of(
-        CausalLanguageModelingModelOutput(output=output, shift=shift),
+        tasks.CausalLanguageModelingModelOutput(output=output, shift=shift),
         prepared(LanguageModel()),
         batch(labels),
         lambda model: pairs_of(model(ids, None if form == "pair" else mask)["logits"], labels, offset=offset),
@@ -321,7 +305,7 @@ def masked_case(output: str) -> ModelOutputCase:
     ids, labels = randint(V, (B, T), 20), language_labels(randint(V, (B, T), 21))
     wrong = (changed(labels, (3, 0), V), 3), (changed(labels, (0,), IGNORED), 0)
     return case_of(
-        MaskedLanguageModelingModelOutput(output=output),
+        tasks.MaskedLanguageModelingModelOutput(output=output),
         prepared(LanguageModel()),
         {"input_ids": ids, "labels": labels},
         lambda model: pairs_of(model(ids)["logits"], labels),
@@ -339,7 +323,7 @@ def seq2seq_case(output: str, *, explicit: bool) -> ModelOutputCase:
     wrong = (changed(labels, (3, T - 1), V), 3), (changed(labels, (0,), IGNORED), 0)
     tokens = {} if explicit else {"decoder_start_token_id": 1, "pad_token_id": 0}
     return case_of(
-        SequenceToSequenceModelOutput(output=output, **tokens),
+        tasks.SequenceToSequenceModelOutput(output=output, **tokens),
         prepared(EncoderDecoder()),
         {"input_ids": ids, "labels": labels, **more},
         lambda model: pairs_of(model(ids, decoder)["logits"], labels),
@@ -354,7 +338,7 @@ def dense_case(output: str) -> ModelOutputCase:
     labels[1, :2] = 255
     labels[2, 1:, :4] = 255
     return case_of(
-        DenseClassificationModelOutput(output=output, ignore_index=255),
+        tasks.DenseClassificationModelOutput(output=output, ignore_index=255),
         prepared(PixelModel()),
         (images, labels),
         lambda model: pairs_of(
@@ -369,7 +353,7 @@ def dense_token_case() -> ModelOutputCase:
     """Classes on the last axis, as of tokens or of a detector's queries."""
     ids, labels = randint(V, (B, T), 26), language_labels(randint(V, (B, T), 27))
     return case_of(
-        DenseClassificationModelOutput(class_axis=-1),
+        tasks.DenseClassificationModelOutput(class_axis=-1),
         prepared(LanguageModel()),
         {"input_ids": ids, "labels": labels},
         lambda model: pairs_of(model(ids)["logits"], labels),
@@ -379,7 +363,7 @@ def dense_token_case() -> ModelOutputCase:
 
 def clip_case(temperature: float | None = None) -> ModelOutputCase:
     model, bank_image, bank_text = prepared(PairModel()), randn(9, 3, seed=10), randn(9, 3, seed=11)
-    task = CLIPModelOutput(temperature, simulated_batch_size=4, seed=3)
+    task = tasks.CLIPModelOutput(temperature, simulated_batch_size=4, seed=3)
     task.set_embeddings(bank_image, bank_text)
     chosen = torch.randperm(9, generator=seeded(3))[:4].tolist()
     s = model.log_scale.exp().item() if temperature is None else temperature
@@ -407,7 +391,7 @@ def mean_of_squares(model_call: Any, batch: Any) -> Tensor:
 
 def callable_case() -> ModelOutputCase:
     return ModelOutputCase(
-        task=CallableModelOutput(mean_of_squares),
+        task=tasks.CallableModelOutput(mean_of_squares),
         model=mlp(C),
         batch=(randn(B, D, seed=14),),
         loss=lambda model, batch: -sum(model(batch[0])[:, j] ** 2 for j in range(C)) / C,
@@ -417,10 +401,14 @@ def callable_case() -> ModelOutputCase:
 
 BUILDERS: dict[str, Callable[[], ModelOutputCase]] = {
     **{
-        f"image_classification-{form}": lambda form=form: image_case(ImageClassificationModelOutput(), form)
+        f"image_classification-{form}": lambda form=form: image_case(
+            tasks.ImageClassificationModelOutput(), form
+        )
         for form in FORMS
     },
-    "iterative_image_classification-tuple": lambda: image_case(IterativeImageClassificationModelOutput()),
+    "iterative_image_classification-tuple": lambda: image_case(
+        tasks.IterativeImageClassificationModelOutput()
+    ),
     "text_classification-positional": lambda: text_case(as_dict=False),
     "text_classification-dict": lambda: text_case(as_dict=True),
     "binary_classification-column": lambda: binary_case(column=True),
@@ -449,12 +437,12 @@ POSITIONS: dict[str, Callable[[], ModelOutputCase]] = {
 }
 
 
-def terms_of_logits(task: AbstractModelOutput, logits: Any, labels: Any) -> OutputTerms:
+def terms_of_logits(task: tasks.AbstractModelOutput, logits: Any, labels: Any) -> OutputTerms:
     """Terms for a model that answers with its input."""
-    return task.evaluate(ModelCall(nn.Identity()), (logits, labels))
+    return task.evaluate(tasks.ModelCall(nn.Identity()), (logits, labels))
 
 
 def identity_of(task: Any) -> dict[str, Any]:
     """What tells targets that a task asks from those of another one, for the same data; a task may be a function."""
-    asked = QuestionsModelOutput("regression", {"f": task}).ask("f", TensorDataset(torch.zeros(1, 1)))
+    asked = tasks.QuestionsModelOutput("regression", {"f": task}).ask("f", TensorDataset(torch.zeros(1, 1)))
     return asked.identity()

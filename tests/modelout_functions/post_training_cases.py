@@ -22,15 +22,7 @@ from modelout_cases import (
 )
 from torch import Tensor, nn
 
-from trak_lite.modelout_functions import (
-    AnswerDifferenceModelOutput,
-    ContrastiveModelOutput,
-    DiffusionModelOutput,
-    DPOModelOutput,
-    ModelCall,
-    PolicyGradientModelOutput,
-    RewardModelOutput,
-)
+from trak_lite import modelout_functions as tasks
 from trak_lite.testing import ModelOutputCase
 
 
@@ -132,12 +124,16 @@ def dpo_case(more: str = "") -> ModelOutputCase:
     wrong += [("preferred", (3,), 2)] * ("preferred" in more) + [("margin", (1,), torch.inf)] * (
         "margin" in more
     )
-    return preference_case(DPOModelOutput(beta=0.7), preference_columns(), beta=0.7, more=more, invalid=wrong)
+    return preference_case(
+        tasks.DPOModelOutput(beta=0.7), preference_columns(), beta=0.7, more=more, invalid=wrong
+    )
 
 
 def difference_case() -> ModelOutputCase:
     batch = {name: part for name, part in preference_columns().items() if not name.startswith("ref_")}
-    return preference_case(AnswerDifferenceModelOutput(), batch, invalid=[("rejected_labels", (0,), IGNORED)])
+    return preference_case(
+        tasks.AnswerDifferenceModelOutput(), batch, invalid=[("rejected_labels", (0,), IGNORED)]
+    )
 
 
 def reward_case(*, more: bool) -> ModelOutputCase:
@@ -153,7 +149,7 @@ def reward_case(*, more: bool) -> ModelOutputCase:
         return -torch.log(torch.sigmoid(signs * gaps))
 
     return ModelOutputCase(
-        task=RewardModelOutput(),
+        task=tasks.RewardModelOutput(),
         model=prepared(RewardModel(column=not more)),
         batch=batch,
         loss=loss,
@@ -224,7 +220,7 @@ def policy_case(kind: str) -> ModelOutputCase:
         ("ref_logps", (3, 4), -torch.inf),
     ]
     return ModelOutputCase(
-        task=PolicyGradientModelOutput(**options),
+        task=tasks.PolicyGradientModelOutput(**options),
         model=model,
         batch=batch,
         loss=loss,
@@ -237,7 +233,7 @@ def seen_by(model: nn.Module, task: Any, batch: Any) -> list[tuple[Tensor, Tenso
     """The noisy samples and the timesteps that a task passes to a denoiser, for each draw."""
     seen: list[Any] = []
     with model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:2])):
-        task.evaluate(ModelCall(model), batch)
+        task.evaluate(tasks.ModelCall(model), batch)
     return seen
 
 
@@ -253,7 +249,7 @@ def diffusion_case(
         batch["timestep"] = times[:, 0] if draws == 1 else times
     if form == "tuple":
         batch = (samples, shift, seeds)
-    task = DiffusionModelOutput(prediction=prediction, num_steps=10, draws=draws)
+    task = tasks.DiffusionModelOutput(prediction=prediction, num_steps=10, draws=draws)
     model = prepared(Denoiser())
     seen = seen_by(model, task, batch)
 
@@ -309,7 +305,7 @@ def contrastive_case(pooling: str, similarity: str, *, labelled: bool = False) -
         return torch.stack(losses)
 
     return ModelOutputCase(
-        task=ContrastiveModelOutput(temperature=temperature, similarity=similarity, pooling=pooling),
+        task=tasks.ContrastiveModelOutput(temperature=temperature, similarity=similarity, pooling=pooling),
         model=prepared(TokenEncoder()),
         batch=batch,
         loss=loss,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from modelout_cases import (
-    Answer,
     C,
     LanguageModel,
     image_case,
@@ -23,23 +22,13 @@ from modelout_cases import (
 )
 from torch import Tensor, nn
 
+from trak_lite import modelout_functions as tasks
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions import (
-    BinaryClassificationModelOutput,
-    CausalLanguageModelingModelOutput,
-    DenseClassificationModelOutput,
-    ImageClassificationModelOutput,
-    ModelCall,
-    MultiLabelModelOutput,
-    RegressionModelOutput,
-    RewardModelOutput,
-    TextClassificationModelOutput,
-)
 from trak_lite.types import OutputTerms
 
 pytestmark = pytest.mark.quick
 
-IMAGES, BINARY = ImageClassificationModelOutput(), BinaryClassificationModelOutput()
+IMAGES, BINARY = tasks.ImageClassificationModelOutput(), tasks.BinaryClassificationModelOutput()
 LOGITS, LABELS = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]]), torch.tensor([2, 0])
 Named = namedtuple("Named", ["logits", "hidden"])
 
@@ -49,53 +38,43 @@ def same(terms: OutputTerms, expected: OutputTerms) -> None:
         assert torch.equal(term, other)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        LOGITS,
-        (LOGITS, "hidden"),
-        [LOGITS],
-        Named(LOGITS, "hidden"),
-        Named(hidden=LOGITS + 1, logits=LOGITS),
-        {"hidden": LOGITS + 1, "logits": LOGITS},
-        SimpleNamespace(logits=LOGITS),
-    ],
-)
-def test_logits_are_found_in_a_models_usual_answers(answer: Any) -> None:
-    terms = IMAGES.evaluate(ModelCall(Answer(answer)), (torch.zeros(2), LABELS))
-
-    same(terms, terms_of_logits(IMAGES, LOGITS, LABELS))
-
-
 @dataclasses.dataclass
 class Example:
     inputs: Tensor
     labels: Tensor
 
 
-class Recording(nn.Module):
-    """Answers with logits and remembers how it was called."""
+class Called(nn.Module):
+    """Answers in a form, and remembers how it was called."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __init__(self, answer: Any = LOGITS) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.called = len(args), list(kwargs)
-        return LOGITS
+        return self.answer
+
+
+ANSWERS = [(LOGITS, "hidden"), [LOGITS], Named(LOGITS, "hidden"), Named(hidden=LOGITS + 1, logits=LOGITS)]
+ANSWERS += [{"hidden": LOGITS + 1, "logits": LOGITS}, SimpleNamespace(logits=LOGITS)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "called"),
+    ("answer", "batch", "called"),
     [
-        ((LOGITS, LABELS), (1, [])),
-        ([LOGITS, LOGITS, LABELS], (2, [])),
-        ({"labels": LABELS, "inputs": LOGITS}, (0, ["inputs"])),
-        (UserDict(label=LABELS, inputs=LOGITS), (0, ["inputs"])),
-        (Example(LOGITS, LABELS), (0, ["inputs"])),
-        (namedtuple("Pair", ["x", "y"])(LOGITS, LABELS), (1, [])),
+        *((answer, (LOGITS, LABELS), (1, [])) for answer in ANSWERS),
+        (LOGITS, [LOGITS, LOGITS, LABELS], (2, [])),
+        (LOGITS, {"labels": LABELS, "inputs": LOGITS}, (0, ["inputs"])),
+        (LOGITS, UserDict(label=LABELS, inputs=LOGITS), (0, ["inputs"])),
+        (LOGITS, Example(LOGITS, LABELS), (0, ["inputs"])),
+        (LOGITS, namedtuple("Pair", ["x", "y"])(LOGITS, LABELS), (1, [])),
     ],
 )
-def test_labels_are_split_off_any_usual_batch(batch: Any, called: tuple[int, list[str]]) -> None:
-    model = Recording()
+def test_usual_answers_of_models_and_usual_batches_are_understood(answer, batch, called):
+    model = Called(answer)
 
-    terms = IMAGES.evaluate(ModelCall(model), batch)
+    terms = IMAGES.evaluate(tasks.ModelCall(model), batch)
 
     assert model.called == called
     same(terms, terms_of_logits(IMAGES, LOGITS, LABELS))
@@ -106,12 +85,10 @@ def test_labels_are_split_off_any_usual_batch(batch: Any, called: tuple[int, lis
     [
         (IMAGES, (torch.uint8, torch.int32), [0, 1, 1]),
         (BINARY, (torch.bool, torch.float32), [1, 0, 1]),
-        (RegressionModelOutput(), (torch.int64, torch.float32), [3, 2, 1]),
+        (tasks.RegressionModelOutput(), (torch.int64, torch.float32), [3, 2, 1]),
     ],
 )
-def test_labels_of_several_dtypes_are_taken(
-    task: Any, dtypes: tuple[torch.dtype, ...], labels: list[int]
-) -> None:
+def test_labels_of_several_dtypes_are_taken(task, dtypes, labels):
     logits, plain = randn(3, 4, seed=11)[:, : 4 if task is IMAGES else 1], torch.tensor(labels)
     expected = terms_of_logits(task, logits, plain.double() if task.name == "regression" else plain)
 
@@ -127,20 +104,18 @@ def test_text_parts_can_have_other_names() -> None:
             return torch.stack([tokens.sum(1), mask.sum(1)], dim=1).double()
 
     ids, _, mask, _ = text_parts()
-    task = TextClassificationModelOutput(input_names=("tokens", "mask"))
+    task = tasks.TextClassificationModelOutput(input_names=("tokens", "mask"))
 
-    terms = task.evaluate(ModelCall(Model()), (ids, mask, torch.zeros(4, dtype=torch.int64)))
+    terms = task.evaluate(tasks.ModelCall(Model()), (ids, mask, torch.zeros(4, dtype=torch.int64)))
 
     torch.testing.assert_close(terms.output, (ids.sum(1) - mask.sum(1)).double())
 
 
 @pytest.mark.parametrize("output", ["prediction", "neg_squared_error"])
 @pytest.mark.parametrize(("predictions", "targets"), [((3, 1), (3,)), ((3,), (3, 1)), ((1, 1), (1,))])
-def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(
-    output: str, predictions: tuple[int, ...], targets: tuple[int, ...]
-) -> None:
+def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(output, predictions, targets):
     values, wanted = randn(predictions[0], seed=1), randn(predictions[0], seed=2)
-    task = RegressionModelOutput(output=output)
+    task = tasks.RegressionModelOutput(output=output)
 
     terms = terms_of_logits(task, values.reshape(predictions), wanted.reshape(targets))
 
@@ -149,7 +124,7 @@ def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(
 
 def test_a_last_axis_of_one_is_taken_off_under_transforms_too() -> None:
     values, wanted = randn(3, 1, seed=1), randn(3, seed=2)
-    task = RegressionModelOutput(output="neg_squared_error")
+    task = tasks.RegressionModelOutput(output="neg_squared_error")
 
     gradients = torch.func.vmap(
         torch.func.grad(lambda value, target: terms_of_logits(task, value[None], target[None]).output[0])
@@ -158,9 +133,7 @@ def test_a_last_axis_of_one_is_taken_off_under_transforms_too() -> None:
     torch.testing.assert_close(gradients, wanted[:, None] - values)
 
 
-def test_an_invalid_label_is_nan_under_transforms_also_where_torch_does_not_tell_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_invalid_label_is_nan_under_transforms_also_where_torch_does_not_tell_them(monkeypatch):
     """Torch's own answer is a private function."""
     monkeypatch.setattr("trak_lite.modelout_functions._inputs._ask_torch", None)
 
@@ -177,15 +150,17 @@ def test_the_first_label_of_a_shifted_sample_is_not_used() -> None:
     model, ids = prepared(LanguageModel()), randint(7, (2, 4), 8)
     other = ids.clone()
     other[:, 0] = 999
-    task = CausalLanguageModelingModelOutput()
+    task = tasks.CausalLanguageModelingModelOutput()
 
-    same(task.evaluate(ModelCall(model), (ids, other)), task.evaluate(ModelCall(model), (ids, ids)))
+    same(
+        task.evaluate(tasks.ModelCall(model), (ids, other)), task.evaluate(tasks.ModelCall(model), (ids, ids))
+    )
 
 
 def test_neg_squared_error_sums_over_targets_of_any_shape() -> None:
     predictions, targets = randn(2, 3, 2, seed=12), randn(2, 3, 2, seed=13)
 
-    terms = terms_of_logits(RegressionModelOutput(output="neg_squared_error"), predictions, targets)
+    terms = terms_of_logits(tasks.RegressionModelOutput(output="neg_squared_error"), predictions, targets)
 
     expected = [-0.5 * float(((p - t) ** 2).sum()) for p, t in zip(predictions, targets, strict=True)]
     assert terms.output.tolist() == pytest.approx(expected, rel=1e-12)
@@ -195,7 +170,9 @@ def test_small_logits_are_resized_to_the_labels() -> None:
     model, images = prepared(nn.Conv2d(1, 3, 2, stride=2)), randn(2, 1, 4, 6, seed=1)
     labels = randint(3, (2, 4, 6), 2)
 
-    terms = DenseClassificationModelOutput(upsample=True).evaluate(ModelCall(model), (images, labels))
+    terms = tasks.DenseClassificationModelOutput(upsample=True).evaluate(
+        tasks.ModelCall(model), (images, labels)
+    )
 
     full = nn.functional.interpolate(model(images), size=(4, 6), mode="bilinear")
     expected = -nn.functional.cross_entropy(full, labels, reduction="none").sum((1, 2))
@@ -205,7 +182,7 @@ def test_small_logits_are_resized_to_the_labels() -> None:
 def test_an_empty_batch_gives_empty_terms() -> None:
     empty = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
 
-    assert [term.shape for term in IMAGES.evaluate(ModelCall(mlp(C)), empty)] == [(0,)] * 3
+    assert [term.shape for term in IMAGES.evaluate(tasks.ModelCall(mlp(C)), empty)] == [(0,)] * 3
 
 
 # Edges of floating point
@@ -220,7 +197,7 @@ class Difference(nn.Module):
 
 def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
     return task.evaluate(
-        ModelCall(Difference()), {"chosen_input_ids": chosen, "rejected_input_ids": rejected}
+        tasks.ModelCall(Difference()), {"chosen_input_ids": chosen, "rejected_input_ids": rejected}
     )
 
 
@@ -237,10 +214,10 @@ def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
             [SMALL, 1, 1, SMALL],
             [SMALL] * 4,
         ),
-        (MultiLabelModelOutput(output="log_prob"), [[30.0]], [[1]], [-math.exp(-30.0)], [1.0], [0.0]),
-        (RegressionModelOutput(), [1.0, 5.0], [3, 2], [1.0, 5.0], [2.0, -3.0], [1.0, 1.0]),
+        (tasks.MultiLabelModelOutput(output="log_prob"), [[30.0]], [[1]], [-math.exp(-30.0)], [1.0], [0.0]),
+        (tasks.RegressionModelOutput(), [1.0, 5.0], [3, 2], [1.0, 5.0], [2.0, -3.0], [1.0, 1.0]),
         (
-            RewardModelOutput(),
+            tasks.RewardModelOutput(),
             [40.0, -40.0],
             [0.0, 0.0],
             [40.0, -40.0],
@@ -249,9 +226,7 @@ def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
         ),
     ],
 )
-def test_terms_keep_their_digits_far_from_the_decision(
-    task: Any, logits: Any, labels: Any, f: list[float], q: list[float], w: list[float]
-) -> None:
+def test_terms_keep_their_digits_far_from_the_decision(task, logits, labels, f, q, w):
     """In float32, 1 - softmax would be 0 from a margin of 17 on, and log-softmax as well."""
     ask: Callable[..., OutputTerms] = reward_terms if task.name == "reward_modeling" else terms_of_logits
 
@@ -305,7 +280,7 @@ def test_a_class_that_is_ruled_out_by_minus_infinity_does_not_count() -> None:
 def test_temperature_changes_q_and_w_and_not_f() -> None:
     logits, labels = randn(5, 4, seed=2), randint(4, (5,), 3)
 
-    warm = terms_of_logits(ImageClassificationModelOutput(temperature=2.5), logits, labels)
+    warm = terms_of_logits(tasks.ImageClassificationModelOutput(temperature=2.5), logits, labels)
 
     q = 1 - torch.softmax(logits / 2.5, 1).gather(1, labels[:, None])[:, 0]
     assert torch.equal(warm.output, terms_of_logits(IMAGES, logits, labels).output)
@@ -331,6 +306,6 @@ def test_a_label_out_of_range_leaves_the_gpu_usable() -> None:
     model, (images, labels) = case.model.cuda(), (part.cuda() for part in case.batch)
 
     with pytest.raises(InvalidInputError, match=r"sample 0: labels\[0\] is 77"):
-        IMAGES.evaluate(ModelCall(model), (images, labels + 77))
+        IMAGES.evaluate(tasks.ModelCall(model), (images, labels + 77))
 
-    assert IMAGES.evaluate(ModelCall(model), (images, labels)).output.isfinite().all()
+    assert IMAGES.evaluate(tasks.ModelCall(model), (images, labels)).output.isfinite().all()
