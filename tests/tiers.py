@@ -103,9 +103,10 @@ SOME: dict[str, int] = {
     "gradient_computers/test_hook_rules.py::test_bare_parameters_that_broadcast": 24,
     "integrations/test_experts.py": 3,
     "integrations/test_huggingface.py": 1,
-    "integrations/test_transformers_tasks.py": 7,
+    "integrations/test_transformers_tasks.py": 4,
     "models/test_sharded_models.py::test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model": 1,
-    "modelout_functions/test_post_training.py::test_rows_are_scored_from_end_to_end": 12,
+    "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs::test_output_gradient_passes_gradcheck": 6,
+    "modelout_functions/test_post_training.py::test_rows_are_scored_from_end_to_end": 8,
     "parallel/test_shared_runs.py": 1,
     "projectors/test_countsketch_factors.py": 8,
     "projectors/test_mask_projectors.py::test_inner_products_are_unbiased": 1,
@@ -133,6 +134,7 @@ SOME: dict[str, int] = {
 
 EACH_VALUE: tuple[str, ...] = (
     "attributor/test_product.py",
+    "models/test_checkpoints.py",
     "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content",
 )
 """Functions, or files of them, of which standard keeps cases until each value of each parameter was in one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -212,33 +212,45 @@ def reloaded(name: str, folder: Path) -> nn.Module:
     return peft.PeftModel.from_pretrained(hub.made(base), folder, is_trainable=True)
 
 
-def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Path) -> None:
-    found = []
-    for watched in (False, True):
-        trainer, _ = trained("gpt2", tmp_path / str(watched), watched=watched)
-        modes = [module.training for module in trainer.model.modules()]
-        weights = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
-        found.append((random_states(), modes, weights))
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what trains a watched model once: its trainer, attributor and folder, and the random states after it."""
 
-    assert found[0] == found[1]
+    @cache
+    def of(name: str) -> tuple[Any, Any, Path, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        return (*trained(name, folder), folder, random_states())
+
+    return of
+
+
+def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Path, watched: Any) -> None:
+    trainer, _, _, states = watched("gpt2")
+    alone, _ = trained("gpt2", tmp_path, watched=False)
+
+    assert random_states() == states
+    modes = [[module.training for module in one.model.modules()] for one in (trainer, alone)]
+    assert modes[0] == modes[1]
+    for name, value in alone.model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "dora-bert"])
-def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name: str, tmp_path: Path) -> None:
+def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name: str, watched: Any) -> None:
     """Rows are those of the saved weights; later calls, new targets and new sessions find the weights on the disk."""
-    trainer, attributor = trained(name, tmp_path)
+    trainer, attributor, folder, _ = watched(name)
     rows = trainer.train_dataset
 
-    again = attributor.featurize(rows, tmp_path / "out")
+    again = attributor.featurize(rows, folder / "out")
     scores = np.asarray(attributor.score(rows, name="itself", method="GradDot"))
 
     assert again.checkpoints == ("checkpoint-3", "checkpoint-6")
     assert (again.rows_written, again.rows_found) == (0, 2 * len(hub.LENGTHS))
     for number, step in enumerate((3, 6)):
-        model = reloaded(name, tmp_path / "out" / f"checkpoint-{step}")
-        check_rows(tmp_path / "a.zarr", model, hub.texts(model), checkpoint=number)
+        model = reloaded(name, folder / "out" / f"checkpoint-{step}")
+        check_rows(folder / "a.zarr", model, hub.texts(model), checkpoint=number)
     settings = {"collate": trainer.data_collator, "projector": "none", "progress": False}
-    opened = Attributor.open(tmp_path / "a.zarr", hub.made(MODELS[name]), **settings)
+    opened = Attributor.open(folder / "a.zarr", hub.made(MODELS[name]), **settings)
     found = np.asarray(opened.score(rows, name="second", method="GradDot"))
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
 

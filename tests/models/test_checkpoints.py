@@ -20,8 +20,6 @@ from versioned import Old, Versioned
 from trak_lite import Attributor, TRAKer, verify
 from trak_lite.errors import CheckpointError
 
-pytestmark = pytest.mark.quick
-
 
 def filled(value: float) -> dict[str, Tensor]:
     return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}
@@ -37,41 +35,32 @@ def values(load: Any) -> Callable[..., list[float]]:
     return lambda source, loader=None: [float(row[0]) for row in load(nn.Linear(3, 2), source, loader)[1]]
 
 
-def test_a_folder_is_read_in_natural_order(tmp_path: Path, load: Any) -> None:
-    for epoch in (10, 2, 1):
-        save_file(filled(float(epoch)), tmp_path / f"epoch-{epoch}.safetensors")
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["epoch-{}.safetensors", "checkpoint-{}/model.safetensors"])
+def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(
+    tmp_path: Path, load: Any, name: str
+) -> None:
+    for step in (1000, 2, 500):
+        file = tmp_path / name.format(step)
+        file.parent.mkdir(exist_ok=True)
+        save_file(filled(float(step)), file)
     (tmp_path / "notes.txt").write_text("not a checkpoint")
 
     for source in (tmp_path, str(tmp_path)):
         summary, rows = load(nn.Linear(3, 2), source)
-        assert [float(row[0]) for row in rows] == [1.0, 2.0, 10.0]
-        assert summary.checkpoints == ("epoch-1", "epoch-2", "epoch-10")
-
-
-def test_folders_as_hugging_face_saves_them_are_checkpoints(tmp_path: Path, load: Any) -> None:
-    for step in (500, 1000):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        save_file(filled(float(step)), tmp_path / f"checkpoint-{step}" / "model.safetensors")
-
-    summary, rows = load(nn.Linear(3, 2), tmp_path)
-
-    assert [float(row[0]) for row in rows] == [500.0, 1000.0]
-    assert summary.checkpoints == ("checkpoint-500", "checkpoint-1000")
+        assert [float(row[0]) for row in rows] == [2.0, 500.0, 1000.0]
+        assert summary.checkpoints == tuple(f"{name.partition('-')[0]}-{step}" for step in (2, 500, 1000))
 
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "model"])
-def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name(
-    tmp_path: Path, wrapper: str | None, values: Any
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name_and_prefix(
+    tmp_path: Path, wrapper: str | None, prefix: str, values: Any
 ) -> None:
-    state = filled(3.0)
+    state = {prefix + name: value for name, value in filled(3.0).items()}
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 4}, tmp_path / "a.pt")
 
-    assert values(tmp_path / "a.pt") == [3.0]
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_wrapped_models_are_ignored(prefix: str, values: Any) -> None:
-    assert values({prefix + name: value for name, value in filled(2.0).items()}) == [2.0]
+    assert values([tmp_path / "a.pt", state]) == [3.0]
 
 
 class Wrapper(nn.Module):
@@ -98,6 +87,8 @@ def test_sources_may_be_lists_generators_and_loaders(tmp_path: Path, values: Any
     assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
     own = nn.Linear(3, 2)
     assert values([own.state_dict(), filled(0.5)]) == [own.weight[0, 0].item(), 0.5]
+    with pytest.raises(CheckpointError, match="gave int, expected a mapping"):
+        values([3], lambda item: item)
 
 
 def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load: Any) -> None:
@@ -220,6 +211,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("source", "message"), REFUSED)
 def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
     source: Any, message: str, files: Path, load: Any, capsys: pytest.CaptureFixture[str]
@@ -232,12 +224,6 @@ def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
 
     assert model.weight.tolist() == before
     assert capsys.readouterr().out == ""
-
-
-def test_a_loader_that_returns_no_weights_and_a_list_of_an_ambiguous_folder(files: Path, values: Any) -> None:
-    with pytest.raises(CheckpointError, match="gave int, expected a mapping"):
-        values([3], lambda item: item)
-    assert values([files / "run/model.safetensors"]) == [1.0]
 
 
 # Adapters

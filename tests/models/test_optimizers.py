@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trak_lite import named_optimizer_state
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
 
-pytestmark = pytest.mark.quick
 AdamW = torch.optim.AdamW
 
 
@@ -142,6 +141,7 @@ def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_
     check(net, by_hand, {**content, "optimizer": named_optimizer_state(by_hand, net)})
 
 
+@pytest.mark.quick
 def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check: Any) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
     optimizer = AdamW([{"params": net[2].parameters()}, {"params": net[:2].parameters()}])
