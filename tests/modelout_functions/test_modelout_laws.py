@@ -21,6 +21,10 @@ class TestBuiltInModelOutputs(ModelOutputTests):
     def case(self, request: pytest.FixtureRequest) -> ModelOutputCase:
         return BY_NAME[request.param]()
 
+    def test_output_gradient_passes_gradcheck(self, case: ModelOutputCase) -> None:
+        """Stands here because the standard tier takes some of the cases only."""
+        super().test_output_gradient_passes_gradcheck(case)
+
     def test_the_hook_computer_gives_the_gradients_of_the_plain_loss(self, case: ModelOutputCase) -> None:
         """Row by row, times minus q."""
         losses, named = case.loss(case.model, case.batch), dict(case.model.named_parameters())
