@@ -68,7 +68,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "traker/test_traker_parity.py",
     ),
     "more ranks and processes": (
-        "modelout_functions/test_modelout_registry.py::test_a_description_without_source_is_the_same_in_another_process",
+        "modelout_functions/test_modelout_registry.py::test_identities_are_the_same_in_another_process",
         "models/test_sharded_models.py::test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round",
         "models/test_sharded_models.py::test_copies_of_shards_change_nothing",
         "models/test_sharded_models.py::test_four_ranks_write_the_bits_of_one",
@@ -88,8 +88,10 @@ SOME: dict[str, int] = {
     "gradient_computers/test_hook_rules.py::test_bare_parameters_that_broadcast": 24,
     "integrations/test_experts.py": 3,
     "integrations/test_huggingface.py": 1,
-    "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content": 24,
-    "modelout_functions/test_post_training_transformers.py": 3,
+    "integrations/test_transformers_tasks.py": 4,
+    "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs::test_output_gradient_passes_gradcheck": 6,
+    "modelout_functions/test_post_training.py::test_rows_are_scored_from_end_to_end": 8,
+    "models/test_sharded_models.py::test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model": 1,
     "parallel/test_shared_runs.py": 1,
     "projectors/test_projection_hash.py::test_all_blocks_at_once_have_the_features_of_the_gradient": 7,
     "projectors/test_projector_laws.py::TestOtherProjectors": 4,
@@ -130,6 +132,8 @@ EACH_VALUE: tuple[str, ...] = (
     "gradient_computers/test_hook_safety.py",
     "gradient_computers/test_normalization.py",
     "gradient_computers/test_self_check.py",
+    "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content",
+    "models/test_checkpoints.py",
 )
 """Functions, or files of them, of which standard keeps cases until each value of each parameter was in one."""
 

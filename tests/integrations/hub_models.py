@@ -13,6 +13,8 @@ import torch
 import zarr
 from torch import Tensor, nn
 
+from trak_lite.methods import TRAK
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the packages are imported
 WHY = "the Hugging Face integration is tested where its packages are installed: pip install trak-lite[hf]"
 transformers = pytest.importorskip("transformers", reason=WHY)
@@ -23,19 +25,24 @@ pytest.importorskip("accelerate", reason=WHY)
 
 VOCABULARY, PAD = 40, 0
 LENGTHS = (9, 4, 7, 4, 11, 6, 3, 8)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+}
+EXACT: dict[str, Any] = {
+    "projector": "none",
+    "method": TRAK(damping=None, layout="stored"),
+    "dtype": "float32",
+    "progress": False,
+}
 
 
 def bert(num_labels: int = 3, **settings: Any) -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        num_labels=num_labels,
-        **settings,
-    )
+    config = transformers.BertConfig(**SIZES, num_labels=num_labels, **settings)
     return transformers.BertForSequenceClassification(config)
 
 
@@ -46,24 +53,14 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        max_position_embeddings=16,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1))
 
 
 def lora(base: Callable[[], nn.Module] = llama, **settings: Any) -> nn.Module:
     names = {"target_modules": ["q_proj", "v_proj"]} if base is llama else {}
     kind = "SEQ_CLS" if base is bert else "CAUSAL_LM"
-    return peft.get_peft_model(
-        base(), peft.LoraConfig(task_type=kind, r=2, init_lora_weights=False, **names, **settings)
-    )
+    config = peft.LoraConfig(task_type=kind, r=2, init_lora_weights=False, **names, **settings)
+    return peft.get_peft_model(base(), config)
 
 
 def lora_bert() -> nn.Module:
@@ -80,18 +77,8 @@ def ia3() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    return transformers.MixtralForCausalLM(config)
+    experts = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts))
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -103,10 +90,11 @@ def is_classifier(model: nn.Module) -> bool:
     return any(isinstance(module, transformers.BertForSequenceClassification) for module in model.modules())
 
 
-def tokenizer(side: str = "right") -> transformers.PreTrainedTokenizerFast:
+def tokenizer(side: str = "right", **settings: Any) -> transformers.PreTrainedTokenizerFast:
     words = {"[PAD]": PAD, **{f"w{i}": i for i in range(1, VOCABULARY)}}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w1"))
-    found = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]")
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", **settings)
     found.padding_side = side
     return found
 
@@ -137,12 +125,8 @@ def trainer_of(
         **settings,
     )
     if collator is None:
-        kind = (
-            transformers.DataCollatorWithPadding
-            if is_classifier(model)
-            else transformers.DataCollatorForSeq2Seq
-        )
-        collator = kind(tokenizer())
+        kind = "DataCollatorWithPadding" if is_classifier(model) else "DataCollatorForSeq2Seq"
+        collator = getattr(transformers, kind)(tokenizer())
     rows = texts(model) if rows is None else rows
     return transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
 
@@ -162,19 +146,18 @@ def output_of(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
     return total
 
 
+def gradients_of(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """The flat gradient of each trained parameter."""
+    kept = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(value, list(kept.values()), allow_unused=True, materialize_grads=True)
+    return {name: grad.flatten() for name, grad in zip(kept, grads, strict=True)}
+
+
 def expected_rows(model: nn.Module, rows: Any) -> np.ndarray:
     """Gradients of f with respect to what is trained, row by row: ``(N, P)``."""
-    kept = [p for p in model.parameters() if p.requires_grad]
     model.eval()
-    found = []
-    for row in rows:
-        grads = torch.autograd.grad(output_of(model, row), kept, allow_unused=True)
-        flat = [
-            (torch.zeros_like(p) if grad is None else grad).flatten()
-            for p, grad in zip(kept, grads, strict=True)
-        ]
-        found.append(torch.cat(flat).double().numpy())
-    return np.stack(found)
+    found = [torch.cat(list(gradients_of(output_of(model, row), model).values())) for row in rows]
+    return torch.stack(found).double().numpy()
 
 
 def stored_rows(path: Path, checkpoint: int = 0) -> np.ndarray:

@@ -18,41 +18,29 @@ SIZE, NUM_CLASSES, TEXT_WIDTH, DRAWS = 8, 10, 24, 2
 TIMESTEPS = torch.tensor([[10, 500], [20, 700], [999, 0]])
 
 
+SMALL: dict[str, Any] = {
+    "sample_size": SIZE,
+    "layers_per_block": 1,
+    "block_out_channels": (16, 32),
+    "norm_num_groups": 8,
+}
+
+
 def unet() -> nn.Module:
-    return diffusers.UNet2DModel(
-        sample_size=SIZE,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=8,
-    )
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    return diffusers.UNet2DModel(**SMALL, down_block_types=down, up_block_types=up)
 
 
 def unet_with_text() -> nn.Module:
-    return diffusers.UNet2DConditionModel(
-        sample_size=SIZE,
-        in_channels=3,
-        out_channels=3,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=TEXT_WIDTH,
-        attention_head_dim=8,
-        norm_num_groups=8,
-    )
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    more = {"in_channels": 3, "out_channels": 3, "cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 8}
+    return diffusers.UNet2DConditionModel(**SMALL, **more, down_block_types=down, up_block_types=up)
 
 
 def transformer() -> nn.Module:
+    more = {"in_channels": 3, "out_channels": 3, "num_layers": 2, "num_embeds_ada_norm": NUM_CLASSES}
     return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=3,
-        out_channels=3,
-        num_layers=2,
-        sample_size=SIZE,
-        num_embeds_ada_norm=NUM_CLASSES,
+        num_attention_heads=2, attention_head_dim=16, sample_size=SIZE, **more
     )
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from tiny_runs import labelled
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from watching import Restless, random_states
 
 from trak_lite import Attributor
@@ -22,7 +23,7 @@ from trak_lite.methods import TRAK
 pl = pytest.importorskip(
     "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
 )
-from trak_lite.integrations.lightning import FeaturizeCallback, ckpt_weights  # noqa: E402 - imports Lightning
+from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
 
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 EXACT: dict[str, Any] = {
@@ -56,11 +57,7 @@ class Digits(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def rows() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(
-        torch.randn(12, 4, generator=generator), torch.randint(3, (12,), generator=generator)
-    )
+ROWS = labelled(12)
 
 
 def built() -> Digits:
@@ -82,7 +79,7 @@ def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2) -> Any:
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    trainer.fit(module, DataLoader(rows(), batch_size=4, shuffle=True), DataLoader(rows(), batch_size=6))
+    trainer.fit(module, DataLoader(ROWS, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6))
     return trainer
 
 
@@ -95,7 +92,7 @@ def expected_rows(state: dict[str, Tensor]) -> np.ndarray:
     module = Digits().eval()
     module.load_state_dict(state)
     found = []
-    for x, label in rows():
+    for x, label in ROWS:
         logits = module(x[None])[0]
         others = torch.cat([logits[:label], logits[label + 1 :]])
         grads = torch.autograd.grad(logits[label] - others.logsumexp(0), list(module.parameters()))
@@ -118,8 +115,8 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **EXACT)
 
     saver = keeping_all(tmp_path, **settings)
-    fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()), epochs=3)
-    scores = attributor.score(rows(), name="itself", method="GradDot")
+    fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=3)
+    scores = attributor.score(ROWS, name="itself", method="GradDot")
 
     files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == 3
@@ -138,9 +135,9 @@ def test_checkpoints_without_optimizer_states_are_featurized_too(tmp_path: Path)
     attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
 
     saver = keeping_all(tmp_path, save_weights_only=True, save_last=True)
-    fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()))
+    fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS))
 
-    assert attributor.featurize(rows(), tmp_path / "ckpt").rows_written == 0
+    assert attributor.featurize(ROWS, tmp_path / "ckpt").rows_written == 0
 
 
 def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Path) -> None:
@@ -150,7 +147,7 @@ def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Pa
         more = []
         if watched:
             attributor = Attributor(module, "image_classification", folder / "a.zarr", **EXACT)
-            more = [FeaturizeCallback(attributor, Restless(rows()))]
+            more = [lightning.FeaturizeCallback(attributor, Restless(ROWS))]
         fit(module, folder, keeping_all(folder, every_n_train_steps=2), *more, epochs=3)
         modes = [part.training for part in module.modules()]
         found.append((random_states(), modes, [p.tolist() for p in module.parameters()]))
@@ -164,83 +161,77 @@ def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tm
     folder = tmp_path / "ckpt"
     whole = Attributor(module, "image_classification", None, **EXACT)
     inner = Attributor(module.model, "image_classification", None, **EXACT)
-    whole.featurize(rows())
-    inner.featurize(rows())
+    whole.featurize(ROWS)
+    inner.featurize(ROWS)
 
-    assert whole.featurize(rows(), folder).rows_found == 12  # the last one's weights are those of the module
+    assert whole.featurize(ROWS, folder).rows_found == 12  # the last one's weights are those of the module
     files = sorted(folder.glob("*.ckpt"))
-    loader = partial(ckpt_weights, prefix="model.")
-    assert inner.featurize(rows(), files, checkpoint_loader=loader).rows_found == 12
-
-
-def test_a_wrong_prefix_is_named_with_what_is_there(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"model.weight": torch.zeros(2)}}, tmp_path / "a.ckpt")
-
-    with pytest.raises(CheckpointError, match=r"with the prefix 'net\.': found \['model.weight'\]"):
-        ckpt_weights(tmp_path / "a.ckpt", prefix="net.")
+    loader = partial(lightning.ckpt_weights, prefix="model.")
+    assert inner.featurize(ROWS, files, checkpoint_loader=loader).rows_found == 12
 
 
 class Setting:
     """A hyperparameter of one's own."""
 
 
-def test_code_in_a_file_is_run_only_where_it_is_trusted(tmp_path: Path) -> None:
-    state = {"model.weight": torch.ones(2)}
-    torch.save({"state_dict": state, "hyper_parameters": {"setting": Setting()}}, tmp_path / "a.ckpt")
+def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path: Path) -> None:
+    file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
+    torch.save({"state_dict": state, "hyper_parameters": {"setting": Setting()}}, file)
 
     with pytest.raises(CheckpointError, match="without running code from them"):
-        ckpt_weights(tmp_path / "a.ckpt", prefix="model.")
-    found = ckpt_weights(tmp_path / "a.ckpt", prefix="model.", weights_only=False)
+        lightning.ckpt_weights(file, prefix="model.")
+    found = lightning.ckpt_weights(file, prefix="model.", weights_only=False)
     assert {name: value.tolist() for name, value in found.items()} == {"weight": [1.0, 1.0]}
+    with pytest.raises(CheckpointError, match=r"with the prefix 'net\.': found \['model.weight'\]"):
+        lightning.ckpt_weights(file, prefix="net.", weights_only=False)
 
 
-def test_the_callback_refuses_what_it_could_never_featurize(tmp_path: Path) -> None:
-    module = built()
-    of_another = Attributor(built(), "image_classification", None)
-    own = Attributor(module, "image_classification", None)
-
-    with pytest.raises(InvalidInputError, match="the train data is a Tensor of tensors"):
-        FeaturizeCallback(own, torch.zeros(3))
-    with pytest.raises(InvalidInputError, match="parameters of the attributor's Digits"):
-        fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(of_another, rows()))
-    callbacks = [FeaturizeCallback(own, rows())]
-    trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False)
-    with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint, so no"):
-        trainer.fit(module, DataLoader(rows()), DataLoader(rows()))
+def elsewhere(module: Digits, saver: Any) -> Attributor:
+    saver.last_model_path = "s3://bucket/last.ckpt"
+    return Attributor(module, "image_classification", None)
 
 
-def test_an_attributor_on_another_device_is_refused(tmp_path: Path) -> None:
-    module = built()
+def on_a_gpu(module: Digits, saver: Any) -> Attributor:
     attributor = Attributor(module, "image_classification", None)
     attributor.device = torch.device("cuda")
-
-    with pytest.raises(InvalidInputError, match="runs on cuda, but the model is trained on cpu"):
-        fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(attributor, rows()))
+    return attributor
 
 
-def test_a_module_around_the_trained_one_is_not_the_attributors(tmp_path: Path) -> None:
-    module = built()
-    around = nn.Sequential(module.model)
+@pytest.mark.parametrize(
+    ("attributor_of", "kind", "message"),
+    [
+        (
+            lambda module, saver: Attributor(built(), "image_classification", None),
+            InvalidInputError,
+            "parameters of the attributor's Digits",
+        ),
+        (
+            lambda module, saver: Attributor(nn.Sequential(module.model), "image_classification", None),
+            InvalidInputError,
+            "has a model without the Sequential of the attributor",
+        ),
+        (on_a_gpu, InvalidInputError, "runs on cuda, but the model is trained on cpu"),
+        (
+            elsewhere,
+            CheckpointError,
+            r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path",
+        ),
+    ],
+)
+def test_the_callback_refuses_what_it_could_never_featurize(
+    attributor_of: Any, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    module, saver = built(), keeping_all(tmp_path)
+    attributor = attributor_of(module, saver)
 
-    with pytest.raises(InvalidInputError, match="has a model without the Sequential of the attributor"):
-        fit(
-            module,
-            tmp_path,
-            keeping_all(tmp_path),
-            FeaturizeCallback(Attributor(around, "image_classification", None), rows()),
-        )
-
-
-def test_checkpoints_that_are_saved_elsewhere_are_refused(tmp_path: Path) -> None:
-    module = built()
-    saver = keeping_all(tmp_path)
-    attributor = Attributor(module, "image_classification", None)
-    saver.last_model_path = "s3://bucket/last.ckpt"
-
-    with pytest.raises(
-        CheckpointError, match=r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path"
-    ):
-        fit(module, tmp_path, saver, FeaturizeCallback(attributor, rows()))
+    with pytest.raises(kind, match=message):
+        fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS))
+    with pytest.raises(InvalidInputError, match="the train data is a Tensor of tensors"):
+        lightning.FeaturizeCallback(attributor, torch.zeros(3))
+    callbacks = [lightning.FeaturizeCallback(Attributor(module, "image_classification", None), ROWS)]
+    trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False)
+    with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint, so no"):
+        trainer.fit(module, DataLoader(ROWS), DataLoader(ROWS))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -251,7 +242,7 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path: Path, inside: bool
     settings = {**EXACT, "method": "GradDot", "normalize": "adam"}
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **settings)
 
-    fit(module, tmp_path, keeping_all(tmp_path), FeaturizeCallback(attributor, rows()))
+    fit(module, tmp_path, keeping_all(tmp_path), lightning.FeaturizeCallback(attributor, ROWS))
 
     files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
     for number, file in enumerate(files):
@@ -268,5 +259,5 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path: Path, inside: bool
             rtol=1e-4,
             atol=1e-5 * np.nanmax(np.abs(expected)),
         )
-    loader = {"checkpoint_loader": partial(ckpt_weights, prefix="model.")} if inside else {}
-    assert attributor.featurize(rows(), files, **loader).rows_written == 0
+    loader = {"checkpoint_loader": partial(lightning.ckpt_weights, prefix="model.")} if inside else {}
+    assert attributor.featurize(ROWS, files, **loader).rows_written == 0

@@ -1,6 +1,6 @@
-"""Cases for every registered model output function, with losses written independently of the package."""
+"""Cases for tasks whose f is made of logits and labels; losses are plain loops, independent of the package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -8,24 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from trak_lite.modelout_functions import (
-    AbstractModelOutput,
-    BinaryClassificationModelOutput,
-    CallableModelOutput,
-    CausalLanguageModelingModelOutput,
-    CLIPModelOutput,
-    ImageClassificationModelOutput,
-    IterativeImageClassificationModelOutput,
-    ModelCall,
-    MultiLabelModelOutput,
-    RegressionModelOutput,
-    TextClassificationModelOutput,
-)
-from trak_lite.testing.modelout import ModelOutputCase
+from trak_lite import modelout_functions as tasks
+from trak_lite.testing import ModelOutputCase
 from trak_lite.types import OutputTerms
 
 B, C, D, T, V = 4, 3, 5, 6, 7
+IGNORED = -100
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -42,12 +32,24 @@ def randint(high: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 def prepared(model: nn.Module, seed: int = 0) -> nn.Module:
     """The model in float64 and eval mode with seeded parameters."""
-    model = model.double().eval()
-    generator = seeded(seed)
+    model, generator = model.double().eval(), seeded(seed)
     for parameter in model.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data.copy_(0.5 * drawn)
+        parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return model
+
+
+# Models
+
+
+class Answer(nn.Module):
+    """Gives the same answer whatever the input."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer
 
 
 def mlp(outputs: int) -> nn.Module:
@@ -81,6 +83,28 @@ class LanguageModel(nn.Module):
         return {"logits": self.head(torch.tanh(sums / mask.cumsum(1).clamp(min=1.0)))}
 
 
+class EncoderDecoder(nn.Module):
+    """The running mean of the decoder's tokens, shifted by the mean of the encoder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, 4), nn.Linear(4, V)
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> dict[str, Tensor]:
+        counts = torch.arange(1, decoder_input_ids.shape[1] + 1).double()[:, None]
+        states = self.tokens(decoder_input_ids).cumsum(1) / counts
+        return {"logits": self.head(torch.tanh(states + self.tokens(input_ids).mean(1, keepdim=True)))}
+
+
+class PixelModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, C, 1)
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        return {"out": self.last(torch.tanh(self.first(image)))}
+
+
 class PairModel(nn.Module):
     """Two linear towers on the sphere and a learned scale."""
 
@@ -95,13 +119,13 @@ class PairModel(nn.Module):
         return phi, psi, self.log_scale.exp()
 
 
+# Losses of one sample, from the logits and the label of each of its positions
+
+Pairs = list[tuple[Tensor, int]]
+
+
 def softplus(x: Tensor) -> Tensor:
     return torch.log1p(torch.exp(x))
-
-
-def mean_margin_loss(margins: list[Tensor]) -> Tensor:
-    """n * log(1 + exp(-mean margin)) of one sample's margins."""
-    return len(margins) * softplus(-sum(margins) / len(margins))
 
 
 def log_odds(logits: Tensor, label: int) -> Tensor:
@@ -110,29 +134,53 @@ def log_odds(logits: Tensor, label: int) -> Tensor:
     return torch.log(p / (1 - p))
 
 
-def image_case(task) -> ModelOutputCase:
-    images, labels = randn(B, D, seed=1), torch.tensor([0, 2, 1, 2])
+def loss_of_pairs(output: str, pairs: Pairs) -> Tensor:
+    """The summed cross-entropy, or n log(1 + exp(-mean margin)); the same thing for n = 1."""
+    if output == "margin" and len(pairs) > 1:
+        return len(pairs) * softplus(-sum(log_odds(logits, y) for logits, y in pairs) / len(pairs))
+    return -sum(torch.log(torch.softmax(logits, -1)[label]) for logits, label in pairs)
+
+
+def pairs_of(logits: Tensor, labels: Tensor, *, offset: int = 0, ignored: int = IGNORED) -> list[Pairs]:
+    """Pairs of each row of logits ``(B, T, V)`` and labels ``(B, T)``; logits lie ``offset`` before their label."""
+    return [
+        [(row[t - offset], y) for t, y in enumerate(some) if t >= offset and y != ignored]
+        for row, some in zip(logits, labels.tolist(), strict=True)
+    ]
+
+
+def binary_pairs(logits: Tensor, labels: Tensor) -> list[Pairs]:
+    """A logit l is the pair of logits (0, l) of two classes."""
+    return pairs_of(torch.stack([torch.zeros_like(logits), logits], -1), labels)
+
+
+def case_of(
+    task: tasks.AbstractModelOutput,
+    model: nn.Module,
+    batch: Any,
+    pairs: Callable[[nn.Module], list[Pairs]],
+    *,
+    output: str = "margin",
+    invalid: Sequence[tuple[Any, int]] = (),
+) -> ModelOutputCase:
+    counts = torch.tensor([len(some) for some in pairs(model)])
     return ModelOutputCase(
         task=task,
-        model=mlp(C),
-        batch=(images, labels),
-        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        loss_of_output=lambda f: softplus(-f),
-        invalid=[((images, torch.tensor([0, 1, C, 2])), 2), ((images, torch.tensor([0, -1, 1, 2])), 1)],
+        model=model,
+        batch=batch,
+        loss=lambda model, batch: torch.stack([loss_of_pairs(output, some) for some in pairs(model)]),
+        loss_of_output=(lambda f: counts * softplus(-f / counts)) if output == "margin" else torch.neg,
+        invalid=invalid,
     )
 
 
-def image_dict_case() -> ModelOutputCase:
-    case = image_case(ImageClassificationModelOutput())
-    images, labels = case.batch
-    return ModelOutputCase(
-        task=case.task,
-        model=case.model,
-        batch={"label": labels, "input": images},
-        loss=lambda model, batch: F.cross_entropy(model(batch["input"]), batch["label"], reduction="none"),
-        loss_of_output=case.loss_of_output,
-        invalid=[({"label": bad[1], "input": bad[0]}, sample) for bad, sample in case.invalid],
-    )
+def changed(part: Tensor, place: tuple[Any, ...], value: float) -> Tensor:
+    part = part.clone()
+    part[place] = value
+    return part
+
+
+# Cases
 
 
 @dataclass
@@ -141,15 +189,21 @@ class ImageBatch:
     label: Tensor
 
 
-def image_dataclass_case() -> ModelOutputCase:
-    case = image_case(ImageClassificationModelOutput())
-    return ModelOutputCase(
-        task=case.task,
-        model=case.model,
-        batch=ImageBatch(*case.batch),
-        loss=lambda model, batch: F.cross_entropy(model(batch.input), batch.label, reduction="none"),
-        loss_of_output=case.loss_of_output,
-        invalid=[(ImageBatch(*bad), sample) for bad, sample in case.invalid],
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda images, labels: (images, labels),
+    "dict": lambda images, labels: {"label": labels, "input": images},
+    "dataclass": ImageBatch,
+}
+
+
+def image_case(task: tasks.AbstractModelOutput, form: str = "tuple") -> ModelOutputCase:
+    images, labels, batch = randn(B, D, seed=1), torch.tensor([0, 2, 1, 2]), FORMS[form]
+    return case_of(
+        task,
+        mlp(C),
+        batch(images, labels),
+        lambda model: pairs_of(model(images)[:, None], labels[:, None]),
+        invalid=[(batch(images, changed(labels, (row,), value)), row) for row, value in ((2, C), (1, -1))],
     )
 
 
@@ -161,139 +215,160 @@ def text_parts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def text_case(*, as_dict: bool) -> ModelOutputCase:
     ids, types, mask, labels = text_parts()
 
-    def batch(labels: Tensor):
+    def batch(labels: Tensor) -> Any:
         if as_dict:
             return {"labels": labels, "input_ids": ids, "attention_mask": mask, "token_type_ids": types}
         return ids, types, mask, labels
 
-    def loss(model: nn.Module, batch) -> Tensor:
-        return F.cross_entropy(model(ids, types, mask).logits, labels, reduction="none")
-
-    return ModelOutputCase(
-        task=TextClassificationModelOutput(),
-        model=prepared(TextModel()),
-        batch=batch(labels),
-        loss=loss,
-        loss_of_output=lambda f: softplus(-f),
-        invalid=[(batch(torch.tensor([1, 0, 2, 99])), 3)],
+    return case_of(
+        tasks.TextClassificationModelOutput(),
+        prepared(TextModel()),
+        batch(labels),
+        lambda model: pairs_of(model(ids, types, mask).logits[:, None], labels[:, None]),
+        invalid=[(batch(changed(labels, (3,), 99)), 3)],
     )
 
 
 def binary_case(*, column: bool) -> ModelOutputCase:
     inputs, labels = randn(B, D, seed=4), torch.tensor([0, 1, 1, 0])
-    model = mlp(1) if column else nn.Sequential(mlp(1), nn.Flatten(0))
-
-    def loss(model: nn.Module, batch) -> Tensor:
-        flat = model(batch[0]).reshape(-1)
-        return F.binary_cross_entropy_with_logits(flat, batch[1].double(), reduction="none")
-
-    return ModelOutputCase(
-        task=BinaryClassificationModelOutput(),
-        model=model,
-        batch=(inputs, labels),
-        loss=loss,
-        loss_of_output=lambda f: softplus(-f),
+    return case_of(
+        tasks.BinaryClassificationModelOutput(),
+        mlp(1) if column else nn.Sequential(mlp(1), nn.Flatten(0)),
+        (inputs, labels),
+        lambda model: binary_pairs(model(inputs).reshape(B, 1), labels[:, None]),
         invalid=[
-            ((inputs, torch.tensor([0, 1, 2, 0])), 2),
-            ((inputs, torch.tensor([0.0, 1.0, 0.0, 0.5])), 3),
+            ((inputs, changed(labels, (2,), 2)), 2),
+            ((inputs, changed(labels.double(), (3,), 0.5)), 3),
         ],
     )
 
 
 def multilabel_case(output: str) -> ModelOutputCase:
     inputs, labels = randn(B, D, seed=5), randint(2, (B, C), 6)
-    invalid = labels.clone()
-    invalid[1, 2] = -1
-
-    def loss(model: nn.Module, batch) -> Tensor:
-        logits = model(batch[0])
-        if output == "log_prob":
-            return F.binary_cross_entropy_with_logits(logits, batch[1].double(), reduction="none").sum(1)
-        return torch.stack(
-            [
-                mean_margin_loss([logit if y else -logit for logit, y in zip(row, ys, strict=True)])
-                for row, ys in zip(logits, batch[1].tolist(), strict=True)
-            ]
-        )
-
-    return ModelOutputCase(
-        task=MultiLabelModelOutput(output=output),
-        model=mlp(C),
-        batch=(inputs, labels),
-        loss=loss,
-        loss_of_output=(lambda f: C * softplus(-f / C)) if output == "margin" else torch.neg,
-        invalid=[((inputs, invalid), 1)],
+    return case_of(
+        tasks.MultiLabelModelOutput(output=output),
+        mlp(C),
+        (inputs, labels),
+        lambda model: binary_pairs(model(inputs), labels),
+        output=output,
+        invalid=[((inputs, changed(labels, (1, 2), -1)), 1)],
     )
 
 
 def regression_case(output: str, outputs: int = 1) -> ModelOutputCase:
     inputs, targets = randn(B, D, seed=7), randn(B, outputs, seed=8)
-    invalid = targets.clone()
-    invalid[2, 0] = torch.nan
     scalar = output == "prediction"
     return ModelOutputCase(
-        task=RegressionModelOutput(output=output),
+        task=tasks.RegressionModelOutput(output=output),
         model=mlp(outputs),
         batch=(inputs, targets),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).sum(1) / 2,
         loss_of_output=(lambda f: (f - targets[:, 0]).pow(2) / 2) if scalar else torch.neg,
-        invalid=[((inputs, invalid), 2)],
+        invalid=[((inputs, changed(targets, (2, 0), torch.nan)), 2)],
     )
 
 
 def language_labels(ids: Tensor) -> Tensor:
     labels = ids.clone()
-    labels[1, 3:] = -100
-    labels[2, :4] = -100
+    labels[1, 3:] = IGNORED
+    labels[2, :4] = IGNORED
     return labels
 
 
 def language_case(output: str, *, shift: bool = True, form: str = "dict") -> ModelOutputCase:
     ids = randint(V, (B, T), 9)
-    mask = torch.ones_like(ids)
-    mask[1, 3:] = 0
-    labels = language_labels(ids)
-    offset = 1 if shift else 0
+    mask, labels, offset = (
+        changed(torch.ones_like(ids), (1, slice(3, None)), 0),
+        language_labels(ids),
+        int(shift),
+    )
 
-    def batch(labels: Tensor):
+    def batch(labels: Tensor) -> Any:
         if form == "dict":
             return {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return (ids, labels) if form == "pair" else (ids, mask, labels)
 
-    def sample_loss(logits: Tensor, row: list[int]) -> Tensor:
-        tokens = [(logits[t - offset], y) for t, y in enumerate(row) if t >= offset and y != -100]
-        if output == "margin":
-            return mean_margin_loss([log_odds(logit, y) for logit, y in tokens])
-        return sum(F.cross_entropy(logit, torch.tensor(y)) for logit, y in tokens)
+    return case_of(
+        tasks.CausalLanguageModelingModelOutput(output=output, shift=shift),
+        prepared(LanguageModel()),
+        batch(labels),
+        lambda model: pairs_of(model(ids, None if form == "pair" else mask)["logits"], labels, offset=offset),
+        output=output,
+        invalid=[
+            (batch(changed(labels, (3, 2), V)), 3),
+            (batch(changed(labels, (0, slice(offset, None)), IGNORED)), 0),
+        ],
+    )
 
-    def loss(model: nn.Module, batch) -> Tensor:
-        logits = model(ids, None if form == "pair" else mask)["logits"]
-        return torch.stack([sample_loss(*pair) for pair in zip(logits, labels.tolist(), strict=True)])
 
-    counts = (labels[:, offset:] != -100).sum(1)
-    out_of_range, empty = labels.clone(), labels.clone()
-    out_of_range[3, 2] = V
-    empty[0, 1:] = -100
-    empty[0, 0] = -100 if not shift else empty[0, 0]
-    return ModelOutputCase(
-        task=CausalLanguageModelingModelOutput(output=output, shift=shift),
-        model=prepared(LanguageModel()),
-        batch=batch(labels),
-        loss=loss,
-        loss_of_output=(lambda f: counts * softplus(-f / counts)) if output == "margin" else torch.neg,
-        invalid=[(batch(out_of_range), 3), (batch(empty), 0)],
+def masked_case(output: str) -> ModelOutputCase:
+    ids, labels = randint(V, (B, T), 20), language_labels(randint(V, (B, T), 21))
+    wrong = (changed(labels, (3, 0), V), 3), (changed(labels, (0,), IGNORED), 0)
+    return case_of(
+        tasks.MaskedLanguageModelingModelOutput(output=output),
+        prepared(LanguageModel()),
+        {"input_ids": ids, "labels": labels},
+        lambda model: pairs_of(model(ids)["logits"], labels),
+        output=output,
+        invalid=[({"input_ids": ids, "labels": some}, row) for some, row in wrong],
+    )
+
+
+def seq2seq_case(output: str, *, explicit: bool) -> ModelOutputCase:
+    """Start token 1, padding token 0."""
+    ids, labels = randint(V, (B, 3), 22), language_labels(randint(V, (B, T), 23))
+    decoder = torch.tensor([[1, *(0 if y == IGNORED else y for y in row[:-1])] for row in labels.tolist()])
+    more = {"decoder_input_ids": decoder} if explicit else {}
+    # The last label: any other one is an input of the decoder, whose embedding would fail first.
+    wrong = (changed(labels, (3, T - 1), V), 3), (changed(labels, (0,), IGNORED), 0)
+    tokens = {} if explicit else {"decoder_start_token_id": 1, "pad_token_id": 0}
+    return case_of(
+        tasks.SequenceToSequenceModelOutput(output=output, **tokens),
+        prepared(EncoderDecoder()),
+        {"input_ids": ids, "labels": labels, **more},
+        lambda model: pairs_of(model(ids, decoder)["logits"], labels),
+        output=output,
+        invalid=[({"input_ids": ids, "labels": some, **more}, row) for some, row in wrong],
+    )
+
+
+def dense_case(output: str) -> ModelOutputCase:
+    """Images of 4 x 5 pixels, 255 for no label."""
+    images, labels = randn(B, 1, 4, 5, seed=24), randint(C, (B, 4, 5), 25)
+    labels[1, :2] = 255
+    labels[2, 1:, :4] = 255
+    return case_of(
+        tasks.DenseClassificationModelOutput(output=output, ignore_index=255),
+        prepared(PixelModel()),
+        (images, labels),
+        lambda model: pairs_of(
+            model(images)["out"].flatten(2).transpose(1, 2), labels.flatten(1), ignored=255
+        ),
+        output=output,
+        invalid=[((images, changed(labels, (3, 2, 2), C)), 3), ((images, changed(labels, (2,), 255)), 2)],
+    )
+
+
+def dense_token_case() -> ModelOutputCase:
+    """Classes on the last axis, as of tokens or of a detector's queries."""
+    ids, labels = randint(V, (B, T), 26), language_labels(randint(V, (B, T), 27))
+    return case_of(
+        tasks.DenseClassificationModelOutput(class_axis=-1),
+        prepared(LanguageModel()),
+        {"input_ids": ids, "labels": labels},
+        lambda model: pairs_of(model(ids)["logits"], labels),
+        output="log_prob",
     )
 
 
 def clip_case(temperature: float | None = None) -> ModelOutputCase:
-    model = prepared(PairModel())
-    task = CLIPModelOutput(temperature, simulated_batch_size=4, seed=3)
-    bank_image, bank_text = randn(9, 3, seed=10), randn(9, 3, seed=11)
+    model, bank_image, bank_text = prepared(PairModel()), randn(9, 3, seed=10), randn(9, 3, seed=11)
+    task = tasks.CLIPModelOutput(temperature, simulated_batch_size=4, seed=3)
     task.set_embeddings(bank_image, bank_text)
     chosen = torch.randperm(9, generator=seeded(3))[:4].tolist()
     s = model.log_scale.exp().item() if temperature is None else temperature
 
-    def loss(model: nn.Module, batch) -> Tensor:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
         losses = []
         for phi, psi in zip(*model(**batch)[:2], strict=True):
             by_text = sum(torch.exp(-(phi @ (psi - bank_text[j]))) for j in chosen)
@@ -310,13 +385,13 @@ def clip_case(temperature: float | None = None) -> ModelOutputCase:
     )
 
 
-def mean_of_squares(model_call, batch) -> Tensor:
+def mean_of_squares(model_call: Any, batch: Any) -> Tensor:
     return model_call(batch[0]).square().mean(1)
 
 
 def callable_case() -> ModelOutputCase:
     return ModelOutputCase(
-        task=CallableModelOutput(mean_of_squares),
+        task=tasks.CallableModelOutput(mean_of_squares),
         model=mlp(C),
         batch=(randn(B, D, seed=14),),
         loss=lambda model, batch: -sum(model(batch[0])[:, j] ** 2 for j in range(C)) / C,
@@ -324,45 +399,50 @@ def callable_case() -> ModelOutputCase:
     )
 
 
-CASES: dict[str, dict[str, Callable[[], ModelOutputCase]]] = {
-    "image_classification": {
-        "tuple": lambda: image_case(ImageClassificationModelOutput()),
-        "dict": image_dict_case,
-        "dataclass": image_dataclass_case,
+BUILDERS: dict[str, Callable[[], ModelOutputCase]] = {
+    **{
+        f"image_classification-{form}": lambda form=form: image_case(
+            tasks.ImageClassificationModelOutput(), form
+        )
+        for form in FORMS
     },
-    "iterative_image_classification": {
-        "tuple": lambda: image_case(IterativeImageClassificationModelOutput())
-    },
-    "text_classification": {
-        "positional": lambda: text_case(as_dict=False),
-        "dict": lambda: text_case(as_dict=True),
-    },
-    "binary_classification": {
-        "column": lambda: binary_case(column=True),
-        "flat": lambda: binary_case(column=False),
-    },
-    "multilabel_classification": {
-        "margin": lambda: multilabel_case("margin"),
-        "log_prob": lambda: multilabel_case("log_prob"),
-    },
-    "regression": {
-        "prediction": lambda: regression_case("prediction"),
-        "neg_squared_error": lambda: regression_case("neg_squared_error", outputs=C),
-    },
-    "causal_language_modeling": {
-        "margin": lambda: language_case("margin"),
-        "log_prob": lambda: language_case("log_prob"),
-        "unshifted": lambda: language_case("margin", shift=False, form="triple"),
-        "pair": lambda: language_case("margin", form="pair"),
-    },
-    "clip": {"model-scale": clip_case, "temperature": lambda: clip_case(2.5)},
+    "iterative_image_classification-tuple": lambda: image_case(
+        tasks.IterativeImageClassificationModelOutput()
+    ),
+    "text_classification-positional": lambda: text_case(as_dict=False),
+    "text_classification-dict": lambda: text_case(as_dict=True),
+    "binary_classification-column": lambda: binary_case(column=True),
+    "binary_classification-flat": lambda: binary_case(column=False),
+    "multilabel_classification-margin": lambda: multilabel_case("margin"),
+    "multilabel_classification-log_prob": lambda: multilabel_case("log_prob"),
+    "regression-prediction": lambda: regression_case("prediction"),
+    "regression-neg_squared_error": lambda: regression_case("neg_squared_error", outputs=C),
+    "causal_language_modeling-margin": lambda: language_case("margin"),
+    "causal_language_modeling-log_prob": lambda: language_case("log_prob"),
+    "causal_language_modeling-unshifted": lambda: language_case("margin", shift=False, form="triple"),
+    "causal_language_modeling-pair": lambda: language_case("margin", form="pair"),
+    "clip-model-scale": clip_case,
+    "clip-temperature": lambda: clip_case(2.5),
+    "callable": callable_case,
 }
-"""Builders by task name and variant; a test fails if a registered task has none."""
+"""By task name and variant; what ``tests/attributor`` scores as well."""
+POSITIONS: dict[str, Callable[[], ModelOutputCase]] = {
+    "masked_language_modeling-margin": lambda: masked_case("margin"),
+    "masked_language_modeling-log_prob": lambda: masked_case("log_prob"),
+    "sequence_to_sequence-margin": lambda: seq2seq_case("margin", explicit=True),
+    "sequence_to_sequence-log_prob": lambda: seq2seq_case("log_prob", explicit=False),
+    "dense_classification-margin": lambda: dense_case("margin"),
+    "dense_classification-log_prob": lambda: dense_case("log_prob"),
+    "dense_classification-tokens": dense_token_case,
+}
 
-BUILDERS = {f"{name}-{variant}": build for name, some in CASES.items() for variant, build in some.items()}
-BUILDERS["callable"] = callable_case
 
-
-def terms_of_logits(task: AbstractModelOutput, logits: Any, labels: Any) -> OutputTerms:
+def terms_of_logits(task: tasks.AbstractModelOutput, logits: Any, labels: Any) -> OutputTerms:
     """Terms for a model that answers with its input."""
-    return task.evaluate(ModelCall(nn.Identity()), (logits, labels))
+    return task.evaluate(tasks.ModelCall(nn.Identity()), (logits, labels))
+
+
+def identity_of(task: Any) -> dict[str, Any]:
+    """What tells targets that a task asks from those of another one, for the same data; a task may be a function."""
+    asked = tasks.QuestionsModelOutput("regression", {"f": task}).ask("f", TensorDataset(torch.zeros(1, 1)))
+    return asked.identity()

@@ -1,76 +1,62 @@
 """Negatives of the contrastive task: who holds them, how they are drawn, where they come from."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from modelout_cases import D, PairModel, prepared, randn
+from modelout_cases import Answer, D, PairModel, prepared, randn
+from test_modelout_errors import Reshaped
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import CLIPModelOutput, ModelCall
 
 IMAGES, TEXTS = randn(6, D, seed=1), randn(6, 4, seed=2)
+PAIRS = [(IMAGES[:4], TEXTS[:4]), {"image": IMAGES[4:], "text": TEXTS[4:]}]
 
 
-def ready(**settings) -> CLIPModelOutput:
+def ready(**settings):
     task = CLIPModelOutput(simulated_batch_size=3, **settings)
     task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
     return task
 
 
-def evaluate(task, model, batch=(IMAGES, TEXTS)):
-    return task.evaluate(ModelCall(model), batch)
+def evaluate(task, model):
+    return task.evaluate(ModelCall(model), (IMAGES, TEXTS))
 
 
-class Reshaped(nn.Module):
-    """The pair model with its answer in another form."""
+def test_instances_do_not_share_their_negatives_and_the_seed_decides_them():
+    same, again, other = ready(seed=0), ready(seed=0), ready(seed=1)
 
-    def __init__(self, form) -> None:
-        super().__init__()
-        self.pair, self.form = prepared(PairModel()), form
-
-    def forward(self, image, text):
-        return self.form(*self.pair(image, text))
-
-
-def test_scoring_before_embeddings_is_a_state_error():
-    with pytest.raises(StateError, match=r"no negatives yet. Call task.get_embeddings"):
-        evaluate(CLIPModelOutput(), prepared(PairModel()))
-
-
-def test_instances_do_not_share_their_negatives():
-    ready()
-
+    assert same.state_digest() == again.state_digest() != other.state_digest()
+    assert len(same.state_digest()) == 64
     assert CLIPModelOutput(simulated_batch_size=3).state_digest() is None
 
 
-def test_the_seed_decides_the_negatives():
-    same, again, other = ready(seed=0), ready(seed=0), ready(seed=1)
-
-    assert same.state_digest() == again.state_digest()
-    assert same.state_digest() != other.state_digest()
-
-
 def test_negatives_are_distinct_pairs_drawn_uniformly():
-    """Over many seeds every pair is drawn equally often, never twice in one draw, image and text together."""
-    bank = torch.arange(10.0)[:, None]
-    counts = torch.zeros(10)
+    """Over many seeds every pair is drawn equally often, never twice in one draw, image and text together.
+
+    Pair j has the factor 2^j in both sums of exp(-f), so that f tells which pairs were drawn.
+    """
+    numbers, counts = torch.arange(10.0).double() * math.log(2), torch.zeros(10)
+    nothing, features = torch.zeros(10).double(), torch.eye(2).double()
+    model = Answer((features[:1], features[1:]))
     for seed in range(400):
-        task = CLIPModelOutput(simulated_batch_size=4, seed=seed)
-        task.set_embeddings(bank, bank + 100)
-        image, text = task._negatives
-        assert torch.equal(text, image + 100)
-        assert image.unique().numel() == 4
-        counts[image[:, 0].long()] += 1
+        task = CLIPModelOutput(1.0, simulated_batch_size=4, seed=seed)
+        task.set_embeddings(torch.stack([nothing, numbers], 1), torch.stack([numbers, nothing], 1))
+        product = float(torch.exp(-evaluate(task, model).output[0]))
+        drawn = [number for number in range(10) if round(product**0.5) >> number & 1]
+        assert product == pytest.approx(sum(2**number for number in drawn) ** 2, rel=1e-9)
+        assert len(drawn) == 4
+        counts[drawn] += 1
 
     assert (counts - 160).abs().max() < 5 * (400 * 0.4 * 0.6) ** 0.5  # five standard deviations
 
 
 def test_a_later_change_of_the_given_embeddings_changes_nothing():
-    bank = randn(8, 3, seed=3)
-    task = CLIPModelOutput(simulated_batch_size=3)
+    bank, task = randn(8, 3, seed=3), CLIPModelOutput(simulated_batch_size=3)
     task.set_embeddings(bank, bank)
     before = task.state_digest()
 
@@ -90,43 +76,16 @@ def test_a_later_change_of_the_given_embeddings_changes_nothing():
     ],
 )
 def test_usual_answers_of_contrastive_models_are_understood(form):
-    expected = evaluate(ready(), prepared(PairModel()))
+    found, expected = evaluate(ready(), Reshaped(form)), evaluate(ready(), prepared(PairModel()))
 
-    terms = evaluate(ready(), Reshaped(form))
-
-    for left, right in zip(terms, expected, strict=True):
-        torch.testing.assert_close(left, right)
+    torch.testing.assert_close([*found], [*expected])
 
 
-def test_a_model_without_scale_needs_a_temperature():
-    model = Reshaped(lambda phi, psi, s: (phi, psi))
+def test_a_temperature_takes_the_place_of_a_scale():
+    found = evaluate(ready(temperature=2.0), Reshaped(lambda phi, psi, s: (phi, psi)))
+    expected = evaluate(ready(), Reshaped(lambda phi, psi, s: (phi, psi, 2.0)))
 
-    assert evaluate(ready(temperature=2.0), model).output.shape == (6,)
-    with pytest.raises(InvalidInputError, match=r"gave no scale.*temperature"):
-        evaluate(ready(), model)
-
-
-@pytest.mark.parametrize(
-    ("form", "seen"),
-    [
-        (lambda phi, psi, s: phi, "gave a Tensor"),
-        (lambda phi, psi, s: {"image_features": phi}, "gave a dict"),
-        (lambda phi, psi, s: (phi, psi[:, :2], s), r"\(6, 3\) \(image\) and \(6, 2\) \(text\)"),
-        (lambda phi, psi, s: (phi, psi, s.expand(4)), r"a scale of shape \(4,\)"),
-        (lambda phi, psi, s: (phi, psi, -s), r"sample 0: scale\[0\] is -.*Expected a positive factor"),
-        (lambda phi, psi, s: (phi[:, :2], psi[:, :2], s), "width 2, the negatives have width 3"),
-        (lambda phi, psi, s: (phi.long(), psi.long(), s), "image features has dtype torch.int64"),
-    ],
-)
-def test_other_answers_are_described(form, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        evaluate(ready(), Reshaped(form))
-
-
-@pytest.mark.parametrize("batch", [(IMAGES,), (IMAGES, TEXTS, TEXTS), IMAGES])
-def test_a_batch_that_is_no_pair_is_refused(batch):
-    with pytest.raises(InvalidInputError, match=r"Expected .images, texts."):
-        evaluate(ready(), prepared(PairModel()), batch)
+    torch.testing.assert_close([*found], [*expected])
 
 
 def test_parts_are_passed_by_keyword_by_position_or_by_other_names():
@@ -141,79 +100,56 @@ def test_parts_are_passed_by_keyword_by_position_or_by_other_names():
         torch.testing.assert_close(terms.output, expected.output)
 
 
-@pytest.mark.parametrize(
-    ("settings", "seen"),
-    [
-        ({"temperature": 0.0}, "temperature"),
-        ({"simulated_batch_size": 0}, "simulated_batch_size"),
-        ({"seed": 1.5}, "seed must be an integer"),
-        ({"input_names": ("image",)}, "two distinct names"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        CLIPModelOutput(**settings)
+def in_mixed_modes(model):
+    model.train()
+    model.text_tower.eval()
+    return model
 
 
-@pytest.mark.parametrize(
-    ("image", "text", "seen"),
-    [
-        ((8, 3), (8, 2), "same .N, d. for both"),
-        ((8,), (8,), "same .N, d. for both"),
-        ((2, 3), (2, 3), "2 embedded pairs. Expected at least simulated_batch_size = 3"),
-    ],
-)
-def test_embeddings_that_cannot_serve_are_refused(image, text, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        CLIPModelOutput(simulated_batch_size=3).set_embeddings(torch.zeros(image), torch.zeros(text))
+def modes(model):
+    return [module.training for module in model.modules()]
 
 
 def test_get_embeddings_is_set_embeddings_of_the_models_features():
     """In eval mode, in loader order, cut at ``size``; the model's modes come back."""
-    model = prepared(PairModel())
-    model.train()
-    model.text_tower.eval()
+    model, plain = in_mixed_modes(prepared(PairModel())), prepared(PairModel())
     loader = [(IMAGES[:4] + 1, TEXTS[:4]), (IMAGES[4:] + 1, TEXTS[4:]), "never reached"]
-    with torch.no_grad():
-        image, text, _ = model(IMAGES, TEXTS)
-    expected = CLIPModelOutput(simulated_batch_size=3)
-    expected.set_embeddings(image[:5], text[:5])
+    image, text, _ = plain(IMAGES, TEXTS)
+    expected, task = CLIPModelOutput(simulated_batch_size=3), CLIPModelOutput(simulated_batch_size=3)
+    expected.set_embeddings(image[:5].detach(), text[:5].detach())
 
-    task = CLIPModelOutput(simulated_batch_size=3)
     task.get_embeddings(
         model, loader, batch_size=4, size=5, embedding_dim=3, preprocess_fn_img=lambda images: images - 1
     )
 
-    for left, right in zip(task._negatives, expected._negatives, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
-    assert (model.training, model.text_tower.training) == (True, False)
-
-
-def pairs_in_batches():
-    return [(IMAGES[:4], TEXTS[:4]), {"image": IMAGES[4:], "text": TEXTS[4:]}]
+    found = evaluate(task, plain)
+    torch.testing.assert_close([*found], [*evaluate(expected, plain)], rtol=1e-12, atol=1e-14)
+    assert modes(model) == modes(in_mixed_modes(prepared(PairModel())))
 
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_prepare_embeds_the_pairs_with_the_weights_of_each_checkpoint(seed):
     """The negatives are those that get_embeddings draws for the same weights, whatever came before."""
-    task = CLIPModelOutput(simulated_batch_size=3, pairs=pairs_in_batches())
+    task = CLIPModelOutput(simulated_batch_size=3, pairs=PAIRS)
     task.prepare(prepared(PairModel(), seed=3))
     before = task.state_digest()
-    model = prepared(PairModel(), seed=seed)
-    expected = CLIPModelOutput(simulated_batch_size=3)
-    expected.get_embeddings(model, pairs_in_batches())
+    model, expected = prepared(PairModel(), seed=seed), CLIPModelOutput(simulated_batch_size=3)
+    expected.get_embeddings(model, PAIRS)
 
-    task.prepare(model)
+    task.prepare(in_mixed_modes(model))
 
     assert task.state_digest() == expected.state_digest() != before
     assert torch.equal(evaluate(task, model).output, evaluate(expected, model).output)
+    assert modes(model) == modes(in_mixed_modes(prepared(PairModel())))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(term.requires_grad for term in evaluate(task, Answer((IMAGES[:, :3], TEXTS[:, :3], 1.0))))
 
 
 def test_every_checkpoint_has_the_same_pairs_as_negatives():
-    """Features of weights 1 and 2 are told apart by their size only."""
+    """Features of the second weights are twice those of the first; a loader gives the pairs in its order."""
 
     class Numbers(nn.Module):
-        def __init__(self, factor) -> None:
+        def __init__(self, factor):
             super().__init__()
             self.factor = nn.Parameter(torch.tensor(factor))
 
@@ -222,111 +158,52 @@ def test_every_checkpoint_has_the_same_pairs_as_negatives():
 
     numbers = torch.arange(10.0)[:, None]
     task = CLIPModelOutput(simulated_batch_size=4, pairs=DataLoader(TensorDataset(numbers, numbers), 3))
+    whole, half = (Answer((torch.full((6, 1), value), torch.zeros(6, 1), 1.0)) for value in (0.5, 0.25))
     task.prepare(Numbers(1.0))
-    first, _ = task._negatives
+    first = evaluate(task, whole).output
 
     task.prepare(Numbers(2.0))
 
-    assert torch.equal(task._negatives[0], 2 * first)
-    assert not any(part.requires_grad for part in task._negatives)
-
-
-def test_prepare_leaves_the_model_as_it_was():
-    model = prepared(PairModel())
-    model.train()
-    model.text_tower.eval()
-
-    CLIPModelOutput(simulated_batch_size=3, pairs=pairs_in_batches()).prepare(model)
-
-    assert (model.training, model.text_tower.training) == (True, False)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(evaluate(task, half).output, first)
+    assert not torch.equal(evaluate(task, whole).output, first)
 
 
 def test_without_pairs_prepare_keeps_the_negatives_that_were_set():
-    task = ready()
+    task, fresh = ready(), CLIPModelOutput(simulated_batch_size=3)
     before = task.state_digest()
 
     task.prepare(prepared(PairModel()))
+    fresh.prepare(prepared(PairModel()))
 
     assert task.state_digest() == before
-    fresh = CLIPModelOutput(simulated_batch_size=3)
-    fresh.prepare(prepared(PairModel()))
     assert fresh.state_digest() is None
 
 
 def test_pairs_are_told_by_the_state_digest_and_not_by_the_settings():
-    task, other = (CLIPModelOutput(simulated_batch_size=3, pairs=some) for some in ([], pairs_in_batches()))
+    task, other, none = (CLIPModelOutput(simulated_batch_size=3, pairs=some) for some in ([], PAIRS, None))
 
-    assert task.settings() == other.settings() == CLIPModelOutput(simulated_batch_size=3).settings()
-
-
-@pytest.mark.parametrize(
-    ("pairs", "seen"),
-    [
-        (iter([]), "pairs is a list_iterator. Expected a list of batches or a loader"),
-        (3, "pairs is a int"),
-        (DataLoader(TensorDataset(IMAGES, TEXTS), shuffle=True), "DataLoader that shuffles.*shuffle=False"),
-    ],
-)
-def test_pairs_that_differ_between_checkpoints_are_refused(pairs, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        CLIPModelOutput(pairs=pairs)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "seen"), [([], "gave no batch"), ([(IMAGES[:2], TEXTS[:2])], "2 embedded pairs")]
-)
-def test_too_few_pairs_are_refused(pairs, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        CLIPModelOutput(simulated_batch_size=3, pairs=pairs).prepare(prepared(PairModel()))
+    assert task.settings() == other.settings() == none.settings()
 
 
 def test_the_models_modes_come_back_after_an_error():
-    model = prepared(PairModel())
-    model.train()
+    model = in_mixed_modes(prepared(PairModel()))
 
     with pytest.raises(InvalidInputError, match=r"Expected .images, texts."):
         CLIPModelOutput().get_embeddings(model, [(IMAGES, TEXTS, TEXTS)])
 
-    assert model.training
+    assert modes(model) == modes(in_mixed_modes(prepared(PairModel())))
 
 
-def test_an_empty_loader_is_refused():
-    with pytest.raises(InvalidInputError, match="loader gave no batch"):
-        CLIPModelOutput().get_embeddings(prepared(PairModel()), [])
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16 features"])
+def test_terms_are_computed_in_float32(mode):
+    """Also where autocast would put the products into half precision."""
+    dtype = torch.float32 if mode == "autocast" else torch.bfloat16
+    features = [part.detach().to(dtype) for part in prepared(PairModel())(IMAGES, TEXTS)]
+    expected = evaluate(ready(), Answer(tuple(part.float() for part in features)))
 
-
-def test_embeddings_of_another_width_are_refused():
-    with pytest.raises(InvalidInputError, match="width 3, expected embedding_dim = 512"):
-        CLIPModelOutput().get_embeddings(prepared(PairModel()), [(IMAGES, TEXTS)], embedding_dim=512)
-
-
-class Answer(nn.Module):
-    """Gives the same features whatever the pair."""
-
-    def __init__(self, *answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, image, text):
-        return self.answer
-
-
-def test_autocast_does_not_put_the_products_into_half_precision():
-    with torch.no_grad():
-        model = Answer(*(part.float() for part in prepared(PairModel())(IMAGES, TEXTS)))
-    expected = evaluate(ready(), model)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        terms = evaluate(ready(), model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
+        terms = evaluate(ready(), Answer(tuple(features)))
 
     for term, other in zip(terms, expected, strict=True):
         assert term.dtype == torch.float32
         assert torch.equal(term, other)
-
-
-def test_half_precision_features_give_float32_terms():
-    with torch.no_grad():
-        model = Answer(*(part.bfloat16() for part in prepared(PairModel())(IMAGES, TEXTS)))
-
-    assert [term.dtype for term in evaluate(ready(), model)] == [torch.float32] * 3

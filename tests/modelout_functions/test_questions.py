@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import modelout_cases as cases
 import numpy as np
 import pytest
 import torch
-from modelout_cases import B, LanguageModel, T, V, prepared, randint, randn
+from modelout_cases import B, T, V, identity_of, prepared, randint, randn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,17 +17,11 @@ from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateErro
 from trak_lite.evaluation import subset_masks
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer, collect_gradients
 from trak_lite.methods import GradCos, GradDot, Mean
-from trak_lite.modelout_functions import (
-    ActivationModelOutput,
-    CausalLanguageModelingModelOutput,
-    ModelCall,
-    MultiLabelModelOutput,
-    QuestionsModelOutput,
-)
-from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.modelout_functions import ActivationModelOutput, ModelCall, QuestionsModelOutput
 
 N, M, D, C = 10, 6, 4, 3
-EXACT = {"projector": "none", "dtype": "float32", "progress": False, "layout": "joint"}
+EXACT = {"projector": "none", "dtype": "float32", "layout": "joint", "method": GradDot()}
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def classifier() -> nn.Module:
@@ -37,13 +32,33 @@ def data(count: int, seed: int) -> TensorDataset:
     return TensorDataset(randn(count, D, seed=seed), randint(C, (count,), seed + 1))
 
 
+TRAIN, TARGETS = data(N, 1), data(M, 3)
+
+
 def gap(model_call: Any, batch: Any) -> Tensor:
     logits = model_call(batch[0])
     return logits[:, 0] - 2 * logits[:, 1]
 
 
+def third(model_call: Any, batch: Any) -> Tensor:
+    return model_call(batch[0])[:, 2]
+
+
+def neuron() -> ActivationModelOutput:
+    return ActivationModelOutput("1", torch.eye(5)[2])
+
+
 def asking(**questions: Any) -> QuestionsModelOutput:
     return QuestionsModelOutput("image_classification", {"gap": gap, **questions})
+
+
+def featurized(
+    task: Any = "image_classification", path: Any = None, model: nn.Module | None = None, **settings: Any
+) -> Attributor:
+    settings = {"proj_dim": 8, **settings} if "projector" not in settings else settings
+    attributor = Attributor(model or classifier(), task, path, progress=False, **settings)
+    attributor.featurize(TRAIN)
+    return attributor
 
 
 def flat_gradient(value: Tensor, model: nn.Module) -> np.ndarray:
@@ -51,135 +66,101 @@ def flat_gradient(value: Tensor, model: nn.Module) -> np.ndarray:
     return torch.cat([part.flatten() for part in parts]).numpy()
 
 
-def plain_gradients(model: nn.Module) -> tuple[np.ndarray, np.ndarray]:
-    """Minus the loss gradients of the train rows, and the gradients of the question for the targets."""
-    train, targets = data(N, 1), data(M, 3)
-    rows = [-flat_gradient(nn.functional.cross_entropy(model(x[None]), y[None]), model) for x, y in train]
-    asked = [flat_gradient(model(x)[0] - 2 * model(x)[1], model) for x, _ in targets]
-    return np.stack(rows), np.stack(asked)
+def margin(logits: Tensor, y: Tensor) -> Tensor:
+    return logits[y] - torch.cat([logits[:y], logits[y + 1 :]]).logsumexp(0)
 
 
-def test_scores_are_products_of_loss_gradients_and_gradients_of_the_question() -> None:
-    model, task = classifier(), asking()
-    attributor = Attributor(model, task, None, method=GradDot(), **EXACT)
-    attributor.featurize(data(N, 1))
+@pytest.fixture(scope="module")
+def plain() -> dict[str, np.ndarray]:
+    """Minus the loss gradients of the train rows, and gradients of the gap and of the margin for the targets."""
+    model = classifier()
+    loss = nn.functional.cross_entropy
+    return {
+        "rows": np.stack([-flat_gradient(loss(model(x[None]), y[None]), model) for x, y in TRAIN]),
+        "gap": np.stack([flat_gradient(model(x)[0] - 2 * model(x)[1], model) for x, _ in TARGETS]),
+        "margin": np.stack([flat_gradient(margin(model(x), y), model) for x, y in TARGETS]),
+    }
 
-    scores = attributor.score(task.ask("gap", data(M, 3)), name="asked").numpy()
 
-    rows, asked = plain_gradients(model)
-    np.testing.assert_allclose(scores, rows @ asked.T, rtol=1e-4, atol=1e-5)
+def test_a_question_or_a_task_of_targets_gives_products_with_its_gradients(plain: Any) -> None:
+    products, attributor = plain["rows"] @ plain["gap"].T, featurized(asking(), **EXACT)
+    asked = attributor.score(asking().ask("gap", TARGETS), name="asked")
+
+    attributor = featurized(**EXACT)
+    given = attributor.score(Rows(TARGETS, batch_size=4), name="gap", task=gap)
+    streamed = attributor.stream_scores(TRAIN, TARGETS, method=GradDot(), task=gap)
+
+    for scores in (asked, given, streamed):
+        np.testing.assert_allclose(scores.numpy(), products, **CLOSE)
+    mean = attributor.score(TARGETS, name="gap", task=gap, method=Mean(GradDot(), GradDot())).numpy()
+    standard = (products - products.mean(0)) / products.std(0)
+    np.testing.assert_allclose(mean, standard, rtol=1e-3, atol=1e-4)
+    margins = attributor.score(TARGETS, name="plain").numpy()
+    np.testing.assert_allclose(margins, plain["rows"] @ plain["margin"].T, **CLOSE)
 
 
-def test_a_group_is_one_target_for_every_method() -> None:
+def test_a_group_is_one_target_for_every_method(plain: Any) -> None:
     """A sum of targets for inner products, the cosine of the summed gradient for cosines."""
-    model, task, groups = classifier(), asking(), ["b", "a", "b", "b", "c", "a"]
-    attributor = Attributor(model, task, None, method=GradDot(), **EXACT)
-    attributor.featurize(data(N, 1))
-    rows, asked = plain_gradients(model)
-    members = np.array([[0, 2, 3], [1, 5, 1], [4, 4, 4]])
-    means = np.stack([asked[sorted(set(some))].mean(0) for some in members.tolist()])
+    task, groups = asking(), ["b", "a", "b", "b", "c", "a"]
+    attributor, rows = featurized(task, **EXACT), plain["rows"]
+    means = np.stack([plain["gap"][members].mean(0) for members in ([0, 2, 3], [1, 5], [4])])
 
-    grouped = task.ask("gap", Rows(data(M, 3), batch_size=2), groups=groups)
+    grouped = task.ask("gap", Rows(TARGETS, batch_size=2), groups=groups)
     product = attributor.score(grouped, name="grouped").numpy()
     cosine = attributor.score(grouped, name="grouped", method=GradCos(layout="joint")).numpy()
-    summed = attributor.score(
-        task.ask("gap", data(M, 3), groups=groups, reduction="sum"), name="summed"
-    ).numpy()
-    alone = attributor.score(task.ask("gap", data(M, 3)), name="alone")
+    sums = task.ask("gap", TARGETS, groups=groups, reduction="sum")
+    whole = task.ask("", TARGETS, groups=[0] * M, reduction="sum")
 
-    np.testing.assert_allclose(product, rows @ means.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(product, rows @ means.T, **CLOSE)
     unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (rows, means)]
-    np.testing.assert_allclose(cosine, unit[0] @ unit[1].T, rtol=1e-4, atol=1e-5)
-    by_label = alone.group(targets=groups)
-    order = [list(by_label.target_groups).index(label) for label in ("b", "a", "c")]
-    np.testing.assert_allclose(summed, by_label.sums[:, order], rtol=1e-4, atol=1e-5)
-
-
-def test_groups_of_the_task_itself_are_its_own_targets() -> None:
-    model, task = classifier(), asking()
-    attributor = Attributor(model, task, None, proj_dim=16, progress=False)
-    attributor.featurize(data(N, 1))
-
-    grouped = attributor.score(task.ask("", data(M, 3), groups=[0] * M, reduction="sum"), name="all").numpy()
-
-    alone = attributor.score(data(M, 3), name="alone").numpy()
-    np.testing.assert_allclose(grouped[:, 0], alone.sum(1), rtol=2e-2, atol=2e-3 * float(abs(alone).max()))
+    np.testing.assert_allclose(cosine, unit[0] @ unit[1].T, **CLOSE)
+    summed = attributor.score(sums, name="summed").numpy()
+    np.testing.assert_allclose(summed, rows @ means.T * [3, 2, 1], **CLOSE)
+    own = attributor.score(whole, name="own").numpy()
+    np.testing.assert_allclose(own[:, 0], rows @ plain["margin"].sum(0), **CLOSE)
 
 
 def test_questions_use_the_stored_rows_of_the_task(tmp_path: Any) -> None:
-    model, path = classifier(), tmp_path / "rows.zarr"
-    Attributor(model, "image_classification", path, proj_dim=8, progress=False).featurize(data(N, 1))
-    task = asking(neuron=ActivationModelOutput("1", torch.eye(5)[2]))
+    model, path, task = classifier(), tmp_path / "rows.zarr", asking(neuron=neuron())
+    before = featurized(path=path, model=model).score(TARGETS, name="plain").numpy()
     attributor = Attributor(model, task, path, proj_dim=8, progress=False)
 
-    assert attributor.featurize(data(N, 1)).rows_written == 0
-    first = attributor.score(task.ask("gap", data(M, 3)), name="gap").numpy()
-    other = attributor.score(task.ask("neuron", data(M, 3)), name="neuron").numpy()
+    assert attributor.featurize(TRAIN).rows_written == 0
+    first = attributor.score(task.ask("gap", TARGETS), name="gap").numpy()
+    other = attributor.score(task.ask("neuron", TARGETS), name="neuron").numpy()
 
     assert not np.allclose(first, other)
     again = Attributor.open(path, model, task)
-    assert again.score(task.ask("gap", data(M, 3)), name="gap").numpy().tobytes() == first.tobytes()
-    with pytest.raises(ManifestMismatchError):
-        again.score(task.ask("neuron", data(M, 3)), name="gap")
-    with pytest.raises(ManifestMismatchError):
-        again.score(task.ask("gap", data(M, 3), groups=[0] * M), name="gap")
-    assert describe_task(task) == describe_task(task.task)
-
-
-def other_gap(model_call: Any, batch: Any) -> Tensor:
-    return model_call(batch[0])[:, 2]
-
-
-def test_a_task_of_targets_is_one_argument_of_score() -> None:
-    model = classifier()
-    attributor = Attributor(model, "image_classification", None, method=GradDot(), **EXACT)
-    attributor.featurize(data(N, 1))
-    rows, asked = plain_gradients(model)
-
-    scores = attributor.score(Rows(data(M, 3), batch_size=4), name="gap", task=gap)
-    streamed = attributor.stream_scores(data(N, 1), data(M, 3), method=GradDot(), task=gap)
-
-    np.testing.assert_allclose(scores.numpy(), rows @ asked.T, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(streamed.numpy(), rows @ asked.T, rtol=1e-4, atol=1e-5)
-    products = rows @ asked.T
-    mean = attributor.score(data(M, 3), name="gap", task=gap, method=Mean(GradDot(), GradDot()))
-    standard = (products - products.mean(0)) / products.std(0)
-    np.testing.assert_allclose(mean.numpy(), standard, rtol=1e-3, atol=1e-4)
-    plain = attributor.score(data(M, 3), name="plain").numpy()
-    margins = np.stack([flat_gradient(margin(model, x, y), model) for x, y in data(M, 3)])
-    np.testing.assert_allclose(plain, rows @ margins.T, rtol=1e-4, atol=1e-5)
-
-
-def margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    logits = model(x)
-    return logits[y] - torch.cat([logits[:y], logits[y + 1 :]]).logsumexp(0)
+    assert again.score(task.ask("gap", TARGETS), name="gap").numpy().tobytes() == first.tobytes()
+    for asked in (task.ask("neuron", TARGETS), task.ask("gap", TARGETS, groups=[0] * M)):
+        with pytest.raises(ManifestMismatchError):
+            again.score(asked, name="gap")
+    without = Attributor.open(path, model)
+    assert without.task.name == "image_classification"
+    assert without.score(TARGETS, name="plain").numpy().tobytes() == before.tobytes()
 
 
 def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
     model, path = classifier(), tmp_path / "rows.zarr"
-    attributor = Attributor(model, "image_classification", path, proj_dim=8, progress=False)
-    attributor.featurize(data(N, 1))
-    asked = attributor.score(data(M, 3), name="gap", task=gap)
+    asked = featurized(path=path, model=model).score(TARGETS, name="gap", task=gap)
     first = asked.numpy().tobytes()
 
     opened = Attributor.open(path, model)
-    assert opened.score(data(M, 3), name="gap", task=gap).numpy().tobytes() == first
+    assert opened.score(TARGETS, name="gap", task=gap).numpy().tobytes() == first
     assert opened.scores("gap").numpy().tobytes() == first
     assert opened.scores("gap").settings["task"] == "callable"
-    assert "task" not in opened.score(data(M, 3), name="plain").settings
-    for task in (None, other_gap, ActivationModelOutput("1", torch.eye(5)[2])):
-        with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
-            opened.score(data(M, 3), name="gap", task=task)
-        with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
-            opened.score(data(M, 3), name="gap", task=task, dense=False)
-    with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
-        opened.score(data(M, 3), name="plain", task=gap)
+    assert "task" not in opened.score(TARGETS, name="plain").settings
     for dense in (True, False):
+        for task in (None, third, neuron()):
+            with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
+                opened.score(TARGETS, name="gap", task=task, dense=dense)
         with pytest.raises(ManifestMismatchError, match="Pass the task that these targets were scored with"):
-            opened.scores("gap", task=other_gap, dense=dense)
+            opened.scores("gap", task=third, dense=dense)
         assert opened.scores("gap", task=gap, dense=dense).task.evaluate is not None
         with pytest.raises(StateError, match=r"scored with task='callable'"):
             _ = opened.scores("gap", dense=dense).task
+    with pytest.raises(ManifestMismatchError, match=r"targets\.task"):
+        opened.score(TARGETS, name="plain", task=gap)
     assert asked.task.function is gap  # type: ignore[attr-defined]
 
 
@@ -187,9 +168,8 @@ def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
 def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(
     targets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attributor = Attributor(classifier(), "image_classification", None, proj_dim=8, progress=False)
-    attributor.featurize(data(N, 1))
-    attributor.score(data(M, 3))
+    attributor = featurized()
+    attributor.score(TARGETS)
     monkeypatch.setattr("trak_lite.scoring.source.ScoreSource.target_identity", targets)
 
     shown = attributor.scores(dense=False).settings
@@ -198,30 +178,25 @@ def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(
 
 
 def test_the_task_of_the_train_rows_is_no_other_task() -> None:
-    attributor = Attributor(classifier(), "image_classification", None, proj_dim=8, progress=False)
-    attributor.featurize(data(N, 1))
-    plain = attributor.score(data(M, 3), name="t").numpy()
+    attributor, task = featurized(), asking()
+    own = attributor.score(TARGETS, name="t").numpy()
 
-    assert (
-        attributor.score(data(M, 3), name="t", task="image_classification").numpy().tobytes()
-        == plain.tobytes()
-    )
-    task = asking()
-    grouped = attributor.score(task.ask("gap", data(M, 3), groups=[0] * M), name="g", task=task)
-    single = attributor.score(data(M, 3), name="s", task=gap)
+    given = attributor.score(TARGETS, name="t", task="image_classification").numpy()
+    grouped = attributor.score(task.ask("gap", TARGETS, groups=[0] * M), name="g", task=task).numpy()
+    single = attributor.score(TARGETS, name="s", task=gap).numpy()
+
+    assert given.tobytes() == own.tobytes()
     assert grouped.shape == (N, 1)
-    scale = float(abs(single.numpy()).max())
-    np.testing.assert_allclose(grouped.numpy()[:, 0], single.numpy().mean(1), rtol=2e-2, atol=2e-3 * scale)
+    np.testing.assert_allclose(grouped[:, 0], single.mean(1), rtol=2e-2, atol=2e-3 * abs(single).max())
     with pytest.raises(InvalidInputError, match="adds questions to another task"):
-        attributor.score(data(M, 3), task=QuestionsModelOutput("regression", {"gap": gap}))
+        attributor.score(TARGETS, task=QuestionsModelOutput("regression", {"gap": gap}))
     with pytest.raises(UnknownTaskError):
-        attributor.score(data(M, 3), task="image_clasification")
+        attributor.score(TARGETS, task="image_clasification")
 
 
 def test_verify_compares_with_the_output_that_was_asked() -> None:
-    train, targets = data(30, 1), data(M, 3)
-    model = nn.Linear(D, C).double()
-    attributor = Attributor(model, "image_classification", None, projector="none", progress=False)
+    train = data(30, 1)
+    attributor = Attributor(nn.Linear(D, C).double(), "image_classification", None, projector="none")
     attributor.featurize(train)
 
     def train_fn(rows: np.ndarray, seed: int) -> nn.Module:
@@ -233,111 +208,64 @@ def test_verify_compares_with_the_output_that_was_asked() -> None:
                 made.weight[train.tensors[1][row]] += train.tensors[0][row]
         return made
 
-    scores = attributor.score(targets, task=gap)
-    verdict = verify(scores, train_fn, targets, budget=6)
+    verdict = verify(attributor.score(TARGETS, task=gap), train_fn, TARGETS, budget=6)
 
-    assert verdict.num_subsets == 6
     found = attributor.scores(task=gap).predictions
-    assert found is not None
-    masks = subset_masks(30, 6)
-    models = [train_fn(np.flatnonzero(mask), 0) for mask in masks]
-    outputs = np.array([[gap(m, (x[None],)).item() for x, _ in targets] for m in models])
+    assert (verdict.num_subsets, found is None) == (6, False)
+    models = [train_fn(np.flatnonzero(mask), 0) for mask in subset_masks(30, 6)]
+    outputs = np.array([gap(made, TARGETS.tensors).tolist() for made in models])
     np.testing.assert_allclose(found.retrained, outputs, rtol=1e-5)
     with pytest.raises(ManifestMismatchError, match="task"):
-        verify(attributor.scores(), train_fn, targets, budget=6)
+        verify(attributor.scores(), train_fn, TARGETS, budget=6)
 
 
-def test_a_store_of_a_task_with_questions_opens_without_them(tmp_path: Any) -> None:
-    model, path, task = classifier(), tmp_path / "rows.zarr", asking()
-    attributor = Attributor(model, task, path, proj_dim=8, progress=False)
-    attributor.featurize(data(N, 1))
-    expected = attributor.score(data(M, 3), name="plain").numpy()
-
-    opened = Attributor.open(path, model)
-
-    assert opened.task.name == "image_classification"
-    assert opened.score(data(M, 3), name="plain").numpy().tobytes() == expected.tobytes()
-
-
-def test_names_of_rows_do_not_hide_another_question(tmp_path: Any) -> None:
-    model = classifier()
-    task = asking(neuron=ActivationModelOutput("1", torch.eye(5)[2]))
-    attributor = Attributor(model, task, None, proj_dim=8, progress=False)
-    attributor.featurize(data(N, 1))
-    named = Rows(data(M, 3), name="targets of today", indices=[2, 0, 1], batch_size=2)
+def test_names_of_rows_do_not_hide_another_question() -> None:
+    task = asking(neuron=neuron())
+    attributor = featurized(task)
+    named = Rows(TARGETS, name="targets of today", indices=[2, 0, 1], batch_size=2)
     found = attributor.score(task.ask("gap", named), name="t").numpy()
 
-    plain = attributor.score(task.ask("gap", data(M, 3)), name="plain").numpy()
-    np.testing.assert_allclose(found, plain[:, [2, 0, 1]], rtol=1e-3, atol=1e-5)
+    whole = attributor.score(task.ask("gap", TARGETS), name="whole").numpy()
+    np.testing.assert_allclose(found, whole[:, [2, 0, 1]], rtol=1e-3, atol=1e-5)
     with pytest.raises(ManifestMismatchError):
         attributor.score(task.ask("neuron", named), name="t")
-
-
-class Lists(torch.utils.data.Dataset):
-    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        return self.rows[row]
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pad ids by 0 and labels by -100."""
     fill = {"labels": -100, "chosen_labels": -100, "rejected_labels": -100}
+    pad = nn.utils.rnn.pad_sequence
     return {
-        name: nn.utils.rnn.pad_sequence(
-            [row[name] for row in rows], batch_first=True, padding_value=fill.get(name, 0)
-        )
+        name: pad([row[name] for row in rows], batch_first=True, padding_value=fill.get(name, 0))
         for name in rows[0]
     }
 
 
+def labelled(side: str, length: int, seed: int) -> dict[str, Tensor]:
+    ids = randint(V, (length,), seed)
+    return {f"{side}input_ids": ids, f"{side}labels": ids}
+
+
 def test_a_language_model_is_asked_which_answer_it_prefers() -> None:
     """Train rows are texts, targets are pairs of answers of other lengths; both are padded in their batches."""
-    model = prepared(LanguageModel())
-    texts = [{"input_ids": (ids := randint(V, (4 + i % 3,), 50 + i)), "labels": ids} for i in range(N)]
-    pairs = [
-        {
-            "chosen_input_ids": (chosen := randint(V, (3 + i % 2,), 70 + i)),
-            "chosen_labels": chosen,
-            "rejected_input_ids": (rejected := randint(V, (5,), 90 + i)),
-            "rejected_labels": rejected,
-        }
-        for i in range(4)
-    ]
+    model = prepared(cases.LanguageModel())
+    texts = [labelled("", 4 + i % 3, 50 + i) for i in range(N)]
+    pairs = [{**labelled("chosen_", 3 + i % 2, 70 + i), **labelled("rejected_", 5, 90 + i)} for i in range(4)]
     task = QuestionsModelOutput("causal_language_modeling", {"answers": "answer_difference"})
-    attributor = Attributor(model, task, None, method=GradDot(), collate=padded, batch_size=4, **EXACT)
-    attributor.featurize(Lists(texts))
+    attributor = Attributor(model, task, None, collate=padded, batch_size=4, progress=False, **EXACT)
+    attributor.featurize(texts)
 
-    loader = DataLoader(Lists(pairs), batch_size=3, collate_fn=padded)
+    loader = DataLoader(pairs, batch_size=3, collate_fn=padded)
     scores = attributor.score(task.ask("answers", loader), name="answers").numpy()
 
-    def log_p(ids: Tensor) -> Tensor:
-        logits = model(ids[None])["logits"][0, :-1]
-        return -nn.functional.cross_entropy(logits, ids[1:], reduction="sum")
+    def gradient(row: dict[str, Tensor], side: str) -> np.ndarray:
+        logits = model(row[f"{side}input_ids"][None])["logits"][0, :-1]
+        loss = nn.functional.cross_entropy(logits, row[f"{side}labels"][1:], reduction="sum")
+        return -flat_gradient(loss, model)
 
-    rows = np.stack([flat_gradient(log_p(text["input_ids"]), model) for text in texts])
-    asked = np.stack(
-        [
-            flat_gradient(log_p(pair["chosen_input_ids"]) - log_p(pair["rejected_input_ids"]), model)
-            for pair in pairs
-        ]
-    )
+    rows = np.stack([gradient(text, "") for text in texts])
+    asked = np.stack([gradient(pair, "chosen_") - gradient(pair, "rejected_") for pair in pairs])
     np.testing.assert_allclose(scores, rows @ asked.T, rtol=1e-4, atol=1e-4)
-
-
-class Tower(nn.Module):
-    """States of tokens, after a layer that returns a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block, self.head = nn.Embedding(V, 4), Pair(), nn.Linear(5, V)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.head(self.block(self.embed(input_ids))[0])
 
 
 class Pair(nn.Module):
@@ -349,11 +277,20 @@ class Pair(nn.Module):
         return torch.tanh(self.layer(states)), None
 
 
-COMPUTERS = {"hook": HookGradientComputer, "functional": FunctionalGradientComputer}
+class Tower(nn.Module):
+    """States of tokens, after a layer that returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(V, 4), Pair(), nn.Linear(5, V)
+        self.unused = nn.Identity()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.block(self.embed(input_ids))[0])
 
 
 @pytest.mark.parametrize("position", ["mean", "sum", "first", "last", 1, -2])
-@pytest.mark.parametrize("computer", COMPUTERS.values(), ids=COMPUTERS)
+@pytest.mark.parametrize("computer", [HookGradientComputer, FunctionalGradientComputer])
 def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(
     position: Any, computer: Any
 ) -> None:
@@ -369,60 +306,30 @@ def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(
 
     for i in range(B):
         along = torch.tanh(model.block.layer(model.embed(ids[i]))) @ direction
-        kept = [t for t in range(T) if mask[i, t]]
-        expected = {
-            "mean": along[kept].mean(),
-            "sum": along[kept].sum(),
-            "first": along[kept[0]],
-            "last": along[kept[-1]],
-            1: along[1],
-            -2: along[-2],
-        }[position]
+        kept = along[mask[i] == 1]
+        named = {"mean": kept.mean(), "sum": kept.sum(), "first": kept[0], "last": kept[-1]}
+        expected = named[position] if isinstance(position, str) else along[position]
         torch.testing.assert_close(output[i], expected)
-        plain = flat_gradient(expected, model)
         ours = [
             found[name][i].flatten() if name in found else torch.zeros(p.numel(), dtype=torch.float64)
             for name, p in model.named_parameters()
         ]
+        plain = flat_gradient(expected, model)
         np.testing.assert_allclose(torch.cat(ours).numpy(), plain, rtol=1e-9, atol=1e-12)
-    assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_channels_of_convolutions_are_axis_one() -> None:
+def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as_they_are() -> None:
     model = prepared(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)))
     images, direction = randn(B, 1, 4, 4, seed=62), randn(3, seed=63)
-
     task = ActivationModelOutput("1", direction, channels_first=True)
-    found = task.evaluate(ModelCall(model), (images, torch.zeros(B))).output
-    alone = task.evaluate(ModelCall(model), images).output
 
-    maps = torch.tanh(model[0](images))
-    expected = torch.stack([(m * direction[:, None, None]).sum(0).mean() for m in maps])
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(alone, expected)
+    expected = torch.einsum("bchw,c->bhw", torch.tanh(model[0](images)), direction).mean((1, 2))
 
-
-def test_a_state_of_a_sample_is_used_as_it_is() -> None:
+    for batch in ((images, torch.zeros(B)), images):
+        torch.testing.assert_close(task.evaluate(ModelCall(model), batch).output, expected)
     model, x = classifier(), randn(B, D, seed=64)
-
     found = ActivationModelOutput("0", torch.eye(5)[1].float()).evaluate(ModelCall(model), (x, x)).output
-
     torch.testing.assert_close(found, model[0](x)[:, 1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"direction": torch.ones(2, 2)}, "no vector of finite numbers"),
-        ({"direction": torch.tensor([1.0, torch.nan])}, "no vector of finite numbers"),
-        ({"direction": torch.ones(5, dtype=torch.long)}, "has dtype torch.int64"),
-        ({"position": "middle"}, "position must be one of"),
-        ({"position": True}, "position must be one of"),
-    ],
-)
-def test_settings_of_activations_are_checked(options: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        ActivationModelOutput("0", **{"direction": torch.ones(5), **options})
 
 
 @pytest.mark.parametrize(
@@ -437,57 +344,52 @@ def test_settings_of_activations_are_checked(options: Any, message: str) -> None
 def test_activations_that_do_not_exist_are_refused(
     module: str, size: int, position: Any, message: str
 ) -> None:
-    model = prepared(Tower())
-    model.unused = nn.Identity()
+    model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
 
     with pytest.raises(InvalidInputError, match=message):
-        ActivationModelOutput(module, torch.ones(size), position=position).evaluate(
-            ModelCall(model), {"input_ids": randint(V, (B, T), 1)}
-        )
+        ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
+
     assert not any(part._forward_hooks for part in model.modules())
 
 
-def test_a_direction_is_part_of_the_description_and_cannot_change() -> None:
+def test_a_direction_is_part_of_the_identity_and_cannot_change() -> None:
     direction = torch.ones(3)
     task = ActivationModelOutput("0", direction)
-    before = describe_task(task)
+    before = identity_of(task)
     direction[0] = 2.0
 
-    assert describe_task(task) == before
-    assert describe_task(ActivationModelOutput("0", direction)) != before
-    assert describe_task(ActivationModelOutput("0", torch.ones(3), position="last")) != before
+    assert identity_of(task) == before
+    others = [
+        ActivationModelOutput("0", direction),
+        ActivationModelOutput("0", torch.ones(3), position="last"),
+    ]
+    assert all(identity_of(other) != before for other in others)
 
 
 def test_the_rest_is_that_of_the_task() -> None:
-    multilabel = QuestionsModelOutput(MultiLabelModelOutput(), {"gap": gap})
-    text = QuestionsModelOutput(CausalLanguageModelingModelOutput(), {"gap": gap})
-    clip = QuestionsModelOutput("clip", {"gap": gap})
+    multilabel, text, clip = (
+        QuestionsModelOutput(name, {"gap": gap})
+        for name in ("multilabel_classification", "causal_language_modeling", "clip")
+    )
 
-    assert multilabel.has_curvature
-    assert not text.has_curvature
+    assert (multilabel.has_curvature, text.has_curvature) == (True, False)
     assert multilabel.log_likelihood().settings() == {"output": "log_prob"}
-    assert text.can_sample
-    assert not clip.can_sample
-    assert clip.state_digest() is None
-    attributor = Attributor(prepared(LanguageModel()), text, None, proj_dim=8, progress=False)
+    assert (text.can_sample, clip.can_sample, clip.state_digest()) == (True, False, None)
+    attributor = Attributor(prepared(cases.LanguageModel()), text, None, proj_dim=8, progress=False)
     assert attributor.method.name == "Fisher"
 
 
 def test_questions_that_do_not_fit_are_refused() -> None:
-    task = asking()
+    task, attributor = asking(), featurized(asking())
+    other = QuestionsModelOutput("image_classification", {"gap": third})
 
-    with pytest.raises(InvalidInputError, match="questions is empty"):
-        QuestionsModelOutput("image_classification", {})
     with pytest.raises(UnknownTaskError, match="Did you mean 'answer_difference'"):
         asking(answers="answer_diference")
     with pytest.raises(InvalidInputError, match=r"Unknown questions: .*'gab'"):
-        task.ask("gab", data(M, 3))
+        task.ask("gab", TARGETS)
     with pytest.raises(InvalidInputError, match="2 labels of groups for 6 samples"):
-        task.ask("gap", data(M, 3), groups=[0, 1])
+        task.ask("gap", TARGETS, groups=[0, 1])
     with pytest.raises(InvalidInputError, match="reduction must be one of"):
-        task.ask("gap", data(M, 3), reduction="max")
-    other = QuestionsModelOutput("image_classification", {"gap": lambda call, batch: call(batch[0])[:, 0]})
-    attributor = Attributor(classifier(), task, None, proj_dim=8, progress=False)
-    attributor.featurize(data(N, 1))
+        task.ask("gap", TARGETS, reduction="max")
     with pytest.raises(InvalidInputError, match="the question 'gap' of this task"):
-        attributor.score(other.ask("gap", data(M, 3)), name="other")
+        attributor.score(other.ask("gap", TARGETS), name="other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import traceback
 import warnings
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import Dataset, TensorDataset
-from versioned import Versioned
+from versioned import Old, Versioned
 
 from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
 from trak_lite.errors import TrakLiteError
@@ -30,12 +31,11 @@ from trak_lite.gradient_computers import (
     register_gradient_rule,
 )
 from trak_lite.modelout_functions import ImageClassificationModelOutput
-from trak_lite.models.borrowing import borrow_model
-from trak_lite.models.checkpoints import iterate_checkpoints, load_into, weights_digest
-from trak_lite.store import ZarrFeatureStore, _grid
+from trak_lite.models.borrowing import borrow_model  # no public call moves a model on a machine of one device
+from trak_lite.store import ZarrFeatureStore
 
-N, R, BATCH = 75, 32, 8
-"""Rows, and rows of a commit here, so that ranks have something to share, and unevenly."""
+N, BATCH = 600, 64
+"""Rows of more than two commits of 256, so that ranks have something to share, and unevenly."""
 
 
 class Divided(nn.Module):
@@ -197,7 +197,6 @@ def answer(
     """Run a job as one rank; answer with the rank and what the job returned, or its error."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    _grid._FEWEST_ROWS_PER_COMMIT = R
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nothing is killed here
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     try:
@@ -279,19 +278,16 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 def train_after(use: Callable[[nn.Module], None]) -> list[bool]:
-    """Return whether a use of a model leaves the next training step's bits, the flags and the hooks as they are."""
+    """Return whether a use of a model leaves the next training step's bits and the flags as they are."""
     plain, used = shard(mlp()), shard(mlp())
     plain(data("mlp").tensors[0])  # leaves the outermost parameters gathered, as a use may find them
     used(data("mlp").tensors[0])
     use(used)
-    flags = [(p.requires_grad, type(p)) for p in used.parameters()]
-    same_flags = flags == [(p.requires_grad, type(p)) for p in shard(mlp()).parameters()] and used.training
+    flags, expected = (
+        [(p.requires_grad, type(p)) for p in model.parameters()] for model in (used, shard(mlp()))
+    )
     same = all(torch.equal(a, b) for a, b in zip(trained(plain), trained(used), strict=True))
-    return [same, same_flags, _num_hooks(used) == _num_hooks(plain)]
-
-
-def _num_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return [same, flags == expected and used.training]
 
 
 def run_with_other_weights(model: nn.Module) -> None:
@@ -299,10 +295,17 @@ def run_with_other_weights(model: nn.Module) -> None:
     run(model, "mlp", None, [state], grad_wrt=["3.weight", "0.bias"])
 
 
+class Broken(HookGradientComputer):
+    """Fails in the middle of a backward pass."""
+
+    def stream_gradients(self, batch: Any, consume: Any) -> Any:
+        return super().stream_gradients(batch, _fail)
+
+
 def fail_halfway(model: nn.Module) -> None:
-    computer = HookGradientComputer(model, ImageClassificationModelOutput())
-    with contextlib.suppress(KeyError), borrow_model(model, torch.device("cpu")):
-        computer.stream_gradients(data("mlp").tensors, _fail)
+    with contextlib.suppress(KeyError, TrakLiteError):
+        run(model, "mlp", None, gradient_computer=Broken)
+        raise AssertionError("nothing failed")
 
 
 def _fail(block: Any) -> None:
@@ -370,41 +373,33 @@ def _explained(model: nn.Module) -> Any:
     )
 
 
-def own_checkpoint() -> bool:
-    """Return whether a sharded state dict of the model itself, and one of other shards, can be loaded."""
+def checkpoints_found() -> tuple[int, int]:
+    """Return of how many checkpoints rows were written, and found; weights are whole, sharded, and of other shards."""
     model, other = shard(mlp()), mlp()
     with torch.no_grad():
         for p in other.parameters():
             p += 1
-    states = [shard(other).state_dict()]
-    states.append({name: p.redistribute(placements=[Replicate()]) for name, p in states[0].items()})
-    found = []
-    for state in states:
-        load_into(model, next(iterate_checkpoints(mlp().state_dict())))
-        load_into(model, next(iterate_checkpoints(state)))
-        found.append(weights_digest(model) == weights_digest(other))
-    return all(found)
+    states = [{name: p.clone() for name, p in other.state_dict().items()}, shard(other).state_dict()]
+    states.append({name: p.redistribute(placements=[Replicate()]) for name, p in states[1].items()})
+    return _found(model, [None, *states])
 
 
-def versioned_checkpoint() -> bool:
-    """Return whether a module that is sharded sees the version of whole and of sharded weights, or its own."""
+def versions_found() -> tuple[int, int]:
+    """The same for whole and sharded weights of a module with a version, the present one, none and an old one."""
     torch.manual_seed(0)
-    model, other = nn.Sequential(Versioned(4, 4)), nn.Sequential(Versioned(4, 4))
-    expected = weights_digest(other)
-    old = other.state_dict()
-    old["0.weight"] = -old["0.weight"]
-    old._metadata["0"] = {"version": 1}  # type: ignore[attr-defined]
-    states = [other.state_dict(), dict(other.state_dict()), old]
+    model, other = (nn.Sequential(Versioned(4, 3)) for _ in range(2))
+    before = nn.Sequential(Old(4, 3))
+    before.load_state_dict({"0.weight": -other[0].weight, "0.bias": other[0].bias})
+    states = [other.state_dict(), dict(other.state_dict()), before.state_dict()]
+    states = copy.deepcopy(states)
     fully_shard(other)
-    states.append(other.state_dict())
     fully_shard(model)
-    found = []
-    for state in states:
-        load_into(model, next(iterate_checkpoints(state)))
-        found.append(weights_digest(model) == expected)
-        with torch.no_grad():
-            model[0].weight.zero_()
-    return all(found)
+    return _found(model, [*states, other.state_dict()])
+
+
+def _found(model: nn.Module, checkpoints: list[Any]) -> tuple[int, int]:
+    summary = attributor(model, None).featurize(data("mlp", 8), checkpoints)
+    return summary.rows_written // 8, summary.rows_found // 8
 
 
 def refused() -> dict[str, str]:
@@ -431,7 +426,7 @@ def refused() -> dict[str, str]:
         "chunks": lambda: stream(sharded, chunk_size=2),
         "TRAKer": lambda: TRAKer(sharded, "image_classification", 4),
         "verify": lambda: _verify(sharded),
-        "device": lambda: _moved(sharded),
+        "device": lambda: borrow_model(sharded, torch.device("meta")).__enter__(),
         "curvature": lambda: _fit(sharded),
         "FSDP1": lambda: attributor(
             FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")), None
@@ -484,11 +479,6 @@ def _message(case: Callable[[], Any]) -> str:
     return "no error"
 
 
-def _moved(model: nn.Module) -> None:
-    with borrow_model(model, torch.device("meta")):
-        raise AssertionError
-
-
 def _fit(model: nn.Module) -> None:
     made = attributor(model, None)
     made.featurize(data("mlp", 8))
@@ -530,7 +520,7 @@ def looked_at() -> dict[str, Any]:
         "training": {use.__name__: train_after(use) for use in uses},
         "gathered": gathered_at_once(),
         "coverage": coverage(),
-        "own checkpoint": own_checkpoint(),
-        "versioned checkpoint": versioned_checkpoint(),
+        "checkpoints": checkpoints_found(),
+        "versions": versions_found(),
         "refused": refused(),
     }

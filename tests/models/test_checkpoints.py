@@ -1,134 +1,143 @@
-"""Checkpoints: every source, natural order, prefixes, and refusals that leave the model as it was."""
+"""Checkpoints: every source, natural order, prefixes, versions, and refusals that leave the model as it was."""
 
 from __future__ import annotations
 
 import collections
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
+from tiny_runs import labelled
 from torch import Tensor, nn
+from versioned import Old, Versioned
 
+from trak_lite import Attributor, TRAKer, verify
 from trak_lite.errors import CheckpointError
-from trak_lite.models.borrowing import borrow_model
-from trak_lite.models.checkpoints import Checkpoint, iterate_checkpoints, load_into, weights_digest
-
-pytestmark = pytest.mark.quick
 
 
 def filled(value: float) -> dict[str, Tensor]:
     return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}
 
 
-def values_of(source: object, **kwargs: object) -> list[float]:
-    """The weight's value after loading each checkpoint of a source in turn."""
-    model = nn.Linear(3, 2)
-    found = []
-    for checkpoint in iterate_checkpoints(source, **kwargs):
-        load_into(model, checkpoint)
-        found.append(model.weight[0, 0].item())
-    return found
+def flat(model: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def test_a_folder_is_read_in_natural_order(tmp_path: Path) -> None:
-    for epoch in (10, 2, 1):
-        save_file(filled(float(epoch)), tmp_path / f"epoch-{epoch}.safetensors")
+@pytest.fixture
+def values(load: Any) -> Callable[..., list[float]]:
+    """Return what gives the weight's value of each checkpoint of a source."""
+    return lambda source, loader=None: [float(row[0]) for row in load(nn.Linear(3, 2), source, loader)[1]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["epoch-{}.safetensors", "checkpoint-{}/model.safetensors"])
+def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(
+    tmp_path: Path, load: Any, name: str
+) -> None:
+    for step in (1000, 2, 500):
+        file = tmp_path / name.format(step)
+        file.parent.mkdir(exist_ok=True)
+        save_file(filled(float(step)), file)
     (tmp_path / "notes.txt").write_text("not a checkpoint")
 
-    assert values_of(tmp_path) == [1.0, 2.0, 10.0]
-    assert [c.name for c in iterate_checkpoints(str(tmp_path))] == ["epoch-1", "epoch-2", "epoch-10"]
-
-
-def test_folders_as_hugging_face_saves_them_are_checkpoints(tmp_path: Path) -> None:
-    for step in (500, 1000):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        save_file(filled(float(step)), tmp_path / f"checkpoint-{step}" / "model.safetensors")
-
-    assert values_of(tmp_path) == [500.0, 1000.0]
-    assert [c.name for c in iterate_checkpoints(tmp_path)] == ["checkpoint-500", "checkpoint-1000"]
+    for source in (tmp_path, str(tmp_path)):
+        summary, rows = load(nn.Linear(3, 2), source)
+        assert [float(row[0]) for row in rows] == [2.0, 500.0, 1000.0]
+        assert summary.checkpoints == tuple(f"{name.partition('-')[0]}-{step}" for step in (2, 500, 1000))
 
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "model"])
-def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name(tmp_path: Path, wrapper: str | None) -> None:
-    state = filled(3.0)
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name_and_prefix(
+    tmp_path: Path, wrapper: str | None, prefix: str, values: Any
+) -> None:
+    state = {prefix + name: value for name, value in filled(3.0).items()}
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 4}, tmp_path / "a.pt")
 
-    assert values_of(tmp_path / "a.pt") == [3.0]
+    assert values([tmp_path / "a.pt", state]) == [3.0]
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_prefixes_of_wrapped_models_are_ignored(prefix: str) -> None:
-    assert values_of({prefix + name: value for name, value in filled(2.0).items()}) == [2.0]
+class Wrapper(nn.Module):
+    """Has a child called module, and a weight beside it."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+        self.weight = nn.Parameter(torch.full((2, 3), value))
 
 
-def test_a_wrapped_model_takes_plain_names() -> None:
+def test_a_wrapped_model_takes_plain_names_and_its_own(load: Any) -> None:
     model = nn.Sequential(collections.OrderedDict(module=nn.Linear(3, 2)))
 
-    load_into(model, next(iter(iterate_checkpoints(filled(5.0)))))
+    assert load(model, filled(5.0))[1][0].tolist() == [5.0] * 8
+    assert load(Wrapper(1.0), Wrapper(4.0).state_dict())[1][0][:6].tolist() == [4.0] * 6
 
-    assert model[0].weight[0, 0].item() == 5.0
 
-
-def test_sources_may_be_lists_generators_and_loaders(tmp_path: Path) -> None:
+def test_sources_may_be_lists_generators_and_loaders(tmp_path: Path, values: Any) -> None:
     save_file(filled(7.0), tmp_path / "seven.safetensors")
 
-    assert values_of([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
-    assert values_of(filled(float(n)) for n in range(3)) == [0.0, 1.0, 2.0]
-    assert values_of([4, 5], checkpoint_loader=lambda n: filled(float(n))) == [4.0, 5.0]
+    assert values([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
+    assert values(filled(float(n)) for n in range(3)) == [0.0, 1.0, 2.0]
+    assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
+    own = nn.Linear(3, 2)
+    assert values([own.state_dict(), filled(0.5)]) == [own.weight[0, 0].item(), 0.5]
+    with pytest.raises(CheckpointError, match="gave int, expected a mapping"):
+        values([3], lambda item: item)
 
 
-def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time() -> None:
-    made: list[int] = []
+def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load: Any) -> None:
+    model, events = nn.Linear(3, 2), []
+    model.register_forward_hook(lambda *_: events.append("pass"))
 
-    def states() -> Iterator[dict[str, Tensor]]:
-        for n in range(3):
-            made.append(n)
-            yield filled(float(n))
+    def state(number: int) -> dict[str, Tensor]:
+        events.append(f"made {number}")
+        return filled(float(number))
 
-    source = iterate_checkpoints(states())
-    next(source)
+    load(model, (state(number) for number in range(3)), task=lambda call, batch: call(batch[0]).sum(1))
 
-    assert made == [0]
+    assert list(dict.fromkeys(events)) == ["made 0", "pass", "made 1", "made 2"]
+    assert [event for event in events if event != "pass"] == ["made 0", "made 1", "made 2"]
+    assert all(events[events.index(f"made {number}") + 1] == "pass" for number in range(3))
 
 
-def test_no_source_means_the_model_as_it_is() -> None:
+def test_no_source_means_the_model_as_it_is_also_between_others(load: Any) -> None:
     model = nn.Linear(3, 2)
-    before = model.weight.clone()
+    own = flat(model)
 
-    (checkpoint,) = iterate_checkpoints(None)
-    load_into(model, checkpoint)
-
-    assert torch.equal(model.weight, before)
-
-
-def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    save_model(model, str(tmp_path / "tied.safetensors"))
-    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    other[1].weight = other[0].weight
-
-    load_into(other, next(iter(iterate_checkpoints(tmp_path / "tied.safetensors"))))
-
-    assert torch.equal(other[1].weight, model[0].weight)
+    assert load(model, None)[1][0].tolist() == own
+    assert [row.tolist() for row in load(model, [filled(3.0), None])[1]] == [[3.0] * 8, own]
+    assert flat(model) == own
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_copied() -> None:
-    model = nn.Linear(3, 2)
-    before = model.weight.clone()
-    wrong = {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)}
+def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Path, load: Any) -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
 
-    with pytest.raises(
-        CheckpointError, match=r"missing: \['bias'\]; unexpected: \['extra'\].*\(2, 4\) instead of \(2, 3\)"
-    ):
-        load_into(model, next(iter(iterate_checkpoints(wrong))))
+    saved = tied()
+    save_model(saved, str(tmp_path / "tied.safetensors"))
 
-    assert torch.equal(model.weight, before)
+    assert load(tied(), tmp_path / "tied.safetensors")[1][0].tolist() == flat(saved)
+
+
+def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load: Any) -> None:
+    def state(seed: int = 0, mean: float = 0.0) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        model[1].running_mean += mean
+        return model.state_dict()
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    summary, _ = load(model, [state(), state(1), state(mean=1.0), dict(state())])
+
+    assert (summary.rows_written, summary.rows_found) == (3, 1)
 
 
 class Evil:
@@ -136,89 +145,7 @@ class Evil:
         return (print, ("code from a checkpoint ran",))
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "evil.pt"
-    path.write_bytes(pickle.dumps({"state_dict": Evil()}, protocol=2))
-    torch.save({"state_dict": Evil()}, tmp_path / "evil2.pt")
-
-    for name in ("evil.pt", "evil2.pt"):
-        with pytest.raises(CheckpointError, match=rf"Cannot read the checkpoint .*{name}"):
-            values_of(tmp_path / name)
-
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("name", ["torn.safetensors", "torn.pt"])
-def test_a_torn_file_is_named(tmp_path: Path, name: str) -> None:
-    whole = tmp_path / f"whole.{name.split('.')[1]}"
-    if whole.suffix == ".pt":
-        torch.save(filled(1.0), whole)
-    else:
-        save_file(filled(1.0), whole)
-    (tmp_path / name).write_bytes(whole.read_bytes()[:-40])
-
-    with pytest.raises(CheckpointError, match=f"Cannot read the checkpoint .*{name}"):
-        values_of(tmp_path / name)
-
-
-def test_missing_paths_empty_folders_and_other_things_are_named(tmp_path: Path) -> None:
-    torch.save([1, 2], tmp_path / "list.pt")
-
-    with pytest.raises(CheckpointError, match=r"no checkpoint at .*nowhere"):
-        values_of(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*safetensors"):
-        values_of(tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="holds no state dict: found list"):
-        values_of(tmp_path / "list.pt")
-    with pytest.raises(CheckpointError, match="Cannot take checkpoints from int"):
-        values_of(3)
-    with pytest.raises(CheckpointError, match="gave int, expected a mapping"):
-        values_of([3], checkpoint_loader=lambda item: item)
-
-
-def test_the_digest_tells_weights_dtypes_and_buffers_apart_and_nothing_else() -> None:
-    def model(seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-
-    moved = model()
-    moved[1].running_mean += 1
-
-    assert weights_digest(model()) == weights_digest(model().eval())
-    assert (
-        len({weights_digest(m) for m in (model(), model(1), model().double(), moved, model().bfloat16())})
-        == 5
-    )
-
-
-def test_a_model_with_a_child_called_module_takes_its_own_state_dict() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.module = nn.Linear(3, 2)
-            self.weight = nn.Parameter(torch.full((2, 3), value))
-
-    model = Wrapper(1.0)
-
-    load_into(model, next(iter(iterate_checkpoints(Wrapper(4.0).state_dict()))))
-
-    assert model.weight[0, 0].item() == 4.0
-
-
-def test_an_empty_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "empty.pt").write_bytes(b"")
-
-    with pytest.raises(CheckpointError, match=r"Cannot read the checkpoint .*empty\.pt"):
-        values_of(tmp_path / "empty.pt")
-
-
-def test_values_that_are_no_tensors_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"weight ndarray instead of \(2, 3\)"):
-        values_of({name: value.numpy() for name, value in filled(1.0).items()})
-
-
-def sharded(folder: Path, weight_map: object) -> Path:
+def shards(folder: Path, weight_map: object) -> Path:
     """A folder as Hugging Face saves a large model: an index, and a file for every few weights."""
     folder.mkdir()
     for name, value in filled(6.0).items():
@@ -227,53 +154,79 @@ def sharded(folder: Path, weight_map: object) -> Path:
     return folder
 
 
-def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "checkpoint-7", {"weight": "weight.safetensors", "bias": "bias.safetensors"})
+def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path: Path, load: Any) -> None:
+    folder = shards(tmp_path / "checkpoint-7", {"weight": "weight.safetensors", "bias": "bias.safetensors"})
 
-    (checkpoint,) = iterate_checkpoints(tmp_path)
-
-    assert (checkpoint.name, checkpoint.source) == (
-        "checkpoint-7",
-        str(folder / "model.safetensors.index.json"),
-    )
-    assert values_of(folder) == values_of(checkpoint.source) == [6.0]
+    for source in (tmp_path, folder, folder / "model.safetensors.index.json"):
+        summary, rows = load(nn.Linear(3, 2), source)
+        assert [row.tolist() for row in rows] == [[6.0] * 8]
+        assert summary.checkpoints == ("checkpoint-7" if source.is_dir() else "model.safetensors.index",)
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "match"),
-    [
-        (None, "Cannot read the list of shards"),
-        ({"weight": 3}, "Cannot read the list of shards"),
-        ({}, "lists no files"),
-        ({"weight": "../weight.safetensors"}, "Expected names of files beside it"),
-        ({"weight": "gone.safetensors"}, r"Cannot read the checkpoint .*gone\.safetensors"),
-        ({"weight": "weight.safetensors"}, r"missing: \['bias'\]"),
-    ],
-)
-def test_an_index_that_does_not_list_all_shards_is_refused(
-    tmp_path: Path, weight_map: object, match: str
-) -> None:
-    with pytest.raises(CheckpointError, match=match):
-        values_of(sharded(tmp_path / "a", weight_map))
-
-
-def test_a_trainers_folder_with_final_weights_and_checkpoints_is_ambiguous(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "checkpoint-10", tmp_path / "checkpoint-9"):
-        folder.mkdir(exist_ok=True)
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder of files that are no checkpoints, or not of a linear layer."""
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"state_dict": Evil()}, protocol=2))
+    torch.save({"state_dict": Evil()}, tmp_path / "evil2.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(filled(1.0), tmp_path / "whole.pt")
+    save_file(filled(1.0), tmp_path / "whole.safetensors")
+    for kind in ("pt", "safetensors"):
+        (tmp_path / f"torn.{kind}").write_bytes((tmp_path / f"whole.{kind}").read_bytes()[:-40])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "run", tmp_path / "run/checkpoint-10", tmp_path / "run/checkpoint-9"):
+        folder.mkdir()
         save_file(filled(1.0), folder / "model.safetensors")
-
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors and 2 checkpoint folders \(checkpoint-9 \.\.\.\)"
+    for number, weight_map in enumerate(
+        (None, {"weight": 3}, {}, {"weight": "../weight.safetensors"}, {"weight": "gone.safetensors"})
     ):
-        values_of(tmp_path)
-    assert values_of([tmp_path / "model.safetensors", tmp_path / "checkpoint-10"]) == [1.0, 1.0]
+        shards(tmp_path / f"shards-{number}", weight_map)
+    shards(tmp_path / "shards-5", {"weight": "weight.safetensors"})
+    return tmp_path
 
 
-def test_a_checkpoint_may_be_given_as_such() -> None:
-    given = [Checkpoint("a", None, lambda: filled(8.0)), Checkpoint("b", None, None)]
+UNREADABLE = ("evil.pt", "evil2.pt", "torn.pt", "torn.safetensors", "empty.pt")
+REFUSED: list[tuple[Any, str]] = [
+    *((name, rf"Cannot read the checkpoint .*{name}") for name in UNREADABLE),
+    ("nowhere", "no checkpoint at .*nowhere"),
+    ("empty", "holds no checkpoint.*safetensors"),
+    ("list.pt", "holds no state dict: found list"),
+    ("run", r"model.safetensors and 2 checkpoint folders \(checkpoint-9 \.\.\.\)"),
+    ("shards-0", "Cannot read the list of shards"),
+    ("shards-1", "Cannot read the list of shards"),
+    ("shards-2", "lists no files"),
+    ("shards-3", "Expected names of files beside it"),
+    ("shards-4", r"Cannot read the checkpoint .*gone\.safetensors"),
+    ("shards-5", r"missing: \['bias'\]"),
+    (3, "Cannot take checkpoints from int"),
+    (
+        {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)},
+        r"missing: \['bias'\]; unexpected: \['extra'\].*\(2, 4\) instead of \(2, 3\)",
+    ),
+    (
+        {name: value.numpy() for name, value in filled(1.0).items()},
+        r"weight ndarray instead of \(2, 3\)",
+    ),
+]
 
-    assert list(iterate_checkpoints(given)) == list(iterate_checkpoints(iter(given))) == given
-    assert values_of(given) == [8.0, 8.0]
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("source", "message"), REFUSED)
+def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
+    source: Any, message: str, files: Path, load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.tolist()
+
+    with pytest.raises(CheckpointError, match=message):
+        load(model, files / source if isinstance(source, str) else source)
+
+    assert model.weight.tolist() == before
+    assert capsys.readouterr().out == ""
+
+
+# Adapters
 
 
 class Adapted(nn.Module):
@@ -291,6 +244,12 @@ class Adapted(nn.Module):
             nn.init.constant_(parameter, value)
 
 
+def wrapped(adapted: nn.Module) -> nn.Module:
+    outer = nn.Module()
+    outer.head, outer.active_adapter = adapted, adapted.active_adapter
+    return outer
+
+
 def adapter_file(folder: Path, *, without: str = "") -> Path:
     saved = {
         "head.lora_A.weight": torch.full((3, 3), 2.0),
@@ -298,38 +257,29 @@ def adapter_file(folder: Path, *, without: str = "") -> Path:
         "head.weight": torch.full((2, 3), 4.0),
         "head.bias": torch.full((2,), 5.0),
     }
-    save_file(
-        {name: value for name, value in saved.items() if name != without},
-        folder / "adapter_model.safetensors",
-    )
+    saved.pop(without, None)
+    save_file(saved, folder / "adapter_model.safetensors")
     return folder
 
 
-def wrapped(adapted: nn.Module) -> nn.Module:
-    outer = nn.Module()
-    outer.head = adapted
-    outer.active_adapter = adapted.active_adapter
-    return outer
-
-
-def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path: Path) -> None:
+def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path: Path, load: Any) -> None:
     """The weights of a checkpoint that was loaded before do not stay below it."""
     model = wrapped(Adapted(value=1.0))
-    own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    full, adapter = iterate_checkpoints([wrapped(Adapted(value=9.0)).state_dict(), adapter_file(tmp_path)])
 
-    load_into(model, full, own)
-    load_into(model, adapter, own)
+    _, (full, row) = load(model, [wrapped(Adapted(value=9.0)).state_dict(), adapter_file(tmp_path)])
 
-    assert {name: p.unique().tolist() for name, p in model.head.named_parameters()} == {
-        "base_layer.weight": [1.0],
-        "base_layer.bias": [1.0],
-        "lora_A.default.weight": [2.0],
-        "lora_magnitude_vector.default.weight": [3.0],
-        "original_module.weight": [1.0],
-        "original_module.bias": [1.0],
-        "modules_to_save.default.weight": [4.0],
-        "modules_to_save.default.bias": [5.0],
+    assert set(full) == {9.0}
+    parts = np.split(row, np.cumsum([p.numel() for p in model.parameters()])[:-1])
+    found = {name: set(part) for (name, _), part in zip(model.head.named_parameters(), parts, strict=True)}
+    assert found == {
+        "base_layer.weight": {1.0},
+        "base_layer.bias": {1.0},
+        "lora_A.default.weight": {2.0},
+        "lora_magnitude_vector.default.weight": {3.0},
+        "original_module.weight": {1.0},
+        "original_module.bias": {1.0},
+        "modules_to_save.default.weight": {4.0},
+        "modules_to_save.default.bias": {5.0},
     }
 
 
@@ -343,15 +293,13 @@ def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path: Path) -> Non
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    tmp_path: Path, active: object, without: str, match: str
+    tmp_path: Path, active: object, without: str, match: str, load: Any
 ) -> None:
-    (checkpoint,) = iterate_checkpoints(adapter_file(tmp_path, without=without))
-
     with pytest.raises(CheckpointError, match=match):
-        load_into(wrapped(Adapted(active)), checkpoint)
+        load(wrapped(Adapted(active)), adapter_file(tmp_path, without=without))
 
 
-# ---------------------------------------------------------------- entries that are no tensors
+# Entries that are no tensors
 
 
 class Scaled(nn.Module):
@@ -375,6 +323,11 @@ class Scaled(nn.Module):
         return self.scale * self.linear(x)
 
 
+def output(call: Any, batch: Any) -> Tensor:
+    """Its gradient by the bias is the scale."""
+    return call(batch[0]).sum(1)
+
+
 PACKS: list[Callable[[float], Any]] = [
     float,
     str,
@@ -386,54 +339,154 @@ PACKS: list[Callable[[float], Any]] = [
 
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("form", ["memory", "file", "wrapped"])
-def test_other_entries_of_state_dicts_are_loaded_and_compared(
-    tmp_path: Path, pack: Callable[[float], Any], form: str
+def test_other_entries_of_state_dicts_are_loaded_compared_and_given_back(
+    tmp_path: Path, pack: Callable[[float], Any], form: str, load: Any
 ) -> None:
-    model, other = Scaled(1.0, pack), Scaled(2.0, pack)
-    state: Any = other.state_dict()
+    model, state = Scaled(1.0, pack), Scaled(2.0, pack).state_dict()
     if form != "memory":
         torch.save({"model": state, "epoch": 3} if form == "wrapped" else state, tmp_path / "a.pt")
         state = tmp_path / "a.pt"
-    (checkpoint,) = iterate_checkpoints(state)
-    before = weights_digest(model)
 
-    with borrow_model(model, torch.device("cpu")) as own:
-        load_into(model, checkpoint, own)
-        assert model.scale == 2.0
-        assert weights_digest(model) == weights_digest(other) != before
-        load_into(model, Checkpoint("current", None, None), own)
-        assert model.scale == 1.0
-        load_into(model, checkpoint, own)
+    summary, rows = load(model, [state, None, state], task=output)
 
+    assert [float(row[-1]) for row in rows] == [2.0, 1.0]
+    assert (summary.rows_written, summary.rows_found) == (2, 1)
     assert model.scale == 1.0
-    assert weights_digest(model) == before
 
 
-def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path: Path) -> None:
-    model = Scaled(3.0, float)
+def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path: Path, load: Any) -> None:
     save_file(Scaled(2.0, float).linear.state_dict(prefix="linear."), tmp_path / "a.safetensors")
-    (checkpoint,) = iterate_checkpoints(tmp_path / "a.safetensors")
 
     with pytest.warns(UserWarning, match=r"has no _extra_state.*own values are used.*torch.save"):
-        load_into(model, checkpoint)
-    assert model.scale == 3.0
+        _, (row,) = load(Scaled(3.0, float), tmp_path / "a.safetensors", task=output)
+
+    assert float(row[-1]) == 3.0
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected"])
-def test_other_entries_have_to_fit(change: str) -> None:
-    plain = nn.ModuleDict({"a": nn.Linear(3, 2)})
-    model = plain if change == "unexpected" else nn.ModuleDict({"a": Scaled(1.0, float)})
-    given = nn.ModuleDict({"a": Scaled(1.0, float)}).state_dict()
+def test_other_entries_have_to_fit(change: str, load: Any) -> None:
+    plain, scaled = (nn.ModuleDict({"a": part}) for part in (nn.Linear(3, 2), Scaled(1.0, float)))
+    given = scaled.state_dict()
     if change == "missing":
         del given["a._extra_state"]
-    (checkpoint,) = iterate_checkpoints(given)
 
     with pytest.raises(CheckpointError, match=rf"{change}: \['a\._extra_state'"):
-        load_into(model, checkpoint)
+        load(plain if change == "unexpected" else scaled, given)
 
 
-def test_entries_that_cannot_be_compared_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    weights_digest(Scaled(1.0, lambda scale: lambda: scale))
+def test_entries_that_cannot_be_compared_are_named(load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    load(Scaled(1.0, lambda scale: {"scale": scale, "by": lambda: scale}), None)
 
     assert "_extra_state" in caplog.text
     assert "cannot be compared" in caplog.text
+
+
+# Versions of modules, which state dicts record
+
+
+def build(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Versioned(5, 3)).eval()
+
+
+def old(seed: int) -> nn.Module:
+    """The same model as it was before the present version, whose state dicts are of version 1."""
+    model, last = build(seed), Old(5, 3)
+    last.weight, last.bias = nn.Parameter(-model[2].weight.detach()), model[2].bias
+    model[2] = last
+    return model
+
+
+def prefixed(model: nn.Module) -> nn.Module:
+    """The model under the names that ``DataParallel`` and ``torch.compile`` give it."""
+    return nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})
+
+
+def pt_file(content: Any, folder: Path) -> Path:
+    torch.save(content, folder / "a.pt")
+    return folder / "a.pt"
+
+
+def versioned_shards(model: nn.Module, folder: Path) -> Path:
+    """A file for each child with the version of its own modules, and the list of them."""
+    folder.mkdir()
+    parts = {f"{name}.bin": part.state_dict(prefix=f"{name}.") for name, part in model.named_children()}
+    for file, state in parts.items():
+        torch.save(state, folder / file)
+    listed = {name: file for file, state in parts.items() for name in state}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
+    return folder
+
+
+def safetensors_file(state: Any, folder: Path) -> Path:
+    save_file(dict(state), folder / "a.safetensors")
+    return folder / "a.safetensors"
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "state dict": lambda folder: build(1).state_dict(),
+    "state dict of version 1": lambda folder: old(1).state_dict(),
+    "plain dict": lambda folder: dict(build(1).state_dict()),
+    "prefixed, of version 1": lambda folder: prefixed(old(1)).state_dict(),
+    "pt file": lambda folder: pt_file(build(1).state_dict(), folder),
+    "pt file of version 1": lambda folder: pt_file(old(1).state_dict(), folder),
+    "pt file, wrapped": lambda folder: pt_file({"state_dict": old(1).state_dict(), "epoch": 1}, folder),
+    "pt file, prefixed": lambda folder: pt_file(prefixed(old(1)).state_dict(), folder),
+    "pt file, plain dict": lambda folder: pt_file(dict(build(1).state_dict()), folder),
+    "shards": lambda folder: versioned_shards(old(1), folder / "shards"),
+    "safetensors": lambda folder: safetensors_file(build(1).state_dict(), folder),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_modules_see_the_version_that_their_weights_were_saved_with(
+    tmp_path: Path, source: str, load: Any
+) -> None:
+    """Where none was saved, the present one. Loading changes neither the checkpoint nor, in the end, the model."""
+    given = SOURCES[source](tmp_path)
+    versions = json.dumps(getattr(given, "_metadata", None))
+    for model in (build(), prefixed(build())):
+        _, rows = load(model, [given, None])
+        assert [row.tolist() for row in rows] == [flat(build(1)), flat(build())]
+        assert flat(model) == flat(build())
+    assert json.dumps(getattr(given, "_metadata", None)) == versions
+
+
+def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path: Path) -> None:
+    train, targets = labelled(12, 0), labelled(3, 1)
+    forms: list[Callable[[int], Any]] = [
+        lambda seed: build(seed),
+        lambda seed: build(seed).state_dict(),
+        lambda seed: old(seed).state_dict(),
+        lambda seed: dict(build(seed).state_dict()),
+    ]
+    found, retrained = [], []
+    for number, form in enumerate(forms[1:]):
+        settings = {"save_dir": tmp_path / str(number), "proj_dim": 4, "lambda_reg": 0.1}
+        traker = TRAKer(build(), "image_classification", 12, **settings)
+        traker.load_checkpoint(form(1), 0)
+        traker.featurize(train.tensors, num_samples=12)
+        traker.finalize_features()
+        traker.start_scoring_checkpoint("test", form(1), 0, num_targets=3)
+        traker.score(targets.tensors, num_samples=3)
+        found.append(traker.finalize_scores("test"))
+    np.testing.assert_array_equal(found[1:], found[:1] * 2)
+
+    attributor = Attributor(build(), "image_classification", None, proj_dim=4, progress=False)
+    attributor.featurize(train)
+    scores = attributor.score(targets)
+    for form in forms:
+        verify(scores, lambda rows, seed, form=form: form(int(rows.sum())), targets, budget=3)
+        retrained.append(attributor.scores().predictions.retrained)
+    np.testing.assert_array_equal(retrained[1:], retrained[:1] * 3)
+
+
+def test_a_lightning_checkpoint_keeps_the_versions_of_a_module_inside(tmp_path: Path, load: Any) -> None:
+    lightning = pytest.importorskip("trak_lite.integrations.lightning", exc_type=ImportError)
+    outer = nn.ModuleDict({"model": old(1), "loss": Versioned(1, 1)})
+    file = pt_file({"state_dict": outer.state_dict()}, tmp_path)
+
+    _, (row,) = load(build(), [file], lambda path: lightning.ckpt_weights(path, prefix="model."))
+
+    assert row.tolist() == flat(build(1))

@@ -12,12 +12,19 @@ class Versioned(nn.Linear):
 
     _version = 2
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
-    ) -> None:
-        version = local_metadata.get("version")
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        version = metadata.get("version")
         if version not in (1, 2):
             raise ValueError(f"version should be 1 or 2, got {version}")
         if version == 1:
             state_dict[f"{prefix}weight"] = -state_dict[f"{prefix}weight"]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+class Old(Versioned):
+    """The version of the module before the present one, whose state dicts are of version 1."""
+
+    _version = 1
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        nn.Linear._load_from_state_dict(self, *arguments)
