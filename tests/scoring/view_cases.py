@@ -66,13 +66,17 @@ class Drawn:
 
     def attributor(self, path: Path | None = None, **changes: Any) -> Attributor:
         """Return an attributor whose stored rows are those of ``train``."""
-        model = Given(self.widths)
         settings = {"projector": "none", "dtype": "float32", "layout": "module", "method": DEFAULT, **changes}
-        made = Attributor(model, GivenTerms(), path, progress=False, **settings)
-        state = model.state_dict()
-        states = [{**state, "number": torch.tensor(c)} for c in range(len(self.train))]
-        made.featurize(Rows(samples(self.train, self.q, self.w), name="train"), states)
+        made = Attributor(Given(self.widths), GivenTerms(), path, progress=False, **settings)
+        self.featurize(made)
         return made
+
+    def featurize(self, made: Attributor, **options: Any) -> None:
+        state = Given(self.widths).state_dict()
+        states = [{**state, "number": torch.tensor(c)} for c in range(len(self.train))]
+        made.featurize(
+            Rows(samples(self.train, self.q, self.w), name="train", batch_size=512), states, **options
+        )
 
     def scores(self, method: AbstractMethod | None = None, **options: Any) -> Scores:
         return scores_of(self.attributor(), self.targets, method=method, **options)
@@ -97,7 +101,8 @@ def samples(rows: np.ndarray, q: np.ndarray, w: np.ndarray) -> TensorDataset:
 def scores_of(made: Attributor, targets: np.ndarray, name: str = "test", **options: Any) -> Scores:
     """Score targets that are given as rows ``(C, M, K)``."""
     zeros = np.zeros(targets.shape[:2])
-    return made.score(Rows(samples(targets, zeros, zeros), name=name), name, **options)
+    data = Rows(samples(targets, zeros, zeros), batch_size=512)
+    return made.score(data, name, **options)
 
 
 def drawn(num_checkpoints: int = 3, num_rows: int = 20, num_targets: int = 4, seed: int = 0) -> Drawn:
