@@ -143,9 +143,11 @@ def test_order_groups_and_best_rows(seed: int, method: AbstractMethod, k: int, d
             assert counts[i, j] == part.size
 
 
+@pytest.mark.parametrize("powers", [(-7, 6), (-66, -66), (-110, -110)])
 @pytest.mark.parametrize("name", WITH_LAYOUT)
-def test_the_scale_of_the_features_of_a_segment_changes_nothing(name: str) -> None:
-    scaled = drawn().scaled((2.0**-7, 2.0**6)).scores(METHODS[name]())
+def test_the_scale_of_the_features_changes_nothing(name: str, powers: tuple[int, int]) -> None:
+    """Also that of all: the output may be in other units."""
+    scaled = drawn().scaled((2.0 ** powers[0], 2.0 ** powers[1])).scores(METHODS[name]())
 
     close(scaled.numpy(), with_q(checkpoint_products(drawn(), name), drawn(), scaled.method.q))
 
