@@ -87,6 +87,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
 SOME: dict[str, int] = {
     "attributor/test_attributor.py::test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits": 2,
     "attributor/test_attributor_remote.py": 1,
+    "attributor/test_shortage.py::test_rows_done_before_a_shortage_are_kept_and_the_others_are_right": 1,
     "attributor/test_growing_data.py": 2,
     "cli/test_cli_configs.py::test_a_class_path_in_any_key_is_refused_and_imports_nothing": 12,
     "cli/test_cli_security.py::test_beside_a_typed_recipe_the_store_adds_no_code": 3,

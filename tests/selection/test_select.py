@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -302,69 +303,41 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("k", "more", "error", "words"),
-    [
-        (0, {}, InvalidInputError, "k must be an integer of at least 1"),
-        (2.0, {}, InvalidInputError, "k must be an integer"),
-        (2, {"method": "lesss"}, UnknownNameError, "Did you mean 'less'"),
-        (2, {"sign": "bad"}, UnknownNameError, "sign must be"),
-        (2, {"reduction": "median"}, UnknownNameError, "reduction must be"),
-        (2, {"target_groups": [0]}, InvalidInputError, "target_groups must hold one label for each of 3"),
-        (2, {"groups": [0] * 10}, InvalidInputError, "groups belong to method='balanced'"),
-        (2, {"pool": 5}, InvalidInputError, "pool belong to method='greedy'"),
-        (2, {"method": "balanced"}, InvalidInputError, "needs groups"),
-        (2, {"method": "balanced", "groups": [0] * 9}, InvalidInputError, "for each of 10"),
-        (2, {"method": "balanced", "groups": [None, "a"] * 5}, InvalidInputError, "cannot be sorted"),
-        (2, {"method": "balanced", "groups": "source"}, InvalidInputError, "data="),
-        (2, {"method": "balanced", "groups": "source", "data": [1]}, InvalidInputError, "no named columns"),
-        (
-            2,
-            {"method": "balanced", "groups": "sourc", "data": {"source": [0] * 10}},
-            UnknownNameError,
-            "Nearest known: ['source']",
-        ),
-        (
-            2,
-            {"method": "balanced", "groups": [0] * 10, "data": {"source": [0] * 10}},
-            InvalidInputError,
-            "not the name",
-        ),
-        (2, {"method": "balanced", "groups": [0, 1] * 5, "quotas": {0: 3}}, InvalidInputError, "add up to 3"),
-        (
-            6,
-            {"method": "balanced", "groups": [0, 1] * 5, "quotas": {0: 6}},
-            InvalidInputError,
-            "from 0 to the number of rows",
-        ),
-        (
-            2,
-            {"method": "balanced", "groups": [0] * 10, "quotas": {"x": 2}},
-            InvalidInputError,
-            "'x': 2 of 0",
-        ),
-        (
-            2,
-            {"method": "balanced", "groups": [0] * 10, "quotas": "even"},
-            UnknownNameError,
-            "quotas must be",
-        ),
-        (2, {"method": "greedy"}, InvalidInputError, "needs features"),
-        (2, {"method": "greedy", "features": np.ones((9, 2))}, InvalidInputError, "(10, K)"),
-        (2, {"method": "greedy", "features": np.ones((10, 2)), "pool": 1}, InvalidInputError, "at least k"),
-        (
-            2,
-            {"method": "greedy", "features": np.ones((10, 2)), "diversity": -1},
-            InvalidInputError,
-            "diversity",
-        ),
-        (2, {"method": "greedy", "features": np.full((10, 2), np.nan)}, NonFiniteError, "candidate row"),
-    ],
-)
-def test_refusals_say_what_to_do(k: Any, more: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error) as raised:
-        select(np.arange(30.0).reshape(10, 3), k, **more)
-    assert words in str(raised.value)
+NAMED = {"source": [0] * 10}
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("k must be an integer of at least 1", "top", {"k": 0}),
+    ("k must be an integer", "top", {"k": 2.0}),
+    ("Did you mean 'less'", "lesss", {}),
+    ("sign must be", "top", {"sign": "bad"}),
+    ("reduction must be", "top", {"reduction": "median"}),
+    ("target_groups must hold one label for each of 3", "top", {"target_groups": [0]}),
+    ("groups belong to method='balanced'", "top", {"groups": [0] * 10}),
+    ("pool belong to method='greedy'", "top", {"pool": 5}),
+    ("needs groups", "balanced", {}),
+    ("for each of 10", "balanced", {"groups": [0] * 9}),
+    ("cannot be sorted", "balanced", {"groups": [None, "a"] * 5}),
+    ("data=", "balanced", {"groups": "source"}),
+    ("no named columns", "balanced", {"groups": "source", "data": [1]}),
+    ("Nearest known: ['source']", "balanced", {"groups": "sourc", "data": NAMED}),
+    ("not the name", "balanced", {"groups": [0] * 10, "data": NAMED}),
+    ("add up to 3", "balanced", {"groups": [0, 1] * 5, "quotas": {0: 3}}),
+    ("from 0 to the number of rows", "balanced", {"k": 6, "groups": [0, 1] * 5, "quotas": {0: 6}}),
+    ("'x': 2 of 0", "balanced", {"groups": [0] * 10, "quotas": {"x": 2}}),
+    ("quotas must be", "balanced", {"groups": [0] * 10, "quotas": "even"}),
+    ("needs features", "greedy", {}),
+    ("(10, K)", "greedy", {"features": np.ones((9, 2))}),
+    ("at least k", "greedy", {"features": np.ones((10, 2)), "pool": 1}),
+    ("diversity", "greedy", {"features": np.ones((10, 2)), "diversity": -1}),
+    ("candidate row", "greedy", {"features": np.full((10, 2), np.nan)}),
+]
+UNKNOWN = ("Did you mean", "sign must", "reduction must", "Nearest known", "quotas must")
+
+
+@pytest.mark.parametrize(("words", "method", "more"), REFUSED, ids=[one[0] for one in REFUSED])
+def test_refusals_say_what_to_do(words: str, method: Any, more: dict[str, Any]) -> None:
+    error = UnknownNameError if words.startswith(UNKNOWN) else InvalidInputError
+    with pytest.raises(NonFiniteError if words == "candidate row" else error, match=re.escape(words)):
+        select(np.arange(30.0).reshape(10, 3), **{"k": 2, "method": method, **more})
 
 
 def test_scores_that_are_not_finite_or_no_matrix_are_refused() -> None:
