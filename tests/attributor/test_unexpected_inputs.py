@@ -283,12 +283,7 @@ def mixed(*dtypes: torch.dtype) -> Attributor:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        methods.GaussNewton(),
-        methods.EKFAC(),
-        methods.CG(),
-        methods.LiSSA(damping=30.0, depth=20, rows=N),
-    ],
+    [methods.GaussNewton(), methods.EKFAC(), methods.CG(), methods.LiSSA(damping=30.0, depth=20, rows=N)],
     ids=lambda method: method.name,
 )
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])

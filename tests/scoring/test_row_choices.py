@@ -147,25 +147,12 @@ def test_scores_are_filtered_weighted_and_grouped_by_stored_columns(made: Attrib
     np.testing.assert_allclose(scores.group("year").means, expected, rtol=1e-12)
 
 
-def test_cached_ends_are_not_those_of_a_filter(made: Attributor) -> None:
-    scores = made.score(TARGETS, dense=False, k=2)
-
-    top = scores.top(2, where={"source": "code"})
-
-    check_top(top, expected_top(scores.numpy(), SOURCE == "code", np.ones(N), 2, "helpful"))
-
-
-def given_scores(values: list[list[float]]) -> Scores:
-    """Scores of one checkpoint that are these numbers, if they are products of single numbers with one target."""
-    train = np.array(values, np.float32)[None]
-    ones = np.ones(train.shape[:2])
-    targets = np.eye(train.shape[2], dtype=np.float32)[None]
-    return Drawn(train, targets, ones, ones, (train.shape[2],)).scores(PLAIN)
-
-
 def test_sums_keep_small_scores_beside_large_ones() -> None:
     """In float32 the sum of 1e8, 1 and -1e8 is 0."""
-    assert given_scores([[1e8], [1.0], [-1e8]]).group([0, 0, 0]).sums.tolist() == [[1.0]]
+    ones = np.ones((1, 3))
+    rows = Drawn(np.array([[[1e8], [1.0], [-1e8]]], np.float32), np.ones((1, 1, 1)), ones, ones, (1,))
+
+    assert rows.scores(PLAIN).group([0, 0, 0]).sums.tolist() == [[1.0]]
 
 
 # ------------------------------------------------------------------------ what is read
@@ -201,18 +188,6 @@ def test_tiles_without_a_wanted_row_are_neither_read_nor_computed(
         scores.top(2, where=mask)
         scores.group(np.arange(2500) % 2, where=mask)
         assert set(read) == set(wanted)
-
-
-def test_masks_and_arrays_need_no_stored_columns(made: Attributor, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = made.score(TARGETS)
-    read: list[Scores] = []
-    monkeypatch.setattr(Scores, "columns", property(lambda self: read.append(self) or {}))
-
-    scores.top(2, where=SOURCE == "web", weights=WEIGHT)
-    scores.group(SOURCE, where=SOURCE == "web")
-    scores.gallery(where=SOURCE == "web")
-
-    assert read == []
 
 
 # ------------------------------------------------------------------------ refusals

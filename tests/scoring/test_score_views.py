@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from view_cases import (
-    KERNELS,
-    METHODS,
-    WITH_LAYOUT,
-    Drawn,
-    checkpoint_products,
-    drawn,
-    scores_of,
-    with_q,
-)
+from view_cases import KERNELS, METHODS, WITH_LAYOUT, Drawn, checkpoint_products, drawn, scores_of, with_q
 
 from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError, SingularKernelError

@@ -242,11 +242,7 @@ def of_images(name: str, **options: Any) -> Any:
             InvalidInputError,
             "no target 3",
         ),
-        (
-            lambda plain: token_scores(plain.score(TARGETS), TARGETS, [0]),
-            ManifestMismatchError,
-            "dataset",
-        ),
+        (lambda plain: token_scores(plain.score(TARGETS), TARGETS, [0]), ManifestMismatchError, "dataset"),
     ],
 )
 def test_what_cannot_be_split_over_tokens_is_refused(
