@@ -96,15 +96,18 @@ def flat(gradients: dict[str, Tensor]) -> np.ndarray:
 def test_tokens_add_the_product_of_their_own_gradient_with_the_target(
     output: str, settings: dict[str, Any], in_one_pass: bool
 ) -> None:
-    """By one forward pass of the row, or by one of a copy of the row for each of its four tokens."""
+    """By one forward pass for each target and checkpoint, or by the gradients of the tokens for all targets."""
     made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
     scores = made.score(TARGETS, method=GradDot(q="off"))
-    sizes: list[int] = []
-    made.model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    passes: list[int] = []
+    made.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    counts = []
+    for targets in ([1], [1, 2]):
+        del passes[:]
+        found = token_scores(scores, Rows(TRAIN, batch_size=4), [4], targets=targets)[4]
+        counts.append(len(passes))
 
-    found = token_scores(scores, Rows(TRAIN, batch_size=4), [4], targets=[1, 2])[4]
-
-    assert sizes[-1] == (1 if in_one_pass else 4)
+    assert counts[1] - counts[0] == (len(WEIGHTS) if in_one_pass else 0)
     expected = np.zeros((LENGTH, 2))
     for model_id, weights in enumerate(WEIGHTS):
         model = LanguageModel()
