@@ -105,7 +105,7 @@ def drawn_methods(draw: st.DrawFn) -> AbstractMethod:
     return METHODS[name](**fields)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16), method=drawn_methods(), k=st.integers(1, 25), data=st.data())
 def test_order_groups_and_best_rows(seed: int, method: AbstractMethod, k: int, data: Any) -> None:
     """Of drawn rows of which some are equal, in a drawn order: by the definition, and of the matrix itself."""
