@@ -3,203 +3,109 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
-from tiny_runs import labelled, perceptron
-from torch import Tensor, nn
+from tiny_runs import Counting
+from torch import nn
 from torch.utils.data import TensorDataset
+from view_cases import Drawn, Given, GivenTerms, checkpoint_products, samples, scores_of, with_q
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import ManifestMismatchError, NonFiniteError, PrecisionError
-from trak_lite.methods import GaussNewton, GradDot
-from trak_lite.store import ZarrFeatureStore
+from trak_lite.methods import GradDot
 
 N, M, K = 300, 6, 15  # more rows than one block of 256; an odd K leaves half a byte of int4 empty
 LARGEST = {"int8": 127, "int4": 7}
-DTYPES = pytest.mark.parametrize("dtype", list(LARGEST))
-
-
-TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
-STATES = [
-    {name: (1 + epoch) * value for name, value in perceptron().state_dict().items()} for epoch in range(2)
-]
-
-
-def attributor(path: Path | None, dtype: Any, **changes: Any) -> Attributor:
-    method = GaussNewton(damping=0.1)
-    settings = {"task": "image_classification", "proj_dim": K, "method": method, "layout": "joint", **changes}
-    return Attributor(settings.pop("model", None) or perceptron(), path=path, dtype=dtype, **settings)
-
-
-def scored(path: Path | None, dtype: str) -> np.ndarray:
-    made = attributor(path, dtype)
-    made.featurize(TRAIN, checkpoints=STATES)
-    return made.score(TARGETS, name="test").numpy()
+ROW_BYTES = {"float32": 60 + 8, "float16": 30 + 8, "int8": 15 + 4 + 8, "int4": 8 + 4 + 8}
+DTYPES = pytest.mark.parametrize("dtype", [*LARGEST])
 
 
 def quantised(rows: np.ndarray, dtype: str) -> np.ndarray:
-    mantissa, exponent = np.frexp(np.abs(rows).max(axis=1) / np.float32(LARGEST[dtype]))
-    scale = np.ldexp(np.floor(mantissa * 2.0**16), exponent.astype(int) - 16)[:, None]
+    mantissa, exponent = np.frexp(np.abs(rows).max(axis=-1) / np.float32(LARGEST[dtype]))
+    scale = np.ldexp(np.floor(mantissa * 2.0**16), exponent.astype(int) - 16)[..., None]
     return np.rint(rows / scale) * scale
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
-    """Features, q, w and target features of each checkpoint in float32."""
-    path = tmp_path_factory.mktemp("float32") / "run.zarr"
-    scored(path, "float32")
-    with ZarrFeatureStore.open(path) as store:
-        return [
-            {
-                "targets": store.open_table(f"targets/test/ckpt-{number}").read("features"),
-                **{
-                    name: store.open_table(f"ckpt-{number}").read(name)
-                    for name in ("features", "out_to_loss", "loss_curvature")
-                },
-            }
-            for number in range(2)
-        ]
+def wide() -> Drawn:
+    generator = np.random.default_rng(0)
+    train, targets = (generator.normal(size=(2, n, K)).astype(np.float32) for n in (N, M))
+    q, w = generator.uniform(0.1, 1, size=(2, 2, N)).astype(np.float32)
+    return Drawn(train, targets, q, w, (K,))
 
 
 @DTYPES
-def test_scores_are_those_of_quantised_train_rows(
-    tmp_path: Path, exact: list[dict[str, np.ndarray]], dtype: str
+def test_scores_are_those_of_quantised_train_rows_in_memory_on_disk_and_after_an_interruption(
+    tmp_path: Path, dtype: str
 ) -> None:
-    """And of targets as they are; the dense reference quantises the rows of a float32 run itself."""
-    expected = reference.kernel_scores(
-        [quantised(rows["features"], dtype) for rows in exact],
-        [rows["out_to_loss"].astype(float) for rows in exact],
-        [rows["loss_curvature"].astype(float) for rows in exact],
-        [rows["targets"].astype(float) for rows in exact],
-        segments=[(0, K)],
-        damping=0.1,
+    """And of targets as they are."""
+    rows = wide()
+    rounded = quantised(rows.train, dtype)
+    exact = Drawn(rounded, rows.targets, rows.q, rows.w, (K,))
+    expected = with_q(checkpoint_products(exact), rows, "outside")
+    itself = Drawn(rounded, rounded, rows.q, rows.w, (K,))
+    diagonal = np.diagonal(with_q(checkpoint_products(itself), rows, "outside"))
+    data = Rows(Counting(samples(rows.train, rows.q, rows.w), fail_at=290), name="train", batch_size=32)
+    made = Attributor(
+        Given((K,)), GivenTerms(), tmp_path / "a.zarr", projector="none", layout="module", dtype=dtype
     )
-    scores = scored(tmp_path / "run.zarr", dtype)
-
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
-
-
-@DTYPES
-def test_memory_and_disk_give_the_same_bits_and_a_killed_run_does(tmp_path: Path, dtype: str) -> None:
-    class Stopping(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return N
-
-        def __getitem__(self, row: int) -> Any:
-            if row == 290:
-                raise KeyboardInterrupt
-            return TRAIN[row]
-
-    expected = scored(None, dtype)
-    path = tmp_path / "run.zarr"
-    made = attributor(path, dtype)
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Rows(Stopping(), name="train", batch_size=32), checkpoints=STATES)
-    resumed = attributor(path, dtype)
-    assert resumed.featurize(Rows(TRAIN, name="train"), checkpoints=STATES).rows_found == 288
+        made.featurize(data, {**Given((K,)).state_dict(), "number": torch.tensor(0)})
 
-    np.testing.assert_array_equal(resumed.score(TARGETS, name="test").numpy(), expected)
+    found = scores_of(rows.attributor(dtype=dtype), rows.targets)
+    on_disk = scores_of(rows.attributor(tmp_path / "a.zarr", dtype=dtype), rows.targets)
+    opened = Attributor.open(tmp_path / "a.zarr", Given((K,)), GivenTerms())
 
-
-@DTYPES
-def test_open_goes_on_with_the_dtype_of_the_store(tmp_path: Path, dtype: str) -> None:
-    expected = scored(tmp_path / "run.zarr", dtype)
-    opened = Attributor.open(tmp_path / "run.zarr", perceptron())
-
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(found.self_influence(), diagonal, rtol=1e-4, atol=1e-6)
+    streamed = scores_of(opened, rows.targets, dense=False, method=found.method)
+    for one in (on_disk, streamed):
+        np.testing.assert_array_equal(one.numpy(), found.numpy())
+        np.testing.assert_array_equal(one.self_influence(), found.self_influence())
+    for number, table in enumerate(on_disk.source.train):
+        np.testing.assert_array_equal(table.read("features"), rounded[number])
+        targets = on_disk.source.store.open_table(f"targets/test/ckpt-{number}")
+        assert targets.column("features").dtype == "float32"
+        np.testing.assert_array_equal(targets.read("features"), rows.targets[number])
     assert opened.dtype == dtype
-    np.testing.assert_array_equal(opened.score(TARGETS, name="again", checkpoints=STATES).numpy(), expected)
-
-
-@DTYPES
-def test_self_influence_is_that_of_the_quantised_rows(exact: list[dict[str, np.ndarray]], dtype: str) -> None:
-    made = attributor(None, dtype)
-    made.featurize(TRAIN, checkpoints=STATES[:1])
-    rows = quantised(exact[0]["features"], dtype)
-    kernel = reference.kernel(rows, exact[0]["loss_curvature"].astype(float), damping=0.1)
-    expected = np.einsum("ik,ki->i", rows, np.linalg.solve(kernel, rows.T)) * exact[0]["out_to_loss"]
-
-    found = made.score(TARGETS).self_influence()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
+    states = [{**Given((K,)).state_dict(), "number": torch.tensor(c)} for c in (0, 1)]
+    again = scores_of(opened, rows.targets, "again", checkpoints=states, method=found.method)
+    np.testing.assert_array_equal(again.numpy(), found.numpy())
 
 
 def test_a_store_of_another_dtype_is_refused_and_the_quantisation_named(tmp_path: Path) -> None:
-    scored(tmp_path / "run.zarr", "int8")
+    rows = wide()
+    for dtype, row_bytes in ROW_BYTES.items():
+        made = rows.attributor(tmp_path / dtype, dtype=dtype)
+        assert scores_of(made, rows.targets).source.train[0].spec.row_bytes == made.row_bytes == row_bytes
     with pytest.raises(ManifestMismatchError, match="dtype is 'int8' there, 'int4' here"):
-        attributor(tmp_path / "run.zarr", "int4").featurize(TRAIN)
+        rows.attributor(tmp_path / "int8", dtype="int4")
     with pytest.raises(ManifestMismatchError, match="quantisation is 1 there, 'absent' here"):
-        attributor(tmp_path / "run.zarr", "float32").featurize(TRAIN)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "row_bytes"),
-    [("float32", 60 + 8), ("float16", 30 + 8), ("int8", 15 + 4 + 8), ("int4", 8 + 4 + 8)],
-)
-def test_row_bytes_are_those_of_the_stored_table(tmp_path: Path, dtype: str, row_bytes: int) -> None:
-    made = attributor(tmp_path / "run.zarr", dtype)
-    made.featurize(TRAIN)
-    with ZarrFeatureStore.open(tmp_path / "run.zarr") as store:
-        assert store.open_table("ckpt-0").spec.row_bytes == made.row_bytes == row_bytes
-
-
-@DTYPES
-def test_targets_are_kept_in_float32(tmp_path: Path, exact: list[dict[str, np.ndarray]], dtype: str) -> None:
-    scored(tmp_path / "run.zarr", dtype)
-    with ZarrFeatureStore.open(tmp_path / "run.zarr") as store:
-        table = store.open_table("targets/test/ckpt-1")
-        assert table.column("features").dtype == "float32"
-        np.testing.assert_array_equal(table.read("features"), exact[1]["targets"])
-
-
-def output(model_call: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    return model_call(batch[0])[:, 0]
-
-
-def with_row(factor: float) -> TensorDataset:
-    """Rows whose gradients are the rows themselves, one of them multiplied."""
-    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    rows[3] *= factor
-    return TensorDataset(rows)
-
-
-def stored_features(path: Path, dtype: str, data: TensorDataset) -> np.ndarray:
-    linear = nn.Linear(4, 1, bias=False)
-    attributor(path, dtype, model=linear, task=output, projector="none", method="auto").featurize(data)
-    with ZarrFeatureStore.open(path) as store:
-        return store.open_table("ckpt-0").read("features")
+        rows.attributor(tmp_path / "int8", dtype="float32")
 
 
 @DTYPES
 @pytest.mark.parametrize("factor", [1e8, 1e-12])
-def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(
-    tmp_path: Path, dtype: str, factor: float
-) -> None:
+def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype: str, factor: float) -> None:
     """Every row has a scale of its own."""
-    rows = stored_features(tmp_path / "float32", "float32", with_row(factor))
-    np.testing.assert_array_equal(
-        stored_features(tmp_path / dtype, dtype, with_row(factor)), quantised(rows, dtype)
-    )
+    rows = wide()
+    rows.train[0, 3] *= factor
+    stored = scores_of(rows.attributor(dtype=dtype), rows.targets).source.train[0].read("features")
+
+    np.testing.assert_array_equal(stored, quantised(rows.train[0], dtype))
     if factor > 1:
         with pytest.raises(PrecisionError, match=r"float16 cannot hold the features of rows \[3\]"):
-            stored_features(tmp_path / "float16", "float16", with_row(factor))
+            rows.attributor(dtype="float16")
 
 
 @DTYPES
 def test_rows_that_are_not_finite_are_refused_and_named(tmp_path: Path, dtype: str) -> None:
     """Before anything is quantised, and with nothing on disk."""
-    made = attributor(
-        tmp_path / "run.zarr",
-        dtype,
-        model=nn.Linear(4, 1, bias=False),
-        task=output,
-        projector="none",
-        method="auto",
-    )
+    rows = wide()
+    rows.train[0, 3] = np.inf
     with pytest.raises(NonFiniteError, match=r"\b3\b"):
-        made.featurize(with_row(float("inf")))
+        rows.attributor(tmp_path / "run.zarr", dtype=dtype)
     assert not (tmp_path / "run.zarr").exists()
 
 

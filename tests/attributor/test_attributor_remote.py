@@ -8,7 +8,6 @@ from tiny_runs import Counting, labelled, perceptron
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import ManifestMismatchError, StateError
-from trak_lite.featurizing.row_checks import PROBED_ROWS
 from trak_lite.store import RemotePlace
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -49,52 +48,37 @@ def where(request, tmp_path, monkeypatch):
         yield obstore_store.LocalStore(tmp_path / "objects", mkdir=True)
 
 
-def test_scores_equal_those_of_a_local_run_bitwise(where, expected):
+def test_scores_equal_those_of_a_local_run_bitwise(where, expected, tmp_path):
     """Also when read later, by an attributor that knows the address alone; nothing is computed twice."""
+    with pytest.raises(StateError, match="There is no store at"):
+        attributor(where).score(TARGETS)
     scores = run(where)
     np.testing.assert_array_equal(scores.numpy(), expected.numpy())
     np.testing.assert_array_equal(scores.self_influence(), expected.self_influence())
     assert scores.top(3, target=1).indices.tolist() == expected.top(3, target=1).indices.tolist()
+    assert list((tmp_path / "cache").rglob("*.safetensors")), "the gram matrix is kept on the machine"
 
     again = Attributor.open(where, perceptron(), progress=False)
     found = again.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
     assert (found.rows_written, found.rows_found) == (0, 2 * N)
     np.testing.assert_array_equal(again.scores().numpy(), expected.numpy())
     assert str(RemotePlace(where)) in repr(again.scores())
-
-
-def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected):
-    """Rows of chunks that were not complete are on this machine; few are loaded again, to be compared."""
-    broken = Counting(TRAIN, fail_at=48)
-    with pytest.raises(KeyboardInterrupt):
-        attributor(where).featurize(Rows(broken, name="train", batch_size=16), CHECKPOINTS)
-    resumed = Counting(TRAIN, fail_at=None)
-    attributor(where).featurize(Rows(resumed, name="train", batch_size=16), CHECKPOINTS[:1])
-    assert resumed.loaded[:PROBED_ROWS] == sorted(resumed.loaded[:PROBED_ROWS])
-    assert max(resumed.loaded[:PROBED_ROWS]) < 48
-    assert resumed.loaded[PROBED_ROWS:] == list(range(48, N))
-    np.testing.assert_array_equal(run(where).numpy(), expected.numpy())
-
-
-def test_a_machine_that_has_nothing_computes_what_is_not_committed(where, expected, tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        attributor(where).featurize(Rows(Counting(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    np.testing.assert_array_equal(run(where).numpy(), expected.numpy())
-
-
-def test_the_gram_matrix_is_kept_on_the_machine(where, expected, tmp_path):
-    run(where)
-    assert list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-def test_other_settings_are_refused_by_name(where, expected):
-    run(where)
     other = Attributor(perceptron(), "image_classification", where, seed=1, **SETTINGS)
     with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
         other.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
 
 
-def test_an_address_without_a_store_is_named(where):
-    with pytest.raises(StateError, match="There is no store at"):
-        attributor(where).score(TARGETS)
+@pytest.mark.parametrize("machine", ["this", "another"])
+def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected, machine, tmp_path, monkeypatch):
+    """Rows of chunks that were not complete are on this machine; few are loaded again, to be compared."""
+    with pytest.raises(KeyboardInterrupt):
+        attributor(where).featurize(Rows(Counting(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
+    if machine == "another":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    else:
+        resumed = Counting(TRAIN)
+        attributor(where).featurize(Rows(resumed, name="train", batch_size=16), CHECKPOINTS[:1])
+        assert resumed.loaded[:8] == sorted(resumed.loaded[:8])
+        assert max(resumed.loaded[:8]) < 48
+        assert resumed.loaded[8:] == list(range(48, N))
+    np.testing.assert_array_equal(run(where).numpy(), expected.numpy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,10 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
 )
-from trak_lite.parallel import sharing
-from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, _grid, check_store
+from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
 
 N, R = 70, 32
-MORE = [1, R - 1, R, R + 1]
+MORE = [R, 1, R - 1, R + 1]
 model = perceptron
 states = partial(random_states, model)
 generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ def features(path: Path, table: str = "ckpt-0") -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_grid, "_FEWEST_ROWS_PER_COMMIT", R)
+    monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", R)
 
 
 @pytest.fixture(scope="module")
@@ -120,18 +120,6 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
         made.drop_scores("other")
 
 
-def test_scores_wait_until_every_checkpoint_has_the_appended_rows(tmp_path: Path) -> None:
-    made = attributor(tmp_path / "a.zarr")
-    made.featurize(rows(N), states())
-    made.featurize(rows(N + 1), states(1), append=True)
-
-    with pytest.raises(StateError, match="ckpt-1 has 70 of 71 train rows"):
-        made.score(TARGETS)
-    assert made.score(TARGETS, "one", checkpoints=states(1)).shape == (N + 1, 5)
-    assert made.featurize(rows(N + 1), states()).rows_written == 1
-    assert made.score(TARGETS).shape == (N + 1, 5)
-
-
 @pytest.mark.parametrize("table", ["before the first table", "after it"])
 def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
@@ -180,35 +168,33 @@ def changed(row: int) -> TensorDataset:
     return TensorDataset(inputs, LABELS[: N + 3])
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "key"),
-    [
-        (changed(0), {}, "dataset.tensors"),
-        (changed(N - 1), {}, "dataset.tensors"),
-        (rows(N + 3), {"indices": [1, 0, *range(2, N + 3)]}, "dataset.indices"),
-        (rows(N + 3), {"name": "mine"}, "dataset.id"),
-        (Counting(rows(N + 3)), {}, "dataset.samples"),
-    ],
-)
-def test_data_that_does_not_begin_with_the_stored_rows_is_refused(
-    tmp_path: Path, data: Any, options: dict[str, Any], key: str
+OTHER = {
+    "dataset.tensors": Rows(changed(0)),
+    r"dataset\.tensors": Rows(changed(N - 1)),
+    "dataset.indices": Rows(rows(N + 3), indices=[1, 0, *range(2, N + 3)]),
+    "dataset.id": Rows(rows(N + 3), name="mine"),
+    "dataset.samples": Rows(Counting(rows(N + 3))),
+}
+
+
+def test_data_that_does_not_begin_with_the_stored_rows_or_other_settings_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attributor(tmp_path / "a.zarr").featurize(rows(N))
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(rows(N))
     before = contents(tmp_path)
 
-    with pytest.raises(ManifestMismatchError, match=key) as caught:
-        attributor(tmp_path / "a.zarr").featurize(Rows(data, **options), append=True)
-    assert "num_rows" not in str(caught.value)
-    assert "to the same data in the same order" in str(caught.value)
-    assert contents(tmp_path) == before
-
-
-def test_other_settings_are_not_taken_up_with_appended_rows(tmp_path: Path) -> None:
-    attributor(tmp_path / "a.zarr").featurize(rows(N))
+    for key, data in OTHER.items():
+        with pytest.raises(ManifestMismatchError, match=key) as caught:
+            made.featurize(data, append=True)
+        assert "num_rows" not in str(caught.value)
+        assert "to the same data in the same order" in str(caught.value)
     with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
         attributor(tmp_path / "a.zarr", seed=1).featurize(rows(N + 1), append=True)
-    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
-        assert store.manifest.fingerprint["dataset"]["num_rows"] == N
+    monkeypatch.setattr("os.access", lambda *args: False)
+    with pytest.raises(ReadOnlyStoreError):
+        attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -231,18 +217,6 @@ def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(
     assert (summary.rows_written, summary.rows_found) == (3, count)
 
 
-def test_a_store_that_cannot_be_written_takes_up_no_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attributor(tmp_path / "a.zarr").featurize(rows(N))
-    before = contents(tmp_path)
-    monkeypatch.setattr("os.access", lambda *args: False)
-
-    with pytest.raises(ReadOnlyStoreError):
-        attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
-    assert contents(tmp_path) == before
-
-
 def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,7 +230,7 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
         return grow(self, path, num_rows)
 
     monkeypatch.setattr(MemoryFeatureStore, "grow_table", busy)
-    monkeypatch.setattr(sharing.time, "sleep", waits.append)
+    monkeypatch.setattr("time.sleep", waits.append)
     assert made.featurize(rows(N + 1), append=True).rows_written == 1
     assert waits == sorted(waits)
 
@@ -277,7 +251,9 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path: Path, in_me
     first, second = states()
     made.featurize(rows(N), [first, second])
     made.score(TARGETS, "both")
+    kept = made.score(TARGETS, "ckpt-0", checkpoints=[second]).numpy()
     made.drop_checkpoint("ckpt-0")
+    np.testing.assert_array_equal(made.scores("ckpt-0").numpy(), kept)
 
     alone = attributor(None)
     alone.featurize(rows(N), [first])
@@ -299,57 +275,53 @@ def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path: Path) 
     names = made.featurize(rows(N)).checkpoints
     with pytest.raises(InvalidInputError, match=r"0 checkpoints have the name 'epoch 9'.*ckpt-2"):
         made.drop_checkpoint("epoch 9")
+    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+        first, second = (store.attributes(table)["name"] for table in ("ckpt-0", "ckpt-1"))
+    assert first == second
     with pytest.raises(InvalidInputError, match="2 checkpoints have the name"):
-        made.drop_checkpoint(_shared_name(tmp_path / "a.zarr"))
+        made.drop_checkpoint(first)
     made.drop_checkpoint(names[0])
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() == ["ckpt-0", "ckpt-1"]
 
 
-def _shared_name(path: Path) -> str:
-    with ZarrFeatureStore.open(path) as store:
-        first, second = (store.attributes(table)["name"] for table in ("ckpt-0", "ckpt-1"))
-    assert first == second
-    return first
-
-
 # ------------------------------------------------------------------------ meeting on one store
+
+
+class Meanwhile(Counting):
+    """Rows before the first of which something happens."""
+
+    def __init__(self, first: Callable[[], Any]) -> None:
+        super().__init__(rows(N))
+        self.first = first
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.loaded:
+            self.loaded.append(index)
+            self.first()
+        return super().__getitem__(index)
 
 
 def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tmp_path: Path) -> None:
     """The projection depends on the number: the rows of the slower one are computed for the one that it gets."""
     first, second = states()
+    made, data = attributor(tmp_path / "a.zarr"), Rows(Counting(rows(N)), name="d")
+    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr").featurize(data, first))
 
-    class Meanwhile(Counting):
-        def __getitem__(self, index: int) -> Any:
-            if not self.loaded:
-                self.loaded.append(index)
-                attributor(tmp_path / "a.zarr").featurize(Rows(Counting(rows(N)), name="d"), first)
-            return super().__getitem__(index)
-
-    assert (
-        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(rows(N)), name="d"), second).rows_written
-        == N
-    )
-    attributor(tmp_path / "b.zarr").featurize(Rows(Counting(rows(N)), name="d"), [first, second])
+    assert made.featurize(Rows(meanwhile, name="d"), second).rows_written == N
+    attributor(tmp_path / "b.zarr").featurize(data, [first, second])
     for table in ("ckpt-0", "ckpt-1"):
-        np.testing.assert_array_equal(
-            features(tmp_path / "a.zarr", table), features(tmp_path / "b.zarr", table)
-        )
+        found, expected = (features(tmp_path / name, table) for name in ("a.zarr", "b.zarr"))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
     """Same weights, other columns: no other number helps."""
-
-    class Meanwhile(Counting):
-        def __getitem__(self, index: int) -> Any:
-            if not self.loaded:
-                self.loaded.append(index)
-                attributor(tmp_path / "a.zarr", store_norms=True).featurize(Rows(Counting(rows(N)), name="d"))
-            return super().__getitem__(index)
+    data = Rows(Counting(rows(N)), name="d")
+    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr", store_norms=True).featurize(data))
 
     with pytest.raises(ManifestMismatchError, match="table columns"):
-        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(rows(N)), name="d"))
+        attributor(tmp_path / "a.zarr").featurize(Rows(meanwhile, name="d"))
 
 
 def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) -> None:
@@ -365,29 +337,7 @@ def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) ->
     with pytest.raises(StateError, match=rf"ckpt-1 has {N + R} rows, and the data has {N}"):
         attributor(path).featurize(rows(N), meanwhile(second))
     assert attributor(path).score(TARGETS, checkpoints=[first, second]).shape == (N + R, 5)
-
-
-def test_checkpoints_of_different_length_are_not_scored_together(tmp_path: Path) -> None:
-    first, second = states()
-    path = tmp_path / "a.zarr"
-    attributor(path).featurize(rows(N), [first])
-
-    def meanwhile() -> Any:
-        yield first
-        attributor(path).featurize(rows(N + R), [first, second], append=True)
-        yield second
-
-    with pytest.raises(StateError, match=f"ckpt-0 has {N} of {N + R} train rows"):
-        attributor(path).score(TARGETS, checkpoints=meanwhile())
-
-
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_scores_whose_name_is_that_of_a_checkpoint_are_not_dropped_with_it(
-    tmp_path: Path, in_memory: bool
-) -> None:
-    made = attributor(None if in_memory else tmp_path / "a.zarr")
-    first, second = states()
-    made.featurize(rows(N), [first, second])
-    kept = made.score(TARGETS, "ckpt-1", checkpoints=[first]).numpy()
-    made.drop_checkpoint("ckpt-1")
-    np.testing.assert_array_equal(made.scores("ckpt-1").numpy(), kept)
+    attributor(path).featurize(rows(N + R + 1), [first], append=True)
+    with pytest.raises(StateError, match=rf"ckpt-1 has {N + R} of {N + R + 1} train rows"):
+        attributor(path).score(TARGETS, checkpoints=[first, second])
+    assert attributor(path).score(TARGETS, "one", checkpoints=[first]).shape == (N + R + 1, 5)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import io
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import start_script
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-import trak_lite
 from trak_lite import Attributor, FeaturizeSummary, Rows, verify
-from trak_lite._progress import KeptProgress
 from trak_lite.errors import StateError
 from trak_lite.retraining import retrain
 from trak_lite.store import ZarrFeatureStore
 
-PACKAGE = Path(trak_lite.__file__).parent
 N, BATCH = 300, 32
 TRAIN = TensorDataset(torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3)
 TARGETS = TensorDataset(*TRAIN[:5])
@@ -65,26 +64,42 @@ def rows_done(path: Path) -> int:
 # ------------------------------------------------------------------------ the bar
 
 
-@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False), ("no number", True)])
+class Terminal(io.StringIO):
+    """Takes text as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("asked", "rank", "group", "shown"),
+    [
+        (True, "0", None, True),
+        (True, "1", None, False),
+        (True, "no number", None, True),
+        (
+            True,
+            "1",
+            0,
+            True,
+        ),  # the rank of an initialised process group counts more than that of the launcher
+        (True, "0", 1, False),
+        (None, "0", None, True),  # a terminal shows the bar without being asked
+        (None, "1", None, False),
+    ],
+)
 def test_of_several_processes_rank_0_shows_the_bar(
-    rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asked: bool | None, rank: str, group: int | None, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    terminal = io.StringIO() if asked else Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("RANK", rank)
-    attributor(None, progress=True).featurize(TRAIN)
+    if group is not None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: group)
+    attributor(None, **({} if asked is None else {"progress": asked})).featurize(TRAIN)
 
-    assert ("300/300" in capsys.readouterr().err) is shown
-
-
-@pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, False)])
-def test_the_rank_of_an_initialised_process_group_counts_more_than_that_of_the_launcher(
-    rank: int, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", str(1 - rank))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    attributor(None, progress=True).featurize(TRAIN)
-
-    assert ("300/300" in capsys.readouterr().err) is shown
+    assert ("300/300" in terminal.getvalue()) is shown
 
 
 def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
@@ -105,25 +120,6 @@ def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
     assert len(re.findall(rate_and_time_left, shown)) >= len(labels)
 
 
-class Terminal(io.StringIO):
-    """Takes text as a terminal does."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
-def test_a_terminal_shows_the_bar_without_being_asked(
-    rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("RANK", rank)
-    attributor(None).featurize(TRAIN)
-
-    assert ("300/300" in terminal.getvalue()) is shown
-
-
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     made = attributor(None)
     made.featurize(TRAIN)
@@ -136,8 +132,13 @@ def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str])
 # ------------------------------------------------------------------------ logging and import
 
 
-def test_warnings_go_to_nobody_unless_logging_is_configured() -> None:
-    code = """import logging, trak_lite
+def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured() -> None:
+    """Each slow module takes longer to import than this package; what torch imports itself does not count."""
+    slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}
+    code = f"""import logging, sys, torch
+before = set(sys.modules)
+import trak_lite
+print(sorted({slow} & (set(sys.modules) - before)))
 logger = logging.getLogger('trak_lite.run.workspace')
 logger.warning('not heard')
 logging.basicConfig()
@@ -145,62 +146,27 @@ logger.warning('heard')"""
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout + done.stderr == "WARNING:trak_lite.run.workspace:heard\n"
-
-
-def test_every_logger_is_named_after_its_module() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
-                assert ast.unparse(node) == "logging.getLogger(__name__)", f"{path}:{node.lineno}"
-
-
-def test_importing_the_package_leaves_slow_modules_alone() -> None:
-    """Each of these takes longer to import than this package; what torch imports itself does not count."""
-    slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}
-    code = f"""import sys, torch
-before = set(sys.modules)
-import trak_lite
-print(sorted({slow} & (set(sys.modules) - before)))"""
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.strip() == "[]"
+    assert (done.stdout, done.stderr) == ("[]\n", "WARNING:trak_lite.run.workspace:heard\n")
 
 
 # ------------------------------------------------------------------------ Ctrl-C
 
 
-def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    with pytest.raises(KeyboardInterrupt) as caught:
-        featurize(attributor(path), Stopping())
-
-    assert caught.value.__notes__ == [
-        f"Featurizing current: at least 96 of {N} rows are done.",
-        f"Finished work is stored in {path}. Make the same call again to continue.",
-    ]
-    assert rows_done(path) == 96
-    assert featurize(attributor(path)).rows_written == N - 96
-
-
-def test_a_ctrl_c_while_targets_are_featurized_counts_them(tmp_path: Path) -> None:
-    made = attributor(tmp_path / "run.zarr")
-    featurize(made)
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        made.score(Rows(Stopping(), batch_size=BATCH, name="mine"), "itself")
-
-    assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
-
-
-def test_without_a_path_a_ctrl_c_says_that_nothing_is_on_disk() -> None:
-    made = attributor(None)
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Path, on_disk: bool) -> None:
+    path = tmp_path / "run.zarr" if on_disk else None
+    made = attributor(path)
     with pytest.raises(KeyboardInterrupt) as caught:
         featurize(made, Stopping())
 
-    assert "Nothing was stored on disk, because no path was given" in caught.value.__notes__[1]
+    where = f"Finished work is stored in {path}. Make the same call again to continue."
+    said, place = caught.value.__notes__
+    assert said == f"Featurizing current: at least 96 of {N} rows are done."
+    assert place == where if on_disk else "Nothing was stored on disk, because no path was given" in place
     assert featurize(made).rows_found == 96
+    with pytest.raises(KeyboardInterrupt) as caught:
+        made.score(Rows(Stopping(), batch_size=BATCH, name="mine"), "itself")
+    assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
 
 
 def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
@@ -221,10 +187,14 @@ def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
 
 
 def test_other_errors_get_no_such_note() -> None:
-    with pytest.raises(StateError) as caught, KeptProgress(3, label="Featurizing", progress=False):
-        raise StateError("another")
+    class Failing(Stopping):
+        def stop(self) -> None:
+            raise StateError("another")
 
-    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(StateError) as caught:
+        featurize(attributor(None), Failing())
+
+    assert not any("done" in note or "Finished" in note for note in getattr(caught.value, "__notes__", []))
 
 
 VICTIM = """
@@ -246,19 +216,20 @@ featurize(attributor({path!r}), Waiting())
 
 
 def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    code = VICTIM.format(folder=str(Path(__file__).parent), path=str(path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=600)
+    path, script, output = (tmp_path / name for name in ("run.zarr", "victim.py", "output"))
+    script.write_text(VICTIM.format(folder=str(Path(__file__).parent), path=str(path)))
+    output.touch()
+    process = start_script(script, output=output)
+    while "waiting" not in output.read_text():
+        assert process.is_alive(), output.read_text()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
 
-    assert process.returncode == -signal.SIGINT
-    assert out == ""
-    assert err.splitlines()[-3:] == [
+    assert process.exitcode != 0
+    said = output.read_text().splitlines()
+    assert "went on" not in said
+    assert said[-3:] == [
         "KeyboardInterrupt",
         f"Featurizing current: at least 96 of {N} rows are done.",
         f"Finished work is stored in {path}. Make the same call again to continue.",

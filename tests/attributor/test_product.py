@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,25 @@ import reference
 import torch
 from modelout_cases import BUILDERS
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from trak_lite import Attributor, Rows
-from trak_lite.data.batches import take_rows
-from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS
-from trak_lite.methods import TRAK, AbstractKernelMethod, Fisher, GaussNewton
+from trak_lite.methods import TRAK, AbstractKernelMethod, GaussNewton
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.projectors import PROJECTORS, AbstractProjector
-from trak_lite.testing.modelout import ModelOutputCase
+from trak_lite.testing import ModelOutputCase
 
 K = 6
 TRAIN_ROWS, TARGETS = [0, 1, 2, 3], [2, 0]
 PLAIN, CURVED = TRAK(damping=0.1, layout="stored"), GaussNewton(damping=0.1)
+
+
+def take_rows(batch: Any, rows: list[int]) -> Any:
+    if is_dataclass(batch):
+        return replace(batch, **{f.name: take_rows(getattr(batch, f.name), rows) for f in fields(batch)})
+    return tree_map(lambda tensor: tensor[rows] if tensor.dim() else tensor, batch)
 
 
 class BatchRows(Dataset[Any]):
@@ -98,30 +103,13 @@ def expected_terms(
 def native_scores(
     per_checkpoint: dict[str, list[np.ndarray]], attributor: Attributor, method: AbstractKernelMethod
 ) -> np.ndarray:
-    """Segment by segment, q where the method has it by default; a Fisher gram as it is kept (see test_fisher)."""
-    segments = [(s.start, s.stop) for s in attributor.layout.segments]
-    damping = method.kernel.damping
-    if not isinstance(method, Fisher):
-        return reference.kernel_scores(
-            *(per_checkpoint[part] for part in ("train", "q", "w", "target")),
-            segments=segments,
-            damping=damping,
-            weighting=method.weighting,
-        )
-    total = np.zeros((len(TRAIN_ROWS), len(TARGETS)))
-    for model_id, (train, target) in enumerate(
-        zip(*(per_checkpoint[part] for part in ("train", "target")), strict=True)
-    ):
-        with attributor._workspace.reading() as store:
-            fits = FisherFits(store, method)
-            grams = fits.grams(f"ckpt-{model_id}", attributor.layout, device=attributor.device)
-        for (start, stop), gram in zip(segments, grams, strict=True):
-            matrix = gram.double().numpy()
-            if not matrix.any():
-                continue  # rows of zeros score nothing, and their kernel has no inverse
-            damped = matrix + damping * np.trace(matrix) / (stop - start) * np.eye(stop - start)
-            total += train[:, start:stop] @ np.linalg.solve(damped, target[:, start:stop].T)
-    return total / len(per_checkpoint["q"]) * np.mean(per_checkpoint["q"], axis=0)[:, None]
+    """Segment by segment, q where the method has it by default."""
+    return reference.kernel_scores(
+        *(per_checkpoint[part] for part in ("train", "q", "w", "target")),
+        segments=[(s.start, s.stop) for s in attributor.layout.segments],
+        damping=method.kernel.damping,
+        weighting=method.weighting,
+    )
 
 
 def first_of_shapes() -> set[str]:
@@ -156,63 +144,35 @@ def test_scores_equal_the_reference(
     build: Callable[[], ModelOutputCase], computer: str, projector: str
 ) -> None:
     """With two methods, of which either is the attributor's own."""
-    case = build()
-    if not case.task.has_curvature:
-        own, other = None, PLAIN  # Fisher or TRAK: the named error of the other choice has a test of its own
-    else:
-        own, other = (PLAIN, CURVED) if computer == "functional" else (CURVED, PLAIN)
-    assert_scores_equal_the_reference(case, own, other, gradient_computer=computer, projector=projector)
+    methods = (PLAIN, CURVED) if computer == "functional" else (CURVED, PLAIN)
+    assert_scores_equal_the_reference(build(), methods, gradient_computer=computer, projector=projector)
 
 
 @pytest.mark.parametrize(("build", "projector"), JOINT)
 def test_scores_with_one_kernel_for_the_whole_row_equal_the_reference(
     build: Callable[[], ModelOutputCase], projector: str
 ) -> None:
-    assert_scores_equal_the_reference(build(), projector=projector, layout="joint")
-
-
-def damped_choice(case: ModelOutputCase) -> AbstractKernelMethod:
-    """The method that the task gets by default, with the damping of these tests and few drawn labels.
-
-    What is tested here is what scores are made of a Fisher gram, not how close that is.
-    """
-    chosen = Attributor(case.model, case.task, None, proj_dim=K).method
-    assert isinstance(chosen, AbstractKernelMethod)
-    few = {"samples_per_feature": 1} if isinstance(chosen, Fisher) else {}
-    return replace(chosen, damping=0.1, **few)
+    assert_scores_equal_the_reference(build(), (CURVED, PLAIN), projector=projector, layout="joint")
 
 
 def assert_scores_equal_the_reference(
-    case: ModelOutputCase,
-    own_method: AbstractKernelMethod | None = None,
-    other: AbstractKernelMethod | None = None,
-    **settings: Any,
+    case: ModelOutputCase, methods: tuple[AbstractKernelMethod, ...], **settings: Any
 ) -> None:
     """Compare the scores of the attributor's method, and those of another one that reads the same rows."""
+    if not case.task.has_curvature:
+        methods = (PLAIN,)  # the named error of the other choice has a test of its own
     first = {name: value.clone() for name, value in case.model.state_dict().items()}
     states = [first, {name: value * 0.7 for name, value in first.items()}]
     train, targets = BatchRows(case.batch, TRAIN_ROWS), BatchRows(case.batch, TARGETS)
-    attributor = Attributor(
-        case.model,
-        case.task,
-        None,
-        proj_dim=K,
-        dtype="float32",
-        method=damped_choice(case) if own_method is None else own_method,
-        collate=train.collate,
-        **settings,
-    )
+    settings = {"proj_dim": K, "dtype": "float32", "collate": train.collate, **settings}
+    attributor = Attributor(case.model, case.task, None, method=methods[0], **settings)
 
     attributor.featurize(Rows(train, batch_size=3), checkpoints=states)
-    own = attributor.score(targets).numpy()
+    found = [attributor.score(targets).numpy()]
+    found += [attributor.score(targets, method=method).numpy() for method in methods[1:]]
 
     terms = expected_terms(case, states, attributor)
-    assert own.shape == (len(TRAIN_ROWS), len(TARGETS))
-    assert_near(own, native_scores(terms, attributor, attributor.method))
-    if other is not None:
-        scores = attributor.score(targets, method=other).numpy()
-        assert_near(scores, native_scores(terms, attributor, other))
-
-
-def assert_near(scores: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    for method, scores in zip(methods, found, strict=True):
+        expected = native_scores(terms, attributor, method)
+        assert scores.shape == (len(TRAIN_ROWS), len(TARGETS))
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())

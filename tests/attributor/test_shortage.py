@@ -76,15 +76,15 @@ def finished(path: Path) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("passes", [0, 3])
 @pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
-@pytest.mark.parametrize("fail", [no_memory, no_array, no_thread])
-def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(fail, engine, passes, tmp_path):
-    made = attributor(tmp_path / "a.zarr", Failing(fail, passes), engine)
+def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(engine, passes, tmp_path):
+    for fail in (no_memory, no_array, no_thread):
+        made = attributor(tmp_path / fail.__name__, Failing(fail, passes), engine)
 
-    with pytest.raises(ShortageError, match=r"ulimit"):
-        made.featurize(Rows(TRAIN, batch_size=8))
+        with pytest.raises(ShortageError, match=r"ulimit"):
+            made.featurize(Rows(TRAIN, batch_size=8))
 
 
-@pytest.mark.parametrize("passes", [2, 5])
+@pytest.mark.parametrize("passes", [5, 2])
 def test_rows_done_before_a_shortage_are_kept_and_the_others_are_right(passes, tmp_path):
     with pytest.raises(ShortageError):
         attributor(tmp_path / "a.zarr", Failing(no_memory, passes)).featurize(Rows(TRAIN, batch_size=8))
@@ -113,7 +113,7 @@ def limited(path: str, spare: int, report: str) -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
 def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
     outcomes = []
-    for spare in range(0, 16, 3):
+    for spare in (0, 4, 8, 15):
         report = tmp_path / f"{spare}.txt"
         report.touch()
         process = forkserver().Process(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_runs import contents
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,12 +18,13 @@ from trak_lite import Attributor, Rows, TRAKer, methods
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
+    NonFiniteError,
     PrecisionError,
     TrakLiteError,
+    UnknownTaskError,
     UnsupportedModelError,
 )
 from trak_lite.retraining import retrain
-from trak_lite.selection import select
 
 pytestmark = pytest.mark.quick
 
@@ -38,8 +41,8 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def attributor(model: Any = None, path: Path | None = None, **changes: Any) -> Attributor:
-    settings = {"proj_dim": 8, "progress": False, **changes}
-    return Attributor(net() if model is None else model, "image_classification", path, **settings)
+    settings = {"task": "image_classification", "proj_dim": 8, "progress": False, **changes}
+    return Attributor(net() if model is None else model, path=path, **settings)
 
 
 def frame() -> Any:
@@ -50,39 +53,160 @@ def exported() -> nn.Module:
     return torch.export.export(net().eval(), (X,)).module()
 
 
+def with_input(row: int, value: float) -> TensorDataset:
+    x = X.clone()
+    x[row] = value
+    return TensorDataset(x, Y)
+
+
+def with_label(row: int, value: int) -> TensorDataset:
+    y = Y.clone()
+    y[row] = value
+    return TensorDataset(X, y)
+
+
+def empty(rows: int, width: int) -> TensorDataset:
+    return TensorDataset(torch.zeros(rows, width), torch.zeros(rows).long())
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if x.sum() > 0 else -1)
+
+
+NET = net()
+OPEN = nn.Sequential(net(), nn.Linear(3, 3, device="meta"))
+ARRAYS = X.numpy(), Y.numpy()
+SHUFFLED = DataLoader(TRAIN, shuffle=True)
+WHOLE = {"projector": "none", "dtype": "float16"}
+TRACED = {"gradient_computer": "functional"}
+LOOP = {"gradient_computer": "iterative"}
+NONE_REACHED = "depends on none of the 4 kept parameters"
+
+
+def detached(call: Any, batch: Any) -> Tensor:
+    return call(batch[0]).detach().sum(1)
+
+
+def closed_over(call: Any, batch: Any) -> Tensor:
+    return NET(batch[0]).sum(1)
+
+
+def linear(call: Any, batch: Any) -> Tensor:
+    return call(batch[0])[:, 0]
+
+
+def one_sample(samples: Any) -> Any:
+    return torch.randn(1, 4), torch.zeros(1).long()
+
+
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("said", "settings"),
     [
-        (lambda: attributor().featurize(frame()), r"DataFrame.*TensorDataset\(torch.tensor\(frame"),
-        (lambda: attributor().featurize(frame()[::-1]), "DataFrame"),
-        (lambda: attributor().featurize((X.numpy(), Y.numpy())), r"tuple of arrays.*TensorDataset"),
-        (lambda: attributor().featurize([X.numpy(), Y.numpy()]), r"list of arrays.*TensorDataset"),
-        (lambda: attributor().featurize([X, Y[:, None]]), "list of tensors"),
-        (lambda: Rows((X.numpy(), Y.numpy())), "tuple of arrays"),
-        (lambda: attributor().featurize(TensorDataset(X.to("meta"), Y)), "meta device.*Load the values"),
-        (lambda: attributor({}), "model is a dict, expected a trained torch.nn.Module"),
-        (lambda: attributor(np.linalg), "model is a module, expected"),
-        (lambda: attributor(nn.Linear), "model is the class Linear"),
-        (
-            lambda: attributor(torch.export.export(net(), (X,))),
-            "ExportedProgram.*Pass the module that was exported",
-        ),
-        (lambda: TRAKer(model=object(), task="image_classification", train_set_size=1), "model is a object"),
-        (lambda: attributor(exported()).featurize(TRAIN), r"eval mode.*Pass the module that was exported"),
-        (lambda: attributor(nn.Sequential(exported())).featurize(TRAIN), "of torch"),
-        (lambda: attributor(nn.Linear(4, 3, device="meta")), r"no values.*'weight'.*to_empty"),
-        (
-            lambda: attributor(nn.Sequential(net(), nn.Linear(3, 3, device="meta"))),
-            r"2 parameters.*'1.weight'",
-        ),
-        (lambda: attributor(nn.LazyLinear(3)), "lazy module before"),
-        (lambda: attributor(device="meta"), "device='meta'"),
-        (lambda: attributor().featurize(TRAIN, batch_size=0), "batch_size must be an integer of at least 1"),
-        (lambda: retrain(lambda rows: 0.0, MASKS, lambda found: [found]), r"train_fn\(indices, seed\)"),
-        (lambda: retrain(lambda rows, seed: None, MASKS, lambda found: [1.0]), "train_fn returned None"),
+        ("image_classification", {"task": "image_clasification"}),
+        ("proj_dim must be an integer of at least 1", {"proj_dim": 0}),
+        (r"dtype must be one of \['float16', 'float32', 'int4', 'int8'\]", {"dtype": "int2"}),
+        (r"\['0.wieght'\].*0.weight", {"grad_wrt": ["0.wieght"]}),
+        ("gradient_computer must be one of", {"gradient_computer": "functorch"}),
+        ("rademacher", {"projector": "rademacer"}),
+        ("method must be a name of .* Did you mean 'GaussNewton'", {"method": "GausNewton"}),
+        ("batch_size must be an integer of at least 1", {"batch_size": 0}),
+        ("Unknown device 'tpu'", {"device": "tpu"}),
+        ("device='meta'", {"device": "meta"}),
+        ("linear in it", {"method": "GaussNewton", "task": linear}),
+        ("model is a dict, expected a trained torch.nn.Module", {"model": {}}),
+        ("model is a module, expected", {"model": np.linalg}),
+        ("model is the class Linear", {"model": nn.Linear}),
+        (r"no values.*'weight'.*to_empty", {"model": nn.Linear(4, 3, device="meta")}),
+        (r"2 parameters.*'1.weight'", {"model": OPEN}),
+        ("lazy module before", {"model": nn.LazyLinear(3)}),
+        ("torch finds no CUDA GPU", {"device": "cuda"}),
     ],
 )
-def test_the_error_says_what_to_do(call: Callable[[], Any], said: str) -> None:
+def test_wrong_settings_are_refused_before_anything_is_written(
+    tmp_path: Path, said: str, settings: dict[str, Any]
+) -> None:
+    if "CUDA" in said and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(
+        UnknownTaskError if "task" in settings and len(settings) == 1 else InvalidInputError, match=said
+    ):
+        attributor(path=tmp_path / "a.zarr", **settings)
+
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "data", "settings"),
+    [
+        (r"output of rows \[3\] of the train data is NaN", NonFiniteError, with_input(3, np.nan), {}),
+        ("99", InvalidInputError, with_label(5, 99), {}),
+        ("-1", InvalidInputError, with_label(5, -1), LOOP),
+        (
+            r"^Row 9 of the train data: .*99",
+            InvalidInputError,
+            with_label(9, 99),
+            {**TRACED, "batch_size": 4},
+        ),
+        (r"^Row 9 of the train data: .*99", InvalidInputError, with_label(9, 99), {**LOOP, "batch_size": 4}),
+        (r"Sequential failed.*\(12, 7\) float32", InvalidInputError, empty(N, 7), {}),
+        ("No rows in the train data", InvalidInputError, empty(0, 4), {}),
+        ("the train data does not read", InvalidInputError, SHUFFLED, {}),
+        ("gave a batch of 1", InvalidInputError, TRAIN, {"collate": one_sample}),
+        ("iterative", UnsupportedModelError, TRAIN, {"model": Branches(4, 3), **TRACED}),
+        (NONE_REACHED, UnsupportedModelError, TRAIN, {"task": detached, **TRACED}),
+        (NONE_REACHED, UnsupportedModelError, TRAIN, {"task": detached, **LOOP}),
+        # A closed-over model is not the one that is traced.
+        (NONE_REACHED, UnsupportedModelError, TRAIN, {"task": closed_over, "model": NET, **TRACED}),
+        (
+            "float16 cannot hold.*float32",
+            PrecisionError,
+            with_input(3, 1e6),
+            {**WHOLE, "model": nn.Linear(4, 3)},
+        ),
+        (r"entries beyond its range.*dtype='float32'", PrecisionError, TensorDataset(X * 1e8, Y), {}),
+        ("meta device.*Load the values", InvalidInputError, TensorDataset(X.to("meta"), Y), {}),
+        (r"tuple of arrays.*TensorDataset", InvalidInputError, ARRAYS, {}),
+        (r"list of arrays.*TensorDataset", InvalidInputError, [*ARRAYS], {}),
+        ("list of tensors", InvalidInputError, [X, Y[:, None]], {}),
+    ],
+)
+def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(
+    tmp_path: Path, said: str, error: type[TrakLiteError], data: Any, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=said):
+        attributor(path=tmp_path / "a.zarr", **settings).featurize(data)
+
+    if "batch_size" not in settings:  # row 9 is in the third batch
+        assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "call"),
+    [
+        (r"DataFrame.*TensorDataset\(torch.tensor\(frame", lambda: attributor().featurize(frame())),
+        ("DataFrame", lambda: attributor().featurize(frame()[::-1])),
+        ("tuple of arrays", lambda: Rows(ARRAYS)),
+        (
+            "ExportedProgram.*Pass the module that was exported",
+            lambda: attributor(torch.export.export(net(), (X,))),
+        ),
+        (r"eval mode.*Pass the module that was exported", lambda: attributor(exported()).featurize(TRAIN)),
+        ("of torch", lambda: attributor(nn.Sequential(exported())).featurize(TRAIN)),
+        ("model is a object", lambda: TRAKer(model=object(), task="image_classification", train_set_size=1)),
+        ("batch_size must be", lambda: attributor().featurize(TRAIN, batch_size=0)),
+        ("batch_size must be", lambda: attributor().featurize(Rows(TRAIN, batch_size=0))),
+        ("checkpoints is empty", lambda: attributor().featurize(TRAIN, [])),
+        ("does not fit", lambda: attributor().featurize(TRAIN, {"0.weight": torch.ones(1)})),
+        (
+            "gave NoneType, expected a mapping",
+            lambda: attributor().featurize(TRAIN, [1, 2], checkpoint_loader=lambda _: None),
+        ),
+        (r"train_fn\(indices, seed\)", lambda: retrain(lambda rows: 0.0, MASKS, lambda found: [found])),
+        ("train_fn returned None", lambda: retrain(lambda rows, seed: None, MASKS, lambda found: [1.0])),
+    ],
+)
+def test_the_error_says_what_to_do(said: str, call: Callable[[], Any]) -> None:
     with pytest.raises((InvalidInputError, UnsupportedModelError), match=said) as caught:
         call()
     assert isinstance(caught.value, TrakLiteError)
@@ -138,32 +262,6 @@ def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path: Path, sour
     assert featurized(1).score(TRAIN, name="again").settings["checkpoints"] == 1
 
 
-@pytest.mark.parametrize("data", [TRAIN, DataLoader(TRAIN, batch_size=2), Rows(TRAIN, batch_size=2)])
-def test_a_call_has_its_own_batch_size(data: Any) -> None:
-    sizes = []
-    model = net()
-    model.register_forward_hook(lambda module, args, out: sizes.append(len(args[0])))
-    made = attributor(model, gradient_computer="hook", method="GradDot")
-
-    made.featurize(data, batch_size=5)
-    assert 5 in sizes
-    del sizes[:]
-    made.score(data, batch_size=3)
-    assert 3 in sizes
-
-
-@pytest.mark.parametrize("k", [N, N + 1, 10**6])
-def test_more_rows_than_there_are_are_all_rows(k: int) -> None:
-    made = attributor()
-    made.featurize(TRAIN)
-    scores = made.score(TRAIN)
-
-    assert scores.top(k).indices.shape == (N, N)
-    for method in ("top", "greedy"):
-        assert sorted(select(scores, k, method).indices) == list(range(N))
-    assert len(select(scores, k, where=np.arange(N) < 3).indices) == 3
-
-
 class Mixed(nn.Module):
     """Layers of two dtypes."""
 
@@ -176,22 +274,27 @@ class Mixed(nn.Module):
         return self.second(torch.tanh(self.first(x.to(self.first.weight))).to(self.second.weight))
 
 
-@pytest.mark.parametrize("method", ["GaussNewton", "EKFAC", "CG", "LiSSA"])
+@cache
+def mixed(*dtypes: torch.dtype) -> Attributor:
+    made = attributor(Mixed(*dtypes), projector="none", dtype="float32")
+    made.featurize(TRAIN)
+    return made
+
+
+@pytest.mark.parametrize(
+    "method",
+    [methods.GaussNewton(), methods.EKFAC(), methods.CG(), methods.LiSSA(damping=30.0, depth=20, rows=N)],
+    ids=lambda method: method.name,
+)
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
-def test_layers_of_two_dtypes(method: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    found = []
-    for chosen in (dtypes, (torch.float64, torch.float64)):
-        made = attributor(Mixed(*chosen), projector="none", dtype="float32", method=method)
-        made.featurize(TRAIN)
-        found.append(made.score(TRAIN).numpy())
+def test_layers_of_two_dtypes(method: methods.Method, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    targets = TensorDataset(*TRAIN[:4])
+    found, expected = (
+        mixed(*chosen).score(targets, method.name, method=method).numpy()
+        for chosen in (dtypes, (torch.float64, torch.float64))
+    )
 
-    np.testing.assert_allclose(*found, rtol=2e-2, atol=2e-3 * np.abs(found[1]).max())
-
-
-def test_features_beyond_float16_name_their_remedy() -> None:
-    model = net()
-    with pytest.raises(PrecisionError, match=r"entries beyond its range.*dtype='float32'"):
-        attributor(model).featurize(TensorDataset(X * 1e8, Y))
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-3 * np.abs(expected).max())
 
 
 @pytest.mark.filterwarnings("ignore")  # quantization is deprecated in torch

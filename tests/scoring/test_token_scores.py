@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows, token_scores
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
-from trak_lite.methods import TRAK, AbstractMethod, Fisher, GradDot, TracIn
+from trak_lite.methods import TRAK, Fisher, GradDot, TracIn
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, QuestionsModelOutput
 
 VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
@@ -58,41 +58,70 @@ def plain() -> Attributor:
     return attributor()
 
 
-def token_gradient(model: nn.Module, ids: Tensor, label: int, position: int) -> np.ndarray:
-    """Return the gradient of log p of one label."""
-    p = model(ids[None])[0, position - 1].double().softmax(0)[label]
-    grads = torch.autograd.grad(torch.log(p), list(model.parameters()))
-    return torch.cat([grad.reshape(-1) for grad in grads]).double().numpy()
+def close(found: Any, expected: np.ndarray, rtol: float = 1e-3, atol: float = 1e-5) -> None:
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol * np.abs(expected).max())
 
 
-def gradients(model: nn.Module, data: TensorDataset, row: int) -> np.ndarray:
-    """Return the gradient of every token of a row, ``(T, P)``; zero where nothing is predicted."""
-    ids, labels = data[row]
-    size = sum(p.numel() for p in model.parameters())
-    out = np.zeros((LENGTH, size))
+def token_gradients(
+    model: nn.Module, ids: Tensor, labels: Tensor, names: Any = None, output: str = "log_prob"
+) -> dict[str, Tensor]:
+    """Return the gradient of the term of every token of a row, ``(T, *shape)``; zero where nothing is predicted."""
+    kept = {name: p for name, p in model.named_parameters() if names is None or name in names}
+    found = {name: torch.zeros(LENGTH, *p.shape, dtype=torch.float64) for name, p in kept.items()}
     for position in range(1, LENGTH):
-        if labels[position] != -100:
-            out[position] = token_gradient(model, ids, int(labels[position]), position)
-    return out
+        if labels[position] == -100:
+            continue
+        log_p = model(ids[None])[0, position - 1].double().log_softmax(0)[labels[position]]
+        f = log_p if output == "log_prob" else log_p - torch.log1p(-log_p.exp())
+        for name, grad in zip(kept, torch.autograd.grad(f, [*kept.values()]), strict=True):
+            found[name][position] = grad
+    return found
 
 
-def test_tokens_add_the_product_of_their_own_gradient_with_the_target() -> None:
-    made = attributor(projector="none", proj_dim=63)
+def flat(gradients: dict[str, Tensor]) -> np.ndarray:
+    return torch.cat([grad.flatten(1) for grad in gradients.values()], 1).numpy()
+
+
+@pytest.mark.parametrize(
+    ("output", "settings", "in_one_pass"),
+    [
+        ("log_prob", {}, True),
+        ("margin", {"layout": "joint"}, True),
+        ("log_prob", {"grad_wrt": ["head.weight"]}, True),
+        ("log_prob", {"projector": "none"}, True),
+        ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
+    ],
+    ids=str,
+)
+def test_tokens_add_the_product_of_their_own_gradient_with_the_target(
+    output: str, settings: dict[str, Any], in_one_pass: bool
+) -> None:
+    """By one forward pass for each target and checkpoint, or by the gradients of the tokens for all targets."""
+    made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
     scores = made.score(TARGETS, method=GradDot(q="off"))
+    passes: list[int] = []
+    made.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    counts = []
+    for targets in ([1], [1, 2]):
+        del passes[:]
+        found = token_scores(scores, Rows(TRAIN, batch_size=4), [4], targets=targets)[4]
+        counts.append(len(passes))
 
-    found = token_scores(scores, Rows(TRAIN, batch_size=2), [3, 0])
-
-    expected = {row: np.zeros((LENGTH, M)) for row in (0, 3)}
-    for weights in WEIGHTS:
+    assert counts[1] - counts[0] == (len(WEIGHTS) if in_one_pass else 0)
+    expected = np.zeros((LENGTH, 2))
+    for model_id, weights in enumerate(WEIGHTS):
         model = LanguageModel()
         model.load_state_dict(weights)
-        targets = np.stack([gradients(model, TARGETS, target).sum(0) for target in range(M)])
-        for row in expected:
-            expected[row] += gradients(model, TRAIN, row) @ targets.T / len(WEIGHTS)
-    assert list(found) == [0, 3]
-    for row, values in found.items():
-        np.testing.assert_allclose(values, expected[row], rtol=1e-4, atol=1e-6)
-        assert not values[[0, 2]].any()
+
+        def features(row: Any) -> np.ndarray:
+            gradients = token_gradients(model, *row, made.parameters, output)  # noqa: B023
+            parts = {name: grad.float() for name, grad in gradients.items()}
+            return made.projector.project(parts, model_id).double().numpy()  # noqa: B023
+
+        targets = np.stack([features(TARGETS[number]).sum(0) for number in (1, 2)])
+        expected += features(TRAIN[4]) @ targets.T / len(WEIGHTS)
+    close(found, expected, rtol=1e-4)
+    assert not found[[0, 2]].any()
 
 
 @pytest.mark.parametrize(
@@ -103,24 +132,16 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target() -> None:
         TRAK(damping=0.1, layout="stored"),
         Fisher(checkpoint_weights=(1.0, -0.5), q="off"),
         TracIn(learning_rates=(0.5, 0.1)),
+        "EKFAC",
     ],
     ids=str,
 )
-def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, method: AbstractMethod | None) -> None:
+def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, method: Any) -> None:
     scores = plain.score(TARGETS, method=method)
 
-    found = token_scores(scores, TRAIN, range(N))
+    found = token_scores(scores, TRAIN, range(N), targets=[2, 0, -2])
 
-    summed = np.stack([found[row].sum(0) for row in range(N)])
-    np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-3, atol=1e-5 * np.abs(scores.numpy()).max())
-
-
-def test_curvature_of_layers_splits_over_tokens_too(plain: Attributor) -> None:
-    scores = plain.score(TARGETS, method="EKFAC")
-
-    found = token_scores(scores, TRAIN, [1], targets=[2, -3])
-
-    np.testing.assert_allclose(found[1].sum(0), scores.numpy()[1, [2, 0]], rtol=1e-3)
+    close(np.stack([found[row].sum(0) for row in range(N)]), scores.numpy()[:, [2, 0, 1]])
 
 
 def test_labels_that_are_not_shifted_keep_their_place() -> None:
@@ -131,7 +152,7 @@ def test_labels_that_are_not_shifted_keep_their_place() -> None:
     found = token_scores(scores, TRAIN, [1])[1]
 
     assert np.flatnonzero(found.any(1)).tolist() == [0, 1, 3, 4, 5]
-    np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
+    close(found.sum(0), scores.numpy()[1])
 
 
 def logit_gap(model_call: Any, batch: Any) -> Tensor:
@@ -168,7 +189,8 @@ def test_tokens_are_scored_for_another_output_of_the_model(asked: str, tmp_path:
             grads = torch.autograd.grad(last[1] - 2 * last[0], list(model.parameters()))
             targets.append(torch.cat([grad.reshape(-1) for grad in grads]).numpy())
         for row in expected:
-            expected[row] += gradients(model, TRAIN, row) @ np.stack(targets).T / len(WEIGHTS)
+            own = flat(token_gradients(model, *TRAIN[row]))
+            expected[row] += own @ np.stack(targets).T / len(WEIGHTS)
     for row, values in found.items():
         np.testing.assert_allclose(values, expected[row], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(values.sum(0), scores.numpy()[row], rtol=1e-4, atol=1e-6)
@@ -184,37 +206,53 @@ def test_the_store_and_the_model_stay_as_they_were(plain: Attributor) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
 
 
-def test_scores_divided_by_norms_are_refused(plain: Attributor) -> None:
-    for made, method in ((plain, "GradCos"), (attributor(normalize="unit"), None)):
-        with pytest.raises(InvalidInputError, match="divide train rows by their norms"):
-            token_scores(made.score(TARGETS, method=method), TRAIN, [0])
-
-
-def test_a_task_without_tokens_is_refused() -> None:
+def of_images(name: str, **options: Any) -> Any:
     data = TensorDataset(torch.randn(4, 3), torch.arange(4) % 2)
     made = Attributor(nn.Linear(3, 2), "image_classification", None, proj_dim=4)
     made.featurize(data)
-
-    for scores in (made.score(data), made.score(data, name="gap", task=logit_gap)):
-        with pytest.raises(
-            InvalidInputError, match="'image_classification', whose output is not a sum over tokens"
-        ):
-            token_scores(scores, data, [0])
+    return token_scores(made.score(data, name=name, **options), data, [0])
 
 
-@pytest.mark.parametrize("rows", [[], [N], [-1], [0.5]])
-def test_rows_that_are_not_there_are_refused(plain: Attributor, rows: list[Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"rows must be whole numbers from 0 to 4"):
-        token_scores(plain.score(TARGETS), TRAIN, rows)
-
-
-def test_targets_and_data_that_are_not_those_of_the_scores_are_refused(plain: Attributor) -> None:
-    scores = plain.score(TARGETS)
-
-    with pytest.raises(InvalidInputError, match="no target 3"):
-        token_scores(scores, TRAIN, [0], targets=[3])
-    with pytest.raises(ManifestMismatchError, match="dataset"):
-        token_scores(scores, TARGETS, [0])
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (
+            lambda plain: token_scores(plain.score(TARGETS, method="GradCos"), TRAIN, [0]),
+            InvalidInputError,
+            "divide train rows by their norms",
+        ),
+        (
+            lambda _: token_scores(attributor(normalize="unit").score(TARGETS), TRAIN, [0]),
+            InvalidInputError,
+            "divide train rows by their norms",
+        ),
+        (lambda _: of_images("own"), InvalidInputError, "'image_classification', whose output is not a sum"),
+        (
+            lambda _: of_images("gap", task=logit_gap),
+            InvalidInputError,
+            "'image_classification', whose output is not a sum over tokens",
+        ),
+        *(
+            (
+                lambda plain, rows=rows: token_scores(plain.score(TARGETS), TRAIN, rows),
+                InvalidInputError,
+                "rows must be whole numbers from 0 to 4",
+            )
+            for rows in ([], [N], [-1], [0.5])
+        ),
+        (
+            lambda plain: token_scores(plain.score(TARGETS), TRAIN, [0], targets=[3]),
+            InvalidInputError,
+            "no target 3",
+        ),
+        (lambda plain: token_scores(plain.score(TARGETS), TARGETS, [0]), ManifestMismatchError, "dataset"),
+    ],
+)
+def test_what_cannot_be_split_over_tokens_is_refused(
+    plain: Attributor, call: Any, error: Any, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call(plain)
 
 
 class _Doubled(torch.autograd.Function):
@@ -259,101 +297,32 @@ class Half(LanguageModel):
         return super().forward(input_ids).float()
 
 
-class Loops(Exception):
-    """A gradient per token is computed."""
+LENGTHS = [(torch.arange(length) % VOCABULARY,) * 2 for length in (4, LENGTH, 3)]
 
 
 @pytest.mark.parametrize(
-    ("output", "settings", "in_one_pass"),
+    ("model", "data", "method", "tolerance"),
     [
-        ("log_prob", {}, True),
-        ("margin", {}, True),
-        ("log_prob", {"layout": "joint", "dtype": "float16"}, True),
-        ("log_prob", {"grad_wrt": ["head.weight"]}, True),
-        ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
+        (BackwardOnly(), TRAIN, "auto", 1e-3),
+        (SometimesBackwardOnly(), LENGTHS, "auto", 1e-3),
+        (Half(), TRAIN, TRAK(damping=1e8), 1e-2),
     ],
-    ids=str,
+    ids=["none", "for some rows", "float16"],
 )
-def test_one_forward_pass_gives_what_a_gradient_per_token_gives(
-    monkeypatch: pytest.MonkeyPatch, output: str, settings: dict[str, Any], in_one_pass: bool
+def test_tokens_of_models_without_forward_mode_or_in_float16(
+    model: nn.Module, data: Any, method: Any, tolerance: float
 ) -> None:
-    """The features of a token are computed here by autograd and the projector, and multiplied with the target."""
-    made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
-    scores = made.score(TARGETS, method=TracIn(learning_rates=(0.5, 0.1)))
-    names = list(made.parameters)
-    expected = np.zeros((LENGTH, 2))
-    for model_id, weights in enumerate(WEIGHTS):
-        model = LanguageModel()
-        model.load_state_dict(weights)
-        ids, labels = TRAIN[4]
-        target = scores.source.terms(slice(1, 3))[model_id].targets.double().numpy()
-        for position in (1, 3, 4, 5):
-            logits = model(ids[None])[0, position - 1].double()
-            log_p = logits.log_softmax(0)[labels[position]]
-            f = log_p if output == "log_prob" else log_p - torch.log1p(-log_p.exp())
-            kept = dict(model.named_parameters())
-            grads = torch.autograd.grad(f, [kept[name] for name in names])
-            features = made.projector.project(
-                {name: grad[None] for name, grad in zip(names, grads, strict=True)}, model_id
-            )
-            q = scores.source.row_factors(np.array([4]))[model_id, 0]
-            expected[position] += q * (features.double().numpy() @ target.T)[0]
-    if in_one_pass:
-        monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
-
-    found = token_scores(scores, TRAIN, [4], targets=[1, 2])[4]
-
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
-    if not in_one_pass:
-        monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
-        with pytest.raises(Loops):
-            token_scores(scores, TRAIN, [4], targets=[1, 2])
-
-
-def _refuse(*_: Any, **__: Any) -> Tensor:
-    raise Loops
-
-
-def test_a_model_without_forward_mode_gets_a_gradient_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Attributor(BackwardOnly(), "causal_language_modeling", None, proj_dim=64, dtype="float32")
-    made.featurize(TRAIN)
-    scores = made.score(TARGETS)
-
-    found = token_scores(scores, TRAIN, [1])[1]
-
-    np.testing.assert_allclose(found.sum(0), scores.numpy()[1], rtol=1e-3)
-    monkeypatch.setattr("trak_lite.featurizing.session.FeaturizingSession.features", _refuse)
-    with pytest.raises(Loops):
-        token_scores(scores, TRAIN, [1])
-
-
-def test_a_model_without_forward_mode_for_some_rows_gets_a_gradient_per_token() -> None:
-    rows = [
-        (torch.arange(length) % VOCABULARY, torch.arange(length) % VOCABULARY) for length in (4, LENGTH, 3)
-    ]
-    made = Attributor(SometimesBackwardOnly(), "causal_language_modeling", None, proj_dim=64, dtype="float32")
-    train = Rows(rows, batch_size=1)
+    """Preconditioned targets of the last one are about 1e-8, which float16 rounds to zero."""
+    settings = {"proj_dim": 64, "dtype": "float32", "method": method}
+    made = Attributor(model, "causal_language_modeling", None, **settings)
+    train = Rows(data, batch_size=1) if data is LENGTHS else Rows(data)
     made.featurize(train)
     scores = made.score(TARGETS)
 
-    found = token_scores(scores, train, range(3))
+    found = token_scores(scores, train, range(len(data)))
 
-    summed = np.stack([found[row].sum(0) for row in range(3)])
-    np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-3, atol=1e-5 * np.abs(scores.numpy()).max())
-
-
-def test_small_targets_reach_the_tokens_of_a_model_in_float16() -> None:
-    """The preconditioned targets are about 1e-8, which float16 rounds to zero."""
-    made = Attributor(
-        Half(), "causal_language_modeling", None, proj_dim=64, dtype="float32", method=TRAK(damping=1e8)
-    )
-    made.featurize(TRAIN)
-    scores = made.score(TARGETS)
-
-    found = token_scores(scores, TRAIN, range(N))
-
-    summed = np.stack([found[row].sum(0) for row in range(N)])
-    np.testing.assert_allclose(summed, scores.numpy(), rtol=1e-2, atol=5e-3 * np.abs(scores.numpy()).max())
+    summed = np.stack([found[row].sum(0) for row in range(len(data))])
+    close(summed, scores.numpy(), tolerance, tolerance / 2)
 
 
 def test_no_targets_give_no_columns(plain: Attributor) -> None:

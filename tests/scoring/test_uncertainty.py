@@ -3,219 +3,121 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scipy.stats import spearmanr
-from view_cases import DEFAULT, METHODS, Drawn, checkpoint_products, dense_scores, drawn
+from view_cases import DEFAULT, METHODS, Drawn, checkpoint_products, drawn, with_q
 
-from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.linalg.spread import Spread, agreement, expected_agreement
-from trak_lite.methods import AbstractMethod
+from trak_lite.errors import InvalidInputError
 
 pytestmark = pytest.mark.quick
 
-RUNS = ["x", "y", "x", "z"]
+RUNS, MEMBERS = ["x", "y", "x", "z"], ([0, 2], [1], [3])
 
 
-def jackknife(rows: Drawn, method: AbstractMethod = DEFAULT) -> np.ndarray:
-    """Leave out one checkpoint after the other and score again: the exact jackknife, ``(N, M)``."""
-    count = len(rows.train)
-    left = []
-    for out in range(count):
-        keep = [c for c in range(count) if c != out]
-        part = Drawn(rows.train[keep], rows.targets[keep], rows.q[keep], rows.w[keep])
-        left.append(dense_scores(part.source(method)).astype(np.float64))
-    stacked = np.stack(left)
-    return np.sqrt((count - 1) / count * ((stacked - stacked.mean(0)) ** 2).sum(0))
+def of_groups(rows: Drawn, members: Any, name: str = "GaussNewton", q: str = "outside") -> np.ndarray:
+    """What each group of checkpoints alone scores, ``(G, N, M)``, with the mean q of the group."""
+    parts = [rows.part(list(group)) for group in members]
+    return np.stack([with_q(checkpoint_products(part, name), part, q) for part in parts])
+
+
+def mean_spearman(groups: np.ndarray) -> np.ndarray:
+    """The mean over pairs of groups ``(G, n, M)``, for each target."""
+    return np.array(
+        [
+            np.mean([spearmanr(a[:, target], b[:, target]).statistic for a, b in combinations(groups, 2)])
+            for target in range(groups.shape[2])
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ["GaussNewton", "GradDot", "GradCos"])
 @pytest.mark.parametrize("q", ["inside", "off"])
 def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name: str, q: Any) -> None:
-    rows, method = drawn(num_checkpoints=4), METHODS[name](q=q)
-
-    errors = rows.source(method).standard_error(None, slice(None), None)
-
-    np.testing.assert_allclose(errors, jackknife(rows, method), rtol=1e-3, atol=1e-6)
-
-
-def test_with_q_outside_it_is_that_of_the_product_of_two_means() -> None:
+    """The exact jackknife: each checkpoint is left out, and the rest is scored again."""
     rows = drawn(num_checkpoints=4)
-    k, q = checkpoint_products(rows), rows.q.astype(np.float64)[:, :, None]
-    change = q.mean(0) * (k - k.mean(0)) + k.mean(0) * (q - q.mean(0))
+    left = of_groups(rows, combinations(range(4), 3), name, q)
+    expected = np.sqrt(3 / 4 * ((left - left.mean(0)) ** 2).sum(0))
 
-    errors = rows.source(replace(DEFAULT, q="outside")).standard_error(None, slice(None), None)
+    errors = rows.scores(METHODS[name](q=q)).standard_error()
 
-    np.testing.assert_allclose(errors, np.sqrt((change**2).sum(0) / (4 * 3)), rtol=1e-3, atol=1e-6)
-
-
-def test_with_many_checkpoints_it_is_close_to_leaving_out_one() -> None:
-    rows = drawn(num_checkpoints=25)
-
-    errors = rows.source().standard_error(None, slice(None), None)
-
-    np.testing.assert_allclose(errors, jackknife(rows), rtol=0.05, atol=1e-3)
+    np.testing.assert_allclose(errors, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("q", ["outside", "off"])
-def test_runs_are_the_unit_where_they_are_given(q: Any) -> None:
+@pytest.mark.parametrize("runs", [None, RUNS])
+def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q: Any, runs: Any) -> None:
     rows = drawn(num_checkpoints=4)
-    k = checkpoint_products(rows)
-    members = [[0, 2], [1], [3]]
-    sums = np.stack([3 / 4 * k[m].sum(0) for m in members])
-    factors = (
-        np.stack([3 / 4 * rows.q[m].sum(0) for m in members])[:, :, None]
-        if q == "outside"
-        else np.ones((3, 1, 1))
-    )
-    change = factors.mean(0) * (sums - sums.mean(0)) + sums.mean(0) * (factors - factors.mean(0))
+    members = MEMBERS if runs else [[c] for c in range(4)]
+    share = len(members) / 4
+    k = np.stack([share * checkpoint_products(rows)[m].sum(0) for m in members])
+    factors = np.ones((len(members), 1, 1))
+    if q == "outside":
+        factors = np.stack([share * rows.q[m].astype(np.float64).sum(0) for m in members])[:, :, None]
+    change = factors.mean(0) * (k - k.mean(0)) + k.mean(0) * (factors - factors.mean(0))
+    expected = np.sqrt((change**2).sum(0) / (len(members) * (len(members) - 1)))
 
-    errors = rows.source(replace(DEFAULT, q=q)).standard_error(None, slice(None), RUNS)
+    scores = rows.scores(replace(DEFAULT, q=q))
 
-    np.testing.assert_allclose(errors, np.sqrt((change**2).sum(0) / (3 * 2)), rtol=1e-3, atol=1e-6)
+    def check(found: np.ndarray, wanted: np.ndarray) -> None:
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
 
-
-def test_some_rows_and_targets_get_the_errors_of_the_whole() -> None:
-    source = drawn(num_checkpoints=4).source()
-    every = source.standard_error(None, slice(None), RUNS)
-
-    some = source.standard_error(np.array([19, 3, 3]), slice(1, 3), RUNS)
+    check(scores.standard_error(runs=runs), expected)
+    check(scores.standard_error([19, 3, 3], runs=runs), expected[[19, 3, 3]])
+    check(scores.standard_error([3, 7], target=-1, runs=runs), expected[[3, 7], 3])
+    check(scores.standard_error(target=1, runs=runs), expected[:, 1])
     pairs = np.array([[0, 19], [5, 5], [7, 2], [1, 3]])
-
-    np.testing.assert_allclose(some, every[[19, 3, 3], 1:3], rtol=1e-5)
-    np.testing.assert_allclose(
-        source.pair_errors(pairs, RUNS), np.take_along_axis(every.T, pairs, 1), rtol=1e-5
-    )
-
-
-def test_pairs_beyond_one_piece_of_rows_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = drawn().source()
-    pairs = np.array([[0, 19, 4], [5, 5, 1], [7, 2, 18], [1, 3, 3]])
-    whole = source.pair_errors(pairs, None)
-    monkeypatch.setattr("trak_lite.scoring.source._PAIR_ROWS", 2)
-
-    np.testing.assert_allclose(source.pair_errors(pairs, None), whole, rtol=1e-5)
-
-
-def test_checkpoints_that_say_the_same_have_no_error() -> None:
-    one = drawn(num_checkpoints=1)
-    same = Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
-
-    assert not same.source().standard_error(None, slice(None), None).any()
-    np.testing.assert_allclose(same.source().reliability(None, threshold=0.5, max_rows=99).agreement, 1)
-
-
-def test_standard_errors_cover_the_truth_about_as_often_as_they_claim() -> None:
-    """Checkpoints drawn around one truth: two standard errors hold it in about 95 % of cases (t with 11 degrees)."""
-    generator = torch.Generator().manual_seed(0)
-    truth = torch.randn(200, 5, generator=generator, dtype=torch.float64)
-    spread, total = Spread(), torch.zeros_like(truth)
-    for _ in range(12):
-        value = truth + torch.randn(200, 5, generator=generator, dtype=torch.float64)
-        total += value / 12
-        spread.add(value)
-
-    held = ((total - truth).abs() <= 2.2 * spread.standard_error()).double().mean()
-
-    assert 0.93 < held < 0.97
-
-
-# ------------------------------------------------------------------------ agreement
-
-
-def test_agreement_is_the_mean_of_the_rank_correlations_of_all_pairs() -> None:
-    generator = np.random.default_rng(0)
-    groups = [np.round(generator.normal(size=(30, 3)), 0) for _ in range(4)]  # rounded: ties
-
-    found = agreement([torch.from_numpy(group) for group in groups])
-
-    for target in range(3):
-        pairs = [
-            spearmanr(groups[a][:, target], groups[b][:, target]).statistic
-            for a in range(4)
-            for b in range(a)
-        ]
-        assert float(found[target]) == pytest.approx(np.mean(pairs), abs=1e-12)
-
-
-def test_scores_without_an_order_agree_with_nothing() -> None:
-    flat, sloped = torch.ones(5, 1), torch.arange(5.0)[:, None]
-
-    assert float(agreement([flat, sloped])) == 0
-    with pytest.raises(StateError, match="at least 2 checkpoints or runs, got 1"):
-        agreement([sloped])
+    check(scores.standard_error(pairs, runs=runs), np.take_along_axis(expected.T, pairs, 1))
 
 
 @pytest.mark.parametrize("q", ["outside", "inside", "off"])
 def test_reliability_ranks_what_each_run_alone_scores(q: Any) -> None:
+    """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown."""
     rows = drawn(num_checkpoints=4)
-    alone = []
-    for members in ([0, 2], [1], [3]):
-        part = Drawn(rows.train[members], rows.targets[members], rows.q[members], rows.w[members])
-        alone.append(torch.from_numpy(dense_scores(part.source(replace(DEFAULT, q=q)))))
+    rows.train[:, 3:9] = 0
+    scores = rows.scores(replace(DEFAULT, q=q))
+    kernels, factors = checkpoint_products(rows), rows.q.astype(np.float64)[:, :, None]
+    each = {"outside": lambda m: factors[m].mean(0), "off": lambda m: 1.0}
+    alone = np.stack(
+        [
+            (kernels[m] * factors[m]).mean(0) if q == "inside" else kernels[m].mean(0) * each[q](m)
+            for m in MEMBERS
+        ]
+    )
+    expected = mean_spearman(alone.astype(np.float32))
 
-    found = rows.source(replace(DEFAULT, q=q)).reliability(RUNS, threshold=0.2, max_rows=1000)
+    found = scores.reliability(runs=RUNS, threshold=0.2)
 
-    np.testing.assert_allclose(found.agreement, agreement(alone), atol=1e-12)
-    np.testing.assert_allclose(found.expected, expected_agreement(agreement(alone), 3))
+    np.testing.assert_allclose(found.agreement, expected, atol=1e-12)
+    positive = expected.clip(min=0)
+    np.testing.assert_allclose(found.expected, 3 * positive / (1 + 2 * positive))
     np.testing.assert_array_equal(found.reliable, found.expected >= 0.2)
-
-
-def test_reliability_of_many_targets_is_found_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = drawn(num_targets=7).source()
-    whole = source.reliability(None, threshold=0.5, max_rows=1000)
-    monkeypatch.setattr("trak_lite.scoring.source._RANKED_VALUES", 3 * 20 * 2)
-
-    pieces = source.reliability(None, threshold=0.5, max_rows=1000)
-
-    np.testing.assert_allclose(pieces.agreement, whole.agreement)
-
-
-def test_reliability_can_rank_evenly_spaced_rows_only() -> None:
-    rows = drawn()
-    some = rows.source().reliability(None, threshold=0.5, max_rows=10)
-
     # The kernel is that of all rows: only the rows that are ranked are fewer.
-    groups = [
-        torch.from_numpy(k * q[:, None])[::2] for k, q in zip(checkpoint_products(rows), rows.q, strict=True)
-    ]
-    np.testing.assert_allclose(some.agreement, agreement(groups))
+    some = scores.reliability(runs=RUNS, max_rows=10)
+    np.testing.assert_allclose(some.agreement, mean_spearman(alone[:, ::2].astype(np.float32)), atol=1e-12)
 
 
-def test_a_run_as_noisy_as_its_signal_agrees_by_half_and_three_of_them_by_three_quarters() -> None:
-    """The expected agreement of means is what fresh means show, within sampling error."""
-    generator = torch.Generator().manual_seed(0)
-    truth = torch.randn(4000, 1, generator=generator)
-    runs = [truth + torch.randn(4000, 1, generator=generator) for _ in range(6)]
+def test_checkpoints_that_say_the_same_have_no_error_and_agree() -> None:
+    one = drawn(num_checkpoints=1)
+    same = Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
+    scores = same.scores()
 
-    single = agreement(runs[:3])
-    fresh = spearmanr(sum(runs[:3]).flatten(), sum(runs[3:]).flatten()).statistic
-
-    assert float(single) == pytest.approx(6 / np.pi * np.arcsin(0.5 / 2), abs=0.03)  # of Gaussian ranks
-    assert float(expected_agreement(single, 3)) == pytest.approx(fresh, abs=0.03)
+    assert not scores.standard_error().any()
+    np.testing.assert_allclose(scores.reliability().agreement, 1)
+    np.testing.assert_allclose(scores.checkpoint_agreement(), 1)
 
 
-# ------------------------------------------------------------------------ refusals
+def test_scores_without_an_order_agree_with_nothing() -> None:
+    rows = drawn()
+    rows.train[0] = 0
 
+    agreement = rows.scores(METHODS["GradDot"](q="off")).checkpoint_agreement()
 
-@pytest.mark.parametrize(
-    ("view", "runs", "message"),
-    [
-        ({}, ["a", "b"], "runs has 2 labels, but 4 checkpoints"),
-        ({}, ["a"] * 4, "at least 2 runs, got 1"),
-        ({"checkpoint_weights": (1, -1, 1, -1)}, None, "the checkpoints are not repeats of one measurement"),
-    ],
-)
-def test_groups_that_mean_nothing_are_refused(view: Any, runs: Any, message: str) -> None:
-    source = drawn(num_checkpoints=4).source(replace(DEFAULT, **view))
-
-    with pytest.raises(InvalidInputError, match=message):
-        source.standard_error(None, slice(None), runs)
-    with pytest.raises(InvalidInputError, match=message):
-        source.reliability(runs, threshold=0.5, max_rows=10)
+    np.testing.assert_array_equal(agreement[0, 1:], 0)
+    assert agreement[1, 2] != 0
 
 
 def test_subtracted_base_models_have_errors_over_runs() -> None:
@@ -223,15 +125,30 @@ def test_subtracted_base_models_have_errors_over_runs() -> None:
     k = checkpoint_products(rows)
     each = np.stack([2 * (k[0] - k[1]), 2 * (k[2] - k[3])])
 
-    errors = rows.source(replace(DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1))).standard_error(
-        None, slice(None), [0, 0, 1, 1]
-    )
+    scores = rows.scores(replace(DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1)))
 
-    np.testing.assert_allclose(errors, each.std(0, ddof=1) / np.sqrt(2), rtol=1e-3, atol=1e-6)
+    expected = each.std(0, ddof=1) / np.sqrt(2)
+    np.testing.assert_allclose(scores.standard_error(runs=[0, 0, 1, 1]), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_one_checkpoint_has_no_standard_error() -> None:
-    with pytest.raises(InvalidInputError, match="at least 2 checkpoints, got 1"):
-        drawn(num_checkpoints=1).source().standard_error(None, slice(None), None)
-    with pytest.raises(StateError, match="at least 2 checkpoints or runs, got 0"):
-        Spread().standard_error()
+@pytest.mark.parametrize(
+    ("checkpoints", "view", "runs", "message"),
+    [
+        (4, {}, ["a", "b"], "runs has 2 labels, but 4 checkpoints"),
+        (4, {}, ["a"] * 4, "at least 2 runs, got 1"),
+        (
+            4,
+            {"checkpoint_weights": (1, -1, 1, -1)},
+            None,
+            "the checkpoints are not repeats of one measurement",
+        ),
+        (1, {}, None, "at least 2 checkpoints, got 1"),
+    ],
+)
+def test_groups_that_mean_nothing_are_refused(checkpoints: int, view: Any, runs: Any, message: str) -> None:
+    scores = drawn(num_checkpoints=checkpoints).scores(replace(DEFAULT, **view))
+
+    with pytest.raises(InvalidInputError, match=message):
+        scores.standard_error(runs=runs)
+    with pytest.raises(InvalidInputError, match=message):
+        scores.reliability(runs=runs)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import labelled, random_states
+from tiny_runs import Counting, labelled, random_states
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, Rows, Scores, clip
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, NonFiniteError, StateError
-from trak_lite.featurizing.unprojected import ProductProjector
-from trak_lite.methods import EKFAC, TRAK, AbstractMethod, Fisher, GaussNewton, GradCos, GradDot, TracIn
-from trak_lite.types import DenseBlock, FactoredBlock, LookupBlock, SummedBlock
+from trak_lite.methods import CG, EKFAC, TRAK, AbstractMethod, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
 N, M = 40, 5
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
+METHOD = EKFAC(damping=0.2)
 
 
 def model() -> nn.Module:
@@ -36,9 +36,29 @@ def attributor(path: Path | None = None, **changes: Any) -> Attributor:
     return Attributor(model(), "image_classification", path, **settings)
 
 
-def whole(**changes: Any) -> Attributor:
-    """An attributor that stores whole gradients in float32."""
-    made = attributor(projector="none", **changes)
+def streamed(method: Any = "GradDot", made: Attributor | None = None, **options: Any) -> Scores:
+    options = {"checkpoints": STATES, **options}
+    return (made or attributor()).stream_scores(TRAIN, TARGETS, method=method, **options)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Attributor:
+    """Stores whole gradients in float32."""
+    made = attributor(projector="none", layout="module")
+    made.featurize(TRAIN, STATES)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected() -> Scores:
+    """Unprojected scores of all rows by EK-FAC."""
+    return streamed(METHOD)
+
+
+@pytest.fixture(scope="module")
+def made() -> Attributor:
+    """Featurized with few columns, to find candidates."""
+    made = attributor(proj_dim=8)
     made.featurize(TRAIN, STATES)
     return made
 
@@ -95,32 +115,23 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_streamed_scores_are_those_of_stored_whole_gradients(method: AbstractMethod) -> None:
-    stored = whole(layout="module").score(TARGETS, method=method)
+def test_streamed_scores_are_those_of_stored_whole_gradients(
+    whole: Attributor, method: AbstractMethod
+) -> None:
+    targets = Rows(TARGETS, batch_size=2)
 
-    streamed = attributor().stream_scores(
-        TRAIN, Rows(TARGETS, batch_size=2), method=method, checkpoints=STATES
-    )
+    found = attributor().stream_scores(TRAIN, targets, method=method, checkpoints=STATES)
 
-    close(streamed, stored)
-    assert streamed.method == method
-
-
-@pytest.mark.parametrize("normalize", ["adam", "adam_update"])
-def test_rows_of_the_state_of_adam_are_refused(normalize: str) -> None:
-    method = GradDot(q="off")
-    with pytest.raises(InvalidInputError, match=f"do not support normalize='{normalize}'"):
-        attributor(normalize=normalize).stream_scores(TRAIN, TARGETS, method=method)
+    close(found, whole.score(TARGETS, method=method))
+    assert found.method == method
 
 
-@pytest.mark.parametrize("normalize", ["unit", clip(0.5), clip(0.2, scope="module")], ids=str)
+@pytest.mark.parametrize("normalize", ["unit", clip(0.2, scope="module"), clip(0.5)], ids=str)
 def test_normalisation_is_that_of_stored_rows(normalize: Any) -> None:
+    stored = attributor(projector="none", normalize=normalize)
+    stored.featurize(TRAIN, STATES)
     for method in (GradDot(), EKFAC(damping=0.3)):
-        stored = whole(normalize=normalize).score(TARGETS, method=method)
-        streamed = attributor(normalize=normalize).stream_scores(
-            TRAIN, TARGETS, method=method, checkpoints=STATES
-        )
-        close(streamed, stored)
+        close(streamed(method, attributor(normalize=normalize)), stored.score(TARGETS, method=method))
 
 
 class Words(nn.Module):
@@ -154,19 +165,6 @@ def test_language_models_with_lookups_and_tied_weights(tied: bool) -> None:
         close(made.stream_scores(data, targets, method=method), expected)
 
 
-def test_products_of_every_kind_of_block() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, g = torch.randn(3, 4, 5, generator=generator), torch.randn(3, 4, 6, generator=generator)
-    looked = LookupBlock("w", torch.randint(6, (3, 4), generator=generator), x, 6)
-    targets = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
-    factored = FactoredBlock("w", x, g)
-
-    for block in (factored, looked, SummedBlock("w", (factored, looked)), DenseBlock("w", looked.grad)):
-        accumulator = ProductProjector({"w": targets}).accumulator(3, model_id=0, parameters={"w": (6, 5)})
-        accumulator.add(block)
-        torch.testing.assert_close(accumulator.features(), block.dense().double() @ targets.flatten(1).T)
-
-
 def test_the_default_is_ekfac_and_the_settings_of_rows_have_no_effect() -> None:
     default = attributor().stream_scores(TRAIN, TARGETS)
 
@@ -176,33 +174,27 @@ def test_the_default_is_ekfac_and_the_settings_of_rows_have_no_effect() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1, 4000])
-def test_few_bytes_take_more_passes_and_give_the_same_scores(
-    max_bytes: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = attributor().stream_scores(TRAIN, TARGETS, method="EKFAC", checkpoints=STATES)
+def test_few_bytes_take_more_passes_and_give_the_same_scores(expected: Scores, max_bytes: int) -> None:
+    train = Counting(TRAIN)
 
-    with caplog.at_level(logging.INFO, "trak_lite"):
-        found = attributor().stream_scores(
-            TRAIN, TARGETS, method="EKFAC", checkpoints=iter(STATES), max_bytes=max_bytes
-        )
+    found = attributor().stream_scores(
+        train, TARGETS, method=METHOD, checkpoints=iter(STATES), max_bytes=max_bytes
+    )
 
-    assert "the train rows are read" in caplog.text
+    assert len(train.loaded) > 4 * 2 * N  # two passes of the fit, and more than two of the products
     close(found, expected, rtol=1e-5)
 
 
 def test_the_k_strongest_rows_are_those_of_all_scores() -> None:
-    scores = attributor().stream_scores(TRAIN, TARGETS, method="GradDot", checkpoints=STATES)
-    few = attributor().stream_scores(TRAIN, TARGETS, method="GradDot", checkpoints=STATES, k=4)
+    scores, few = streamed(), streamed(k=4)
 
     for sign in ("helpful", "harmful"):
         for count in (1, 4):
-            np.testing.assert_array_equal(
-                few.top(count, sign=sign).indices, scores.top(count, sign=sign).indices
-            )
-            close(few.top(count, sign=sign).scores, scores.top(count, sign=sign).scores)
-        np.testing.assert_array_equal(
-            few.top(3, target=2, sign=sign).indices, scores.top(3, target=2, sign=sign).indices
-        )
+            one, other = few.top(count, sign=sign), scores.top(count, sign=sign)
+            np.testing.assert_array_equal(one.indices, other.indices)
+            close(one.scores, other.scores)
+        one, other = (found.top(3, target=2, sign=sign) for found in (few, scores))
+        np.testing.assert_array_equal(one.indices, other.indices)
     known = ~np.isnan(few.numpy())
     assert (known.sum(0) == 8).all()
     close(few.numpy()[known], scores.numpy()[known])
@@ -210,24 +202,16 @@ def test_the_k_strongest_rows_are_those_of_all_scores() -> None:
     assert few.shape == scores.shape == (N, M)
     with pytest.raises(InvalidInputError, match=r"hold the 4 most helpful .* top\(5\)"):
         few.top(5)
-
-
-def test_more_rows_than_there_are_return_all() -> None:
-    few = attributor().stream_scores(TRAIN, TARGETS, method="GradDot", k=1000)
-
-    assert few.top(2000).indices.shape == (M, N)
+    assert streamed(k=1000).top(2000).indices.shape == (M, N)
 
 
 def test_the_result_is_a_scores_object_that_says_what_it_lacks() -> None:
-    scores = attributor().stream_scores(TRAIN, TARGETS, method=EKFAC(damping=0.1))
+    scores = streamed(EKFAC(damping=0.1))
 
-    assert isinstance(scores, Scores)
     assert scores.to_pandas().shape == (N, M)
     assert scores.stored
     assert (scores.location, scores.verdict) == (None, None)
     assert "EKFAC" in repr(scores)
-    assert "memory" in repr(scores)
-    assert scores.group([0] * N).sums.shape == (1, M)
     assert scores.manifest.fingerprint["task"]
     for call in (
         lambda: scores.self_influence(),
@@ -239,46 +223,68 @@ def test_the_result_is_a_scores_object_that_says_what_it_lacks() -> None:
             call()
 
 
-def test_only_the_fit_is_stored_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_fit_is_stored_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    attributor(path).stream_scores(TRAIN, TARGETS, method="GradDot")
+    streamed(made=attributor(path))
     assert not path.exists()
-    first = attributor(path).stream_scores(TRAIN, TARGETS, method="EKFAC")
-    monkeypatch.setattr("trak_lite.featurizing.kronecker_fits.fit_curvature", None)
+    train, again = Counting(TRAIN), Counting(TRAIN)
+    first = attributor(path).stream_scores(Rows(train, name="train"), TARGETS, method="EKFAC")
 
     made = attributor(path)
-    second = made.stream_scores(TRAIN, TARGETS, method=EKFAC())
-    made.featurize(TRAIN)
+    second = made.stream_scores(Rows(again, name="train"), TARGETS, method=EKFAC())
 
     np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+    assert len(again.loaded) <= len(train.loaded) - 2 * N + 8  # without the two passes of the fit
+    made.featurize(Rows(again, name="train"))
     assert made.score(TARGETS, method="EKFAC").shape == (N, M)  # with the same fit
     with pytest.raises(ManifestMismatchError, match="dataset"):
         made.stream_scores(labelled(N, 7), TARGETS, method="EKFAC")
     assert made.stream_scores(labelled(7, 7), TARGETS, method="GradDot").shape == (7, M)
 
 
-@pytest.mark.parametrize("method", [GaussNewton(), Fisher(), TRAK()], ids=lambda method: method.name)
-def test_methods_in_feature_space_are_refused_with_advice(method: AbstractMethod) -> None:
-    with pytest.raises(InvalidInputError, match=r"needs stored feature rows.*EKFAC"):
-        attributor().stream_scores(TRAIN, TARGETS, method=method)
-    with pytest.raises(InvalidInputError, match=r"needs stored feature rows.*EKFAC"):
-        Refine(method=method)
+def without_row_17() -> TensorDataset:
+    broken = TRAIN.tensors[0].clone()
+    broken[17] = torch.nan
+    return TensorDataset(broken, TRAIN.tensors[1])
 
 
-def test_other_invalid_input_is_refused() -> None:
-    made = attributor()
-    broken = TensorDataset(TRAIN.tensors[0].clone(), TRAIN.tensors[1])
-    broken.tensors[0][17] = torch.nan
+SPACE = r"needs stored feature rows.*EKFAC"
 
-    with pytest.raises(NonFiniteError, match=r"17.*train data"):
-        made.stream_scores(broken, TARGETS, method="GradDot")
-    with pytest.raises(InvalidInputError, match="learning_rates has 3 numbers"):
-        made.stream_scores(TRAIN, TARGETS, method=TracIn(learning_rates=(1, 2, 3)), checkpoints=STATES)
-    with pytest.raises(InvalidInputError, match="checkpoints is empty"):
-        made.stream_scores(TRAIN, TARGETS, checkpoints=[])
-    for values in ({"k": 0}, {"max_bytes": -1}):
-        with pytest.raises(InvalidInputError, match=next(iter(values))):
-            made.stream_scores(TRAIN, TARGETS, method="GradDot", **values)
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        *((lambda m=m: streamed(m), InvalidInputError, SPACE) for m in (GaussNewton(), Fisher(), TRAK())),
+        (lambda: Refine(method=GaussNewton()), InvalidInputError, SPACE),
+        (lambda: Refine(candidates=0), InvalidInputError, "candidates"),
+        *(
+            (
+                lambda n=n: streamed(GradDot(q="off"), attributor(normalize=n)),
+                InvalidInputError,
+                f"do not support normalize='{n}'",
+            )
+            for n in ("adam", "adam_update")
+        ),
+        (
+            lambda: attributor().stream_scores(without_row_17(), TARGETS, method="GradDot"),
+            NonFiniteError,
+            r"17.*train data",
+        ),
+        (
+            lambda: streamed(TracIn(learning_rates=(1, 2, 3))),
+            InvalidInputError,
+            "learning_rates has 3 numbers",
+        ),
+        (lambda: streamed(checkpoints=[]), InvalidInputError, "checkpoints is empty"),
+        (lambda: streamed(k=0), InvalidInputError, "k must"),
+        (lambda: streamed(max_bytes=-1), InvalidInputError, "max_bytes"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(
+    call: Callable[[], Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call()
 
 
 def test_the_model_is_as_it_was() -> None:
@@ -286,18 +292,115 @@ def test_the_model_is_as_it_was() -> None:
     made.model.train()
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
 
-    made.stream_scores(TRAIN, TARGETS, checkpoints=STATES)
+    streamed("EKFAC", made)
 
     assert made.model.training
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
 
 
-def test_a_second_question_in_memory_may_be_about_other_train_data() -> None:
+def test_a_second_question_in_memory_may_be_about_other_train_data(expected: Scores) -> None:
     made, other = attributor(), labelled(N, 7)
-    first = made.stream_scores(TRAIN, TARGETS, checkpoints=STATES).numpy()
+    streamed(METHOD, made)
 
-    second = made.stream_scores(other, TARGETS, checkpoints=STATES).numpy()
+    second = made.stream_scores(other, TARGETS, checkpoints=STATES, method=METHOD).numpy()
 
-    close(second, attributor().stream_scores(other, TARGETS, checkpoints=STATES).numpy(), rtol=1e-6)
-    assert not np.allclose(first, second)
-    close(made.stream_scores(TRAIN, TARGETS, checkpoints=STATES).numpy(), first, rtol=1e-6)
+    fresh = attributor().stream_scores(other, TARGETS, checkpoints=STATES, method=METHOD)
+    close(second, fresh, rtol=1e-6)
+    assert not np.allclose(expected, second)
+    close(streamed(METHOD, made), expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------ candidates of stored rows
+
+
+@pytest.mark.quick
+def test_candidates_have_their_unprojected_scores_and_the_others_none(
+    made: Attributor, expected: Scores
+) -> None:
+    coarse = made.score(TARGETS, dense=False)
+
+    refined = made.score(TARGETS, refine=Refine(candidates=5, method=METHOD))
+
+    exact, found = expected.numpy(), refined.numpy()
+    known = ~np.isnan(found)
+    np.testing.assert_allclose(found[known], exact[known], rtol=1e-4, atol=1e-5 * abs(exact).max())
+    for sign in ("helpful", "harmful"):
+        for target, rows in enumerate(coarse.top(5, sign=sign).indices):
+            assert known[rows, target].all()
+    assert (known.sum(0) == 10).all()
+    for target in range(M):
+        order = np.argsort(-np.where(known, exact, -np.inf)[:, target])
+        np.testing.assert_array_equal(refined.top(5, target=target).indices, order[:5])
+    assert refined.method == METHOD
+    assert refined.settings["candidates"] == 5
+    with pytest.raises(InvalidInputError, match="larger k"):
+        refined.top(6)
+
+
+@pytest.mark.parametrize("max_bytes", [1, 1 << 30])
+def test_all_rows_as_candidates_give_all_unprojected_scores(
+    made: Attributor, expected: Scores, max_bytes: int
+) -> None:
+    refined = made.score(TARGETS, refine=Refine(candidates=1000, method=METHOD, max_bytes=max_bytes))
+
+    close(refined.numpy(), expected)
+    assert refined.top(N + 1).indices.shape == (M, N)
+
+
+def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    train = Counting(TRAIN)
+    made = attributor()
+    made.featurize(Rows(train, batch_size=4, name="train"))
+    coarse = made.score(TARGETS, dense=False)
+    ends = [coarse.top(3, sign=sign).indices for sign in ("helpful", "harmful")]
+    train.loaded.clear()
+
+    with caplog.at_level(logging.INFO, "trak_lite"):
+        refined = made.score(TARGETS, refine=Refine(candidates=3, method={"name": "GradDot"}))
+
+    assert set(train.loaded) <= set(np.concatenate(ends, 1).flatten()) | set(range(8)), "and a few compared"
+    pairs = zip(refined.top(3).indices, ends[0], strict=True)
+    overlap = np.mean([len(set(a) & set(b)) / 3 for a, b in pairs])
+    assert refined.settings["top3_overlap"] == pytest.approx(overlap, abs=1e-3)
+    share = len(np.unique(np.concatenate(ends, 1))) / N
+    assert refined.settings["train_passes"] == pytest.approx(share, abs=1e-3)
+    assert "most helpful rows before and after agree" in caplog.text
+    with pytest.raises(StateError):
+        made.scores()  # the scores that found the candidates were not stored
+    with pytest.raises(InvalidInputError, match="Leave k out"):
+        made.score(TARGETS, k=3, dense=False, refine=Refine())
+
+
+def test_a_process_without_the_train_data_is_refused_with_advice(tmp_path: Path) -> None:
+    attributor(tmp_path / "store").featurize(TRAIN)
+    again = Attributor.open(tmp_path / "store", model())
+
+    with pytest.raises(StateError, match=r"refine computes gradients.*Call featurize\(train_data"):
+        again.score(TARGETS, refine=Refine(candidates=3, method="GradDot"))
+
+    assert again.featurize(TRAIN).rows_written == 0
+    assert again.score(TARGETS, refine=Refine(candidates=3, method="GradDot")).shape == (N, M)
+
+
+def test_fewer_candidates_after_more_are_fewer(made: Attributor) -> None:
+    """The store caches the larger result."""
+    many = made.score(TARGETS, refine=Refine(candidates=8, method=GradDot()))
+
+    few = made.score(TARGETS, refine=Refine(candidates=2, method=GradDot()))
+
+    assert (np.isfinite(many.numpy()).sum(0) > 8).all()
+    assert (np.isfinite(few.numpy()).sum(0) == 4).all()
+    assert few.top(2).indices.shape == (M, 2)
+    assert few._repr_html_()  # shows at most the rows that are known
+
+
+def test_convergence_is_in_the_order_of_the_checkpoints(made: Attributor) -> None:
+    method = CG(tolerance=0.03)
+    reverse = [*STATES][::-1]
+
+    refined = made.score(TARGETS, "reverse", checkpoints=reverse, refine=Refine(candidates=3, method=method))
+    others = streamed(method, checkpoints=reverse)
+
+    assert len(refined.convergence) == len(STATES)
+    for one, other in zip(refined.convergence, others.convergence, strict=True):
+        np.testing.assert_array_equal(one.iterations, other.iterations)

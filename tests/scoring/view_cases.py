@@ -1,19 +1,21 @@
-"""Stored rows without a model: drawn features of checkpoints, and what they score by plain NumPy in float64."""
+"""Rows that are given: a model whose gradients are drawn numbers, and what they score by plain NumPy in float64."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from trak_lite import Attributor, Rows, Scores
 from trak_lite.methods import TRAK, AbstractMethod, GaussNewton, GradCos, GradDot
-from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
-from trak_lite.scoring.source import ScoreSource
-from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
-from trak_lite.types import FeatureLayout, Segment
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.types import OutputTerms
 
 METHODS: Final[dict[str, Any]] = {
     "GaussNewton": partial(GaussNewton, damping=1.0),
@@ -25,9 +27,31 @@ METHODS: Final[dict[str, Any]] = {
 KERNELS: Final = ("GaussNewton", "TRAK")
 WITH_LAYOUT: Final = ("GaussNewton", "TRAK", "GradCos")
 DEFAULT: Final = GaussNewton(damping=1.0)
+WIDTHS: Final = (3, 2)
 
-WIDTHS = (3, 2)
-LAYOUT = FeatureLayout((Segment("a", 0, 3), Segment("b", 3, 5)))
+
+class Given(nn.Module):
+    """A sample holds a row of every checkpoint: the one of the present checkpoint is the gradient of the output."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(width, 1, bias=False) for width in widths)
+        self.widths = widths
+        self.register_buffer("number", torch.tensor(0))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        columns = rows[:, self.number].split(self.widths, dim=1)
+        return sum(part(x)[:, 0] for part, x in zip(self.parts, columns, strict=True))
+
+
+class GivenTerms(AbstractModelOutput):
+    """The output of the model; q and w are columns of the samples."""
+
+    def evaluate(self, model_call: Any, batch: Any) -> OutputTerms:
+        rows, q, w = batch
+        number = model_call.buffers["number"]
+        return OutputTerms(model_call(rows), q[:, number], w[:, number])
 
 
 @dataclass
@@ -38,30 +62,47 @@ class Drawn:
     targets: np.ndarray
     q: np.ndarray
     w: np.ndarray
+    widths: tuple[int, ...] = WIDTHS
 
-    def source(self, method: AbstractMethod = DEFAULT) -> ScoreSource:
-        """Put the rows into a store in memory, in chunks of 7, and return what scores them."""
-        store = MemoryFeatureStore(Manifest({}))
-        train = [
-            _table(store, f"ckpt-{c}", c, self.train[c], self.q[c], self.w[c]) for c in range(len(self.train))
-        ]
-        for c, rows in enumerate(self.targets):
-            _table(store, f"targets/test/ckpt-{c}", c, rows, np.zeros(len(rows)), np.zeros(len(rows)))
-        return ScoreSource(
-            store,
-            train,
-            "test",
-            method,
-            layout=LAYOUT,
-            device=torch.device("cpu"),
+    def attributor(self, path: Path | None = None, **changes: Any) -> Attributor:
+        """Return an attributor whose stored rows are those of ``train``."""
+        settings = {"projector": "none", "dtype": "float32", "layout": "module", "method": DEFAULT, **changes}
+        made = Attributor(Given(self.widths), GivenTerms(), path, progress=False, **settings)
+        self.featurize(made)
+        return made
+
+    def featurize(self, made: Attributor, **options: Any) -> None:
+        state = Given(self.widths).state_dict()
+        states = [{**state, "number": torch.tensor(c)} for c in range(len(self.train))]
+        made.featurize(
+            Rows(samples(self.train, self.q, self.w), name="train", batch_size=512), states, **options
         )
 
-    def reordered(self, rows: Any = slice(None), targets: Any = slice(None)) -> Drawn:
-        return Drawn(self.train[:, rows], self.targets[:, targets], self.q[:, rows], self.w[:, rows])
+    def scores(self, method: AbstractMethod | None = None, **options: Any) -> Scores:
+        return scores_of(self.attributor(), self.targets, method=method, **options)
+
+    def part(
+        self, checkpoints: Any = slice(None), rows: Any = slice(None), targets: Any = slice(None)
+    ) -> Drawn:
+        """Some checkpoints, train rows and targets, in any order."""
+        q, w = self.q[checkpoints][:, rows], self.w[checkpoints][:, rows]
+        return Drawn(self.train[checkpoints][:, rows], self.targets[checkpoints][:, targets], q, w)
 
     def scaled(self, factors: tuple[float, ...]) -> Drawn:
-        columns = np.repeat(factors, WIDTHS).astype(np.float32)
+        columns = np.repeat(factors, self.widths).astype(np.float32)
         return Drawn(self.train * columns, self.targets * columns, self.q, self.w)
+
+
+def samples(rows: np.ndarray, q: np.ndarray, w: np.ndarray) -> TensorDataset:
+    arrays = (rows.swapaxes(0, 1), q.T, w.T)
+    return TensorDataset(*(torch.from_numpy(np.ascontiguousarray(a, dtype=np.float32)) for a in arrays))
+
+
+def scores_of(made: Attributor, targets: np.ndarray, name: str = "test", **options: Any) -> Scores:
+    """Score targets that are given as rows ``(C, M, K)``."""
+    zeros = np.zeros(targets.shape[:2])
+    data = Rows(samples(targets, zeros, zeros), batch_size=512)
+    return made.score(data, name, **options)
 
 
 def drawn(num_checkpoints: int = 3, num_rows: int = 20, num_targets: int = 4, seed: int = 0) -> Drawn:
@@ -75,18 +116,12 @@ def drawn(num_checkpoints: int = 3, num_rows: int = 20, num_targets: int = 4, se
     )
 
 
-def dense_scores(source: ScoreSource) -> np.ndarray:
-    """Return all scores ``(N, M)`` of a source."""
-    return np.concatenate([tile.numpy() for _, tile in source.tiles()])
-
-
 def checkpoint_products(
-    rows: Drawn,
-    name: str = "GaussNewton",
-    damping: float = 1.0,
-    segments: tuple[tuple[int, int], ...] = ((0, 3), (3, 5)),
+    rows: Drawn, name: str = "GaussNewton", damping: float = 1.0, joint: bool = False
 ) -> np.ndarray:
     """Return what each checkpoint says without q: ``(C, N, M)``, segment by segment, row by row."""
+    ends = np.cumsum(rows.widths)
+    segments = [(0, ends[-1])] if joint else [*zip(ends - rows.widths, ends, strict=True)]
     products = np.zeros((len(rows.train), rows.train.shape[1], rows.targets.shape[1]))
     for c in range(len(rows.train)):
         for start, stop in segments:
@@ -98,7 +133,7 @@ def checkpoint_products(
             inverse = np.eye(stop - start)
             if name in KERNELS:
                 weights = rows.w[c].astype(np.float64) if name == "GaussNewton" else np.ones(len(x))
-                gram = sum(w * np.outer(row, row) for w, row in zip(weights, x, strict=True))
+                gram = x.T @ (x * weights[:, None])
                 inverse = np.linalg.inv(
                     gram + damping * np.trace(gram) / (stop - start) * np.eye(stop - start)
                 )
@@ -106,19 +141,10 @@ def checkpoint_products(
     return products
 
 
-def _table(store: MemoryFeatureStore, path: str, model_id: int, features: Any, q: Any, w: Any) -> Any:
-    columns = (
-        Column(FEATURES, 5, "float32"),
-        Column(OUT_TO_LOSS, None, "float32"),
-        Column(LOSS_CURVATURE, None, "float32"),
-    )
-    table = store.create_table(path, TableSpec(len(features), columns, 7, {"model_id": model_id}))
-    table.put(
-        np.arange(len(features)),
-        {
-            FEATURES: features.astype(np.float32),
-            OUT_TO_LOSS: q.astype(np.float32),
-            LOSS_CURVATURE: w.astype(np.float32),
-        },
-    )
-    return table
+def with_q(products: np.ndarray, rows: Drawn, q: str, weights: Any = None) -> np.ndarray:
+    """Combine what checkpoints say, by the definition."""
+    a = np.full(len(products), 1 / len(products)) if weights is None else np.array(weights)
+    factors = {"outside": rows.q.astype(np.float64).mean(0)[None], "inside": rows.q, "off": np.ones((1, 1))}[
+        q
+    ]
+    return np.einsum("c,cnm->nm", a, products * factors[:, :, None])

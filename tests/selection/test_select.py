@@ -1,64 +1,26 @@
-"""Selections against brute force in plain Python and float64: every method, ties, duplicates, groups, chunk borders."""
+"""Selections against brute force in plain Python and float64: every method, ties, duplicates, groups, tiles."""
 
 from __future__ import annotations
 
+import re
 import tracemalloc
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from view_cases import drawn
+from view_cases import drawn, samples
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnknownNameError
 from trak_lite.methods import GradDot
-from trak_lite.scoring.matrix import AbstractScoreMatrix, StreamedMatrix
-from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import UnstoredRows
 from trak_lite.selection import Selection, select
-from trak_lite.store import Manifest
 
 pytestmark = pytest.mark.quick
 
 QUICK = settings(max_examples=40, deadline=None)
 DELTA = 0.1
-
-
-class ChunkedMatrix(AbstractScoreMatrix):
-    """Scores in chunks of some rows; ``draw`` makes a chunk when it is read."""
-
-    def __init__(self, shape: tuple[int, int], chunk: int, draw: Any) -> None:
-        self._shape, self._chunk, self._draw = shape, chunk, draw
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._shape
-
-    @property
-    def stored(self) -> bool:
-        return True
-
-    def tiles(self, wanted: Any = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        for start in range(0, self._shape[0], self._chunk):
-            yield start, self._draw(start, min(start + self._chunk, self._shape[0]))
-
-    def rows(self, indices: Any) -> NDArray[np.float32]:
-        raise AssertionError("selections read tiles only")
-
-    def kept_top(self, k: int, sign: Any) -> None:
-        return None
-
-
-def of_matrix(matrix: AbstractScoreMatrix) -> Scores:
-    rows = UnstoredRows("drawn", GradDot(), Manifest({}))
-    return Scores(matrix, rows, settings={}, location=None)
-
-
-def in_chunks(values: np.ndarray, chunk: int) -> Scores:
-    return of_matrix(ChunkedMatrix(values.shape, chunk, lambda a, b: values[a:b].astype(np.float32)))
 
 
 # ---------------------------------------------------------------- reference: one row, one label, one step at a time
@@ -146,45 +108,41 @@ def reference_greedy(
 
 SIGNS, REDUCTIONS = ("helpful", "harmful"), ("mean", "sum", "max")
 TASKS = np.array(["b", "a", "b", "c", "c", "c", "c"])  # 1, 2 and 4 targets: means without rounding
-tied = st.integers(1, 60).flatmap(
-    lambda n: st.lists(st.lists(st.integers(-2, 2), min_size=7, max_size=7), min_size=n, max_size=n)
-)
 
 
 @QUICK
 @given(
-    tied,
+    st.integers(0, 2**16),
     st.integers(1, 60),
     st.sampled_from(SIGNS),
     st.sampled_from(REDUCTIONS),
-    st.integers(1, 9),
+    st.booleans(),
     st.booleans(),
 )
-def test_top_and_less_equal_a_sort_with_many_ties(rows, k, sign, reduction, chunk, grouped) -> None:
-    values = np.array(rows) * 4.0
-    k = min(k, len(values))
+def test_top_and_less_equal_a_sort_with_many_ties(seed, k, sign, reduction, grouped, filtered) -> None:
+    """Among some rows, the selection is that of these rows alone."""
+    generator = np.random.default_rng(seed)
+    values = generator.integers(-2, 3, (generator.integers(1, 60), 7)) * 4.0
+    mask = generator.random(len(values)) < 0.5
+    mask[-1] = True
+    rows = np.flatnonzero(mask) if filtered else np.arange(len(values))
     labels = TASKS if grouped else np.arange(7)
-    expected = reference_values(values, labels, reduction, sign)
+    expected = reference_values(values[rows], labels, reduction, sign)
+    factor = 1.0 if sign == "helpful" else -1.0
+    more = {"sign": sign, "reduction": reduction, "target_groups": TASKS if grouped else None}
 
     for method in ("top", "less"):
-        chosen = select(
-            in_chunks(values, chunk),
-            k,
-            method,
-            sign=sign,
-            reduction=reduction,
-            target_groups=TASKS if grouped else None,
-        )
+        chosen = select(values, k, method, where=mask if filtered else None, **more)
 
-        assert chosen.indices.tolist() == reference_top([round(value, 9) for value in expected], k)
-        factor = 1.0 if sign == "helpful" else -1.0
-        np.testing.assert_allclose(
-            chosen.scores, [factor * expected[row] for row in chosen.indices], atol=1e-12
-        )
+        order = reference_top([round(value, 9) for value in expected], min(k, len(rows)))
+        assert chosen.indices.tolist() == rows[order].tolist()
+        np.testing.assert_allclose(chosen.scores, [factor * expected[row] for row in order], atol=1e-12)
         for row, label, best in zip(chosen.indices, chosen.best_targets, chosen.best_scores, strict=True):
             means = group_means(factor * values[row], labels)
             assert label == max(means, key=means.get)
             assert best == factor * means[label]
+        assert chosen.num_rows == len(values)
+        assert chosen.settings.get("chosen_from", len(rows)) == len(rows)
 
 
 def test_the_defaults_are_the_mean_and_for_less_the_maximum() -> None:
@@ -196,46 +154,49 @@ def test_the_defaults_are_the_mean_and_for_less_the_maximum() -> None:
     assert select(scores, 1, "less", sign="harmful").indices.tolist() == [0]
 
 
-def test_the_result_does_not_depend_on_chunks() -> None:
-    values = np.random.default_rng(0).normal(size=(101, 5)).astype(np.float32)
-    labels = np.arange(101) % 3
-    features = np.random.default_rng(1).normal(size=(101, 4))
-    arguments = {"top": {}, "less": {}, "balanced": {"groups": labels}, "greedy": {"features": features}}
+def test_the_result_does_not_depend_on_tiles() -> None:
+    """Scores come in three tiles, and greedy reads their stored rows; the array comes at once."""
+    rows = drawn(num_checkpoints=1, num_rows=2500)
+    scores = rows.scores(GradDot())
+    arguments: dict[str, Any] = {
+        "top": {},
+        "less": {"where": np.arange(2500) % 3 > 0},
+        "balanced": {"groups": np.arange(2500) % 3},
+        "greedy": {"features": rows.train[0]},
+    }
     for method, more in arguments.items():
-        whole = select(values, 20, method, **more)
-        for chunk in (1, 7, 50, 100, 101):
-            parts = select(in_chunks(values, chunk), 20, method, **more)
-            np.testing.assert_array_equal(parts.indices, whole.indices)
-            np.testing.assert_array_equal(parts.scores, whole.scores)
+        whole = select(scores.numpy(), 20, method, **more)
+        parts = select(scores, 20, method, **({} if method == "greedy" else more))
+        np.testing.assert_array_equal(parts.indices, whole.indices)
+        np.testing.assert_array_equal(parts.scores, whole.scores)
 
 
 def test_many_rows_pass_through_a_small_buffer() -> None:
-    """More rows than are held at a time, ascending, descending and tied."""
+    """More rows than are held at a time, in several pieces: ascending, descending and tied."""
     rng = np.random.default_rng(0)
     for column in (np.arange(30_000), -np.arange(30_000), rng.integers(0, 50, 30_000)):
-        values = column[:, None].astype(np.float64)
+        values = np.zeros((30_000, 128), np.float32)
+        values[:, 0] = column
         labels = rng.integers(0, 3, 30_000)
-        expected = np.lexsort((np.arange(30_000), -values[:, 0]))
+        expected = np.lexsort((np.arange(30_000), -column))
 
-        np.testing.assert_array_equal(select(in_chunks(values, 1000), 700).indices, expected[:700])
-        balanced = select(in_chunks(values, 1000), 701, "balanced", groups=labels, quotas={0: 1, 1: 700})
+        np.testing.assert_array_equal(select(values, 700).indices, expected[:700])
+        balanced = select(values, 701, "balanced", groups=labels, quotas={0: 1, 1: 700})
         ones = expected[labels[expected] == 1][:700]
-        zero = expected[labels[expected] == 0][:1]
-        assert set(balanced.indices) == {*ones, *zero}
+        assert set(balanced.indices) == {*ones, *expected[labels[expected] == 0][:1]}
 
 
 @QUICK
 @given(
     st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abcd")), min_size=1, max_size=50),
     st.integers(1, 50),
-    st.integers(1, 9),
     st.sampled_from(SIGNS),
 )
-def test_balanced_takes_the_best_rows_of_each_label(rows, k, chunk, sign) -> None:
+def test_balanced_takes_the_best_rows_of_each_label(rows, k, sign) -> None:
     values, labels = np.array([[value] for value, _ in rows], float), [label for _, label in rows]
     k = min(k, len(rows))
 
-    chosen = select(in_chunks(values, chunk), k, "balanced", groups=labels, sign=sign)
+    chosen = select(values, k, "balanced", groups=labels, sign=sign)
 
     expected = reference_values(values, [0], "mean", sign)
     assert chosen.indices.tolist() == reference_balanced(expected, labels, reference_quotas(labels, k))
@@ -244,16 +205,9 @@ def test_balanced_takes_the_best_rows_of_each_label(rows, k, chunk, sign) -> Non
 
 def test_proportional_quotas_are_largest_remainders() -> None:
     labels = ["a"] * 50 + ["b"] * 30 + ["c"] * 20
-    scores = np.zeros((100, 1))
-
-    def counts(k: int) -> list[int]:
-        found = select(scores, k, "balanced", groups=labels, quotas="proportional").groups.tolist()
-        return [found.count(label) for label in "abc"]
-
-    assert counts(10) == [5, 3, 2]
-    assert counts(7) == [4, 2, 1]  # 3.5, 2.1, 1.4
-    assert counts(1) == [1, 0, 0]
-    assert counts(100) == [50, 30, 20]
+    for k, expected in ((10, [5, 3, 2]), (7, [4, 2, 1]), (1, [1, 0, 0]), (100, [50, 30, 20])):
+        found = select(np.zeros((100, 1)), k, "balanced", groups=labels, quotas="proportional").groups
+        assert [found.tolist().count(label) for label in "abc"] == expected
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 5.0])
@@ -265,9 +219,7 @@ def test_greedy_maximises_its_objective_step_by_step(alpha: float, sign: Any) ->
     features[7], features[9], features[11] = features[3], -2 * features[3], 0.0  # copies, and a row of zeros
     expected = reference_values(values, range(3), "mean", sign)
     for k, pool in ((1, 24), (9, 15), (24, 24)):
-        chosen = select(
-            in_chunks(values, 7), k, "greedy", sign=sign, features=features, diversity=alpha, pool=pool
-        )
+        chosen = select(values, k, "greedy", sign=sign, features=features, diversity=alpha, pool=pool)
 
         rows, redundancy = reference_greedy(expected, [features], k, alpha, pool)
         assert chosen.indices.tolist() == rows
@@ -276,8 +228,7 @@ def test_greedy_maximises_its_objective_step_by_step(alpha: float, sign: Any) ->
 
 def test_greedy_reads_the_stored_rows_of_all_checkpoints() -> None:
     rows = drawn(num_checkpoints=3, num_rows=20)
-    source = rows.source()
-    scores = Scores(StreamedMatrix(source), source, settings={}, location=None)
+    scores = rows.scores()
 
     chosen = select(scores, 8, "greedy", pool=14)
 
@@ -311,130 +262,101 @@ def test_greedy_without_diversity_is_top_and_the_pool_has_a_default() -> None:
     np.testing.assert_array_equal(chosen.indices, select(values, 20).indices)
     assert chosen.settings["pool"] == 80
     assert select(values, 100, "greedy", features=features).settings["pool"] == 300
+    mask = np.arange(300) % 7 == 2
+    some = select(values, 20, "greedy", features=features, where=mask)
+    alone = select(values[mask], 20, "greedy", features=features[mask])
+    assert some.indices.tolist() == np.flatnonzero(mask)[alone.indices].tolist()
 
 
-def test_every_row_is_chosen_once_if_k_is_n() -> None:
+@pytest.mark.parametrize("k", [30, 31, 10**6])
+def test_every_row_is_chosen_once_if_k_is_at_least_n(k: int) -> None:
     values = np.random.default_rng(0).normal(size=(30, 2))
     more = {"balanced": {"groups": np.arange(30) % 4}, "greedy": {"features": np.ones((30, 2))}}
     for method in ("top", "less", "balanced", "greedy"):
-        chosen = select(values, 30, method, **more.get(method, {}))
+        chosen = select(values, k, method, **more.get(method, {}))
         assert sorted(chosen.indices) == list(range(30))
         assert chosen.mask.all()
+    assert len(select(values, k, where=np.arange(30) < 3).indices) == 3
 
 
-# ---------------------------------------------------------------- memory
-
-
-def peak_of(num_rows: int, method: str, **more: Any) -> int:
-    """Bytes that a selection of 50 rows of 16 targets allocates at most."""
-
-    def draw(start: int, stop: int) -> np.ndarray:
-        return np.random.default_rng(start).normal(size=(stop - start, 16)).astype(np.float32)
-
-    scores = of_matrix(ChunkedMatrix((num_rows, 16), 1024, draw))
-    tracemalloc.start()
-    try:
-        assert len(select(scores, 50, method, **more)) == 50
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_memory_does_not_grow_with_the_number_of_rows(tmp_path) -> None:
-    features = np.lib.format.open_memmap(tmp_path / "f.npy", mode="w+", dtype=np.float32, shape=(400_000, 8))
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
+    scores, features = (
+        np.lib.format.open_memmap(tmp_path / name, mode="w+", dtype=np.float32, shape=(400_000, width))
+        for name, width in (("s.npy", 16), ("f.npy", 8))
+    )
+    scores[:] = np.sin(np.arange(400_000))[:, None]
     for method, more in (
         ("top", {}),
         ("less", {"target_groups": np.arange(16) % 4}),
         ("greedy", {"pool": 200}),
     ):
-        few, many = (
-            peak_of(n, method, **more, **({"features": features[:n]} if method == "greedy" else {}))
-            for n in (20_000, 400_000)
-        )
-        assert many < 1.2 * few, method
+        peaks = []
+        for n in (70_000, 400_000):
+            own = {"features": features[:n]} if method == "greedy" else {}
+            tracemalloc.start()
+            assert len(select(scores[:n], 50, method, **more, **own)) == 50
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert peaks[1] < 1.2 * peaks[0], method
 
 
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("k", "more", "error", "words"),
-    [
-        (0, {}, InvalidInputError, "k must be an integer of at least 1"),
-        (2.0, {}, InvalidInputError, "k must be an integer"),
-        (2, {"method": "lesss"}, UnknownNameError, "Did you mean 'less'"),
-        (2, {"sign": "bad"}, UnknownNameError, "sign must be"),
-        (2, {"reduction": "median"}, UnknownNameError, "reduction must be"),
-        (2, {"target_groups": [0]}, InvalidInputError, "target_groups must hold one label for each of 3"),
-        (2, {"groups": [0] * 10}, InvalidInputError, "groups belong to method='balanced'"),
-        (2, {"pool": 5}, InvalidInputError, "pool belong to method='greedy'"),
-        (2, {"method": "balanced"}, InvalidInputError, "needs groups"),
-        (2, {"method": "balanced", "groups": [0] * 9}, InvalidInputError, "for each of 10"),
-        (2, {"method": "balanced", "groups": [None, "a"] * 5}, InvalidInputError, "cannot be sorted"),
-        (2, {"method": "balanced", "groups": "source"}, InvalidInputError, "data="),
-        (2, {"method": "balanced", "groups": "source", "data": [1]}, InvalidInputError, "no named columns"),
-        (
-            2,
-            {"method": "balanced", "groups": "sourc", "data": {"source": [0] * 10}},
-            UnknownNameError,
-            "Nearest known: ['source']",
-        ),
-        (
-            2,
-            {"method": "balanced", "groups": [0] * 10, "data": {"source": [0] * 10}},
-            InvalidInputError,
-            "not the name",
-        ),
-        (2, {"method": "balanced", "groups": [0, 1] * 5, "quotas": {0: 3}}, InvalidInputError, "add up to 3"),
-        (
-            6,
-            {"method": "balanced", "groups": [0, 1] * 5, "quotas": {0: 6}},
-            InvalidInputError,
-            "from 0 to the number of rows",
-        ),
-        (
-            2,
-            {"method": "balanced", "groups": [0] * 10, "quotas": {"x": 2}},
-            InvalidInputError,
-            "'x': 2 of 0",
-        ),
-        (
-            2,
-            {"method": "balanced", "groups": [0] * 10, "quotas": "even"},
-            UnknownNameError,
-            "quotas must be",
-        ),
-        (2, {"method": "greedy"}, InvalidInputError, "needs features"),
-        (2, {"method": "greedy", "features": np.ones((9, 2))}, InvalidInputError, "(10, K)"),
-        (2, {"method": "greedy", "features": np.ones((10, 2)), "pool": 1}, InvalidInputError, "at least k"),
-        (
-            2,
-            {"method": "greedy", "features": np.ones((10, 2)), "diversity": -1},
-            InvalidInputError,
-            "diversity",
-        ),
-        (2, {"method": "greedy", "features": np.full((10, 2), np.nan)}, NonFiniteError, "candidate row"),
-    ],
-)
-def test_refusals_say_what_to_do(k: Any, more: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error) as raised:
-        select(np.arange(30.0).reshape(10, 3), k, **more)
-    assert words in str(raised.value)
+NAMED = {"source": [0] * 10}
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("k must be an integer of at least 1", "top", {"k": 0}),
+    ("k must be an integer", "top", {"k": 2.0}),
+    ("Did you mean 'less'", "lesss", {}),
+    ("sign must be", "top", {"sign": "bad"}),
+    ("reduction must be", "top", {"reduction": "median"}),
+    ("target_groups must hold one label for each of 3", "top", {"target_groups": [0]}),
+    ("groups belong to method='balanced'", "top", {"groups": [0] * 10}),
+    ("pool belong to method='greedy'", "top", {"pool": 5}),
+    ("needs groups", "balanced", {}),
+    ("for each of 10", "balanced", {"groups": [0] * 9}),
+    ("cannot be sorted", "balanced", {"groups": [None, "a"] * 5}),
+    ("data=", "balanced", {"groups": "source"}),
+    ("no named columns", "balanced", {"groups": "source", "data": [1]}),
+    ("Nearest known: ['source']", "balanced", {"groups": "sourc", "data": NAMED}),
+    ("not the name", "balanced", {"groups": [0] * 10, "data": NAMED}),
+    ("add up to 3", "balanced", {"groups": [0, 1] * 5, "quotas": {0: 3}}),
+    ("from 0 to the number of rows", "balanced", {"k": 6, "groups": [0, 1] * 5, "quotas": {0: 6}}),
+    ("'x': 2 of 0", "balanced", {"groups": [0] * 10, "quotas": {"x": 2}}),
+    ("quotas must be", "balanced", {"groups": [0] * 10, "quotas": "even"}),
+    ("needs features", "greedy", {}),
+    ("(10, K)", "greedy", {"features": np.ones((9, 2))}),
+    ("at least k", "greedy", {"features": np.ones((10, 2)), "pool": 1}),
+    ("diversity", "greedy", {"features": np.ones((10, 2)), "diversity": -1}),
+    ("candidate row", "greedy", {"features": np.full((10, 2), np.nan)}),
+]
+UNKNOWN = ("Did you mean", "sign must", "reduction must", "Nearest known", "quotas must")
 
 
-def test_scores_that_are_not_finite_are_refused_with_their_place() -> None:
+@pytest.mark.parametrize(("words", "method", "more"), REFUSED, ids=[one[0] for one in REFUSED])
+def test_refusals_say_what_to_do(words: str, method: Any, more: dict[str, Any]) -> None:
+    error = UnknownNameError if words.startswith(UNKNOWN) else InvalidInputError
+    with pytest.raises(NonFiniteError if words == "candidate row" else error, match=re.escape(words)):
+        select(np.arange(30.0).reshape(10, 3), **{"k": 2, "method": method, **more})
+
+
+def test_scores_that_are_not_finite_or_no_matrix_are_refused() -> None:
     values = np.zeros((10, 3))
     values[6, 2] = np.nan
     with pytest.raises(NonFiniteError, match="train row 6 for target 2 is nan"):
-        select(in_chunks(values, 4), 2)
+        select(values, 2)
     for wrong in (np.zeros(3), np.zeros((0, 2)), np.array([["a"]])):
         with pytest.raises(InvalidInputError, match="real numbers"):
             select(wrong, 1)
 
 
 def test_greedy_refuses_scores_without_stored_rows() -> None:
+    rows = drawn()
+    made = rows.attributor()
+    data = samples(rows.train, rows.q, rows.w)
+    streamed = made.stream_scores(data, data, method="GradDot")
     with pytest.raises(StateError, match="not computed from stored rows"):
-        select(in_chunks(np.zeros((5, 2)), 2), 2, "greedy")
+        select(streamed, 2, "greedy")
 
 
 def test_columns_of_frames_and_mappings_are_labels() -> None:
