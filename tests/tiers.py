@@ -61,7 +61,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "test_readme.py::test_the_main_job_command_works_in_a_fresh_folder",
     ),
     "published architectures": (
-        "unrolled/test_derivatives.py::test_scores_of_a_hugging_face_gpt2",
         "zoo/test_zoo.py::test_a_published_architecture_is_right_from_featurize_to_report",
         "zoo/test_zoo_unrolled.py",
     ),
