@@ -122,7 +122,7 @@ SOME: dict[str, int] = {
     "unrolled/test_blocks.py": 2,
     "unrolled/test_derivatives.py": 5,
     "unrolled/test_identity.py::test_a_run_notices_changes_that_are_made_while_it_is_held": 4,
-    "unrolled/test_identity.py::test_stored_scores_of_another_training_or_task_are_not_returned": 14,
+    "unrolled/test_identity.py::test_stored_scores_of_another_training_or_task_are_not_returned": 12,
     "unrolled/test_resume.py": 2,
 }
 """How many cases of a function (of each function of a file) standard keeps: the first, the last, others between."""

@@ -171,20 +171,6 @@ def test_every_epoch_visits_all_rows_once_in_an_order_of_its_own():
         np.testing.assert_array_equal(next(following), steps[number])
 
 
-def test_dropout_side_by_side_has_the_masks_of_one_alone():
-    training = recipe(with_dropout).train_fn
-
-    many, loop = outputs(training)
-
-    np.testing.assert_allclose(many, loop, **STORED)
-    plain = retrain(
-        recipe(lambda seed: nn.Sequential(*with_dropout(seed)[:2], with_dropout(seed)[3])).train_fn,
-        MASKS,
-        logits,
-    )
-    assert np.abs(plain.outputs - loop).max() > 0.05, "the masks have an effect"
-
-
 def test_subsets_of_several_sizes_are_trained_in_groups():
     masks = np.concatenate([MASKS, removal_masks(np.random.default_rng(0).normal(size=(N, 2)), 4)])
 

@@ -152,14 +152,6 @@ def test_the_model_keeps_the_loaded_weights_in_eval_mode(tmp_path):
     assert [p.requires_grad for p in traker.model.parameters()] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_prefixes_of_wrappers_are_ignored(tmp_path, expected, prefix):
-    traker = make_traker(tmp_path)
-    featurize(traker, [{prefix + name: value for name, value in checkpoints(count=1)[0].items()}])
-
-    assert_same(stored(traker), expected[0])
-
-
 def test_dict_batches_are_accepted(tmp_path):
     class Named(nn.Module):
         def __init__(self):
@@ -451,26 +443,22 @@ def test_adding_a_checkpoint_to_a_finished_experiment_keeps_its_scores_right(tmp
     np.testing.assert_array_equal(alone, kept)
 
 
-def test_other_targets_under_a_used_name_are_refused(tmp_path):
-    """They would be skipped as done, and the scores be those of the first ones."""
-    traker = made(tmp_path, "scored")
-    traker.finalize_scores("test")
-    images, labels = target_batch()
-    images[2] += 1
-    at("scoring", traker)
-
-    with refused(tmp_path, InvalidInputError, r"Rows \[2\] of the targets of 'test'.*use another exp_name"):
-        traker.score((images, labels), num_samples=M)
-
-
-def test_other_targets_than_those_of_a_killed_run_are_noticed(tmp_path):
+@pytest.mark.parametrize(
+    ("count", "error", "match"),
+    [
+        (M, InvalidInputError, r"Rows \[2\] of the targets of 'test'.*use another exp_name"),
+        (3, ManifestMismatchError, r"row 2 of the targets of 'test'"),
+    ],
+)
+def test_other_targets_under_a_used_name_are_refused(tmp_path, count, error, match):
+    """They would be skipped as done, and the scores be those of the first ones; also after a kill."""
     traker = made(tmp_path, "scoring")
-    traker.score(part(target_batch(), slice(0, 3)), num_samples=3)
+    traker.score(part(target_batch(), slice(0, count)), num_samples=count)
     images, labels = target_batch()
     images[2] += 1
     at("scoring", traker)
 
-    with pytest.raises(ManifestMismatchError, match=r"row 2 of the targets of 'test'"):
+    with refused(tmp_path, error, match):
         traker.score((images, labels), num_samples=M)
 
 
