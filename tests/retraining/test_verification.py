@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from held_scores import held_scores
+from held_scores import held_scores, scores_without_a_model
 from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -220,20 +220,21 @@ def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
     assert training.calls == [] or "texts" in changes
 
 
-def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(held):
+def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attributor):
     training = Training()
     with pytest.raises(StateError, match="There are no scores 'other'"):
-        verify(held.scores("other"), training, TARGETS)
+        verify(attributor.scores("other"), training, TARGETS)
     with pytest.raises(StateError, match=r"computed when they are read.*score\(\.\.\., dense=True\)"):
-        verify(held.scores("test", dense=False), training, TARGETS)
-    without_rows = held_scores(np.ones((N, M)))
-    for call in (
-        lambda: verify(without_rows, training, TARGETS),
-        lambda: token_scores(without_rows, TRAIN, [0]),
+        verify(attributor.scores("test", dense=False), training, TARGETS)
+    for scores, match in (
+        (held_scores(np.ones((N, M))), "not computed from stored rows"),
+        (scores_without_a_model(attributor, "test"), r"opened without a model.*Attributor\.open"),
     ):
-        with pytest.raises(StateError, match="not computed from stored rows"):
-            call()
-    plain = held.score(TARGETS, "test", method=GradDot())
+        with pytest.raises(StateError, match=match):
+            verify(scores, training, TARGETS)
+        with pytest.raises(StateError, match=match):
+            token_scores(scores, TRAIN, [0])
+    plain = attributor.score(TARGETS, "test", method=GradDot())
     with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
         verify(plain, training, TARGETS, budget=6, calibrate=True)
     assert training.calls == []

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
 
 from trak_lite import Attributor, verify
+from trak_lite.cli import main
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
 from trak_lite.unrolled import SGD, unrolled
@@ -105,11 +106,13 @@ def test_a_second_call_repeats_one_training_of_each_share(scores, run, tmp_path)
     assert counts[0] - counts[1] == 2 * len(SHARES) * (5 - 1), "each training builds two models"
 
 
-def test_the_verdict_is_stored_with_the_scores(run, scores, verdict, tmp_path):
+def test_the_verdict_is_stored_with_the_scores(run, scores, verdict, tmp_path, capsys):
     """Those of a replay, and those of an attributor, beside its verdict over seeds; not those in memory."""
     again = unrolled(run.recipe.train(run.path), FEW, margin)
     assert again.one_run_verdict == verdict
     assert "the same run (seed and order)" in repr(again)
+    main(["inspect", str(run.path / "scores.zarr")])
+    assert "the same run (seed and order)" in capsys.readouterr().out
 
     attributor = Attributor(run.model(), margin, tmp_path / "store.zarr", proj_dim=8)
     attributor.featurize(run.recipe.data)
@@ -120,6 +123,7 @@ def test_the_verdict_is_stored_with_the_scores(run, scores, verdict, tmp_path):
     assert reopened.scores("few").one_run_verdict == expected
     assert reopened.scores("few").verdict == over_seeds
     assert repr(reopened.scores("few")).count("tested:") == 2
+    assert "the same run" in reopened.scores("few")._repr_html_()
     reopened.drop_scores("few")
     reopened.score(FEW, "few")
     assert reopened.scores("few").one_run_verdict is None

@@ -162,6 +162,9 @@ def test_values_and_order(scores):
     assert isinstance(scores.method, Unrolled)
     assert (scores.name, scores.settings["steps"], scores.verdict) == ("few", 6, None)
     assert scores.settings["metasmoothness"] == pytest.approx(recipe().train().metasmoothness(), abs=1e-4)
+    for expected in ("'few'", f"{N} train rows x {TARGETS} targets", "metasmoothness=", "steps=6"):
+        assert expected in repr(scores)
+    assert "<" in scores.gallery([0], lambda row: f"row {row}", k=2)._repr_html_()
     with pytest.raises(InvalidInputError, match="few"):
         scores.top(1, target=99)
 
