@@ -1,6 +1,7 @@
 """Verdicts on scores: what is trained and kept, against dense NumPy; calibration, baselines, refusals."""
 
 import copy
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -87,17 +88,29 @@ def trained():
     return [Training()(np.arange(N), 0).state_dict(), perceptron().state_dict()]
 
 
-def scored(trained, path=None, **settings):
+def opened(path=None, **settings):
     settings = {**QUIET, "layout": "joint", "method": GaussNewton(damping=1.0), **settings}
-    made = Attributor(perceptron(), "image_classification", path, **settings)
+    return Attributor(perceptron(), "image_classification", path, **settings)
+
+
+def scored(trained, path=None, **settings):
+    made = opened(path, **settings)
     made.featurize(TRAIN, checkpoints=trained)
     made.score(TARGETS, "test")
     return made
 
 
+@pytest.fixture(scope="module")
+def scored_store(trained, tmp_path_factory):
+    path = tmp_path_factory.mktemp("scored") / "a.zarr"
+    scored(trained, path)
+    return path
+
+
 @pytest.fixture
-def attributor(tmp_path, trained):
-    return scored(trained, tmp_path / "a.zarr")
+def attributor(tmp_path, scored_store):
+    shutil.copytree(scored_store, tmp_path / "a.zarr")
+    return opened(tmp_path / "a.zarr")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +156,8 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
 
 
 @pytest.mark.parametrize("featurized", [True, False])
-def test_scores_of_a_fitted_curvature_are_verified(attributor, featurized):
+def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
+    attributor = scored(trained)
     name = "test" if featurized else "only-ekfac"
     scores = attributor.score(TARGETS, name, method="EKFAC")
 
