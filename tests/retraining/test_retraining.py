@@ -1,5 +1,7 @@
 """Retraining: what is trained, what is kept, what is refused; the noise of seeds."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -28,47 +30,51 @@ def two_targets(total):
     return np.array([total, -total])
 
 
+def other_targets(total):
+    return np.array([total, 1 - total])
+
+
+def retrained(train=None, masks=MASKS, output_fn=two_targets, **settings):
+    return retrain(Recording() if train is None else train, masks, output_fn, **settings)
+
+
+@pytest.mark.quick
 def test_every_subset_is_trained_with_every_seed():
     train = Recording()
 
-    found = retrain(train, MASKS, two_targets, seeds=(3, 7))
+    found = retrained(train, seeds=(3, 7))
 
     assert train.calls == [(tuple(np.flatnonzero(mask).tolist()), seed) for mask in MASKS for seed in (3, 7)]
-    sums = MASKS @ VALUES
-    expected = np.stack([[two_targets(total + 10 * seed) for seed in (3, 7)] for total in sums])
+    expected = np.stack([[two_targets(total + 10 * seed) for seed in (3, 7)] for total in MASKS @ VALUES])
     np.testing.assert_array_equal(found.outputs, expected)
     np.testing.assert_array_equal(found.mean, expected.mean(axis=1))
-    assert found.seeds == (3, 7)
+    assert (found.seeds, found.compared) == ((3, 7), "")
 
 
-def test_a_finished_retraining_repeats_one_training_per_seed(tmp_path):
-    first = retrain(Recording(), MASKS, two_targets, path=tmp_path / "r")
-    again = Recording()
+@pytest.mark.parametrize("fail_at", [0, 1, 4, 9, 10])
+def test_only_what_is_missing_is_trained_after_one_training_per_seed(tmp_path, fail_at):
+    """The latter is to tell whether the training is the same. After 10 nothing is missing."""
+    with contextlib.suppress(KeyboardInterrupt):
+        retrained(Recording(fail_at), path=tmp_path / "r")
+    rest, whole = Recording(), Recording()
 
-    found = retrain(again, MASKS, two_targets, path=tmp_path / "r")
+    found = retrained(rest, path=tmp_path / "r")
 
-    np.testing.assert_array_equal(found.outputs, first.outputs)
-    assert again.calls == [(tuple(np.flatnonzero(MASKS[place]).tolist()), place) for place in (0, 1)]
-    assert "subset 0, seed 0 (5 rows); subset 1, seed 1 (5 rows); outputs differ by 0 of" in found.compared
-    assert first.compared == ""
-
-
-@pytest.mark.parametrize("fail_at", [0, 1, 4, 9])
-def test_after_a_kill_only_what_is_missing_is_trained(tmp_path, fail_at):
-    with pytest.raises(KeyboardInterrupt):
-        retrain(Recording(fail_at), MASKS, two_targets, path=tmp_path / "r")
-    rest = Recording()
-
-    found = retrain(rest, MASKS, two_targets, path=tmp_path / "r")
-
-    whole = Recording()
-    np.testing.assert_array_equal(found.outputs, retrain(whole, MASKS, two_targets).outputs)
-    repeated = {0: [], 1: [0], 4: [0, 3], 9: [0, 3]}[fail_at]  # one per seed: is the training the same?
+    np.testing.assert_array_equal(found.outputs, retrained(whole).outputs)
+    repeated = {0: [], 1: [0]}.get(fail_at, [0, 3])
     assert rest.calls == [whole.calls[place] for place in repeated] + whole.calls[fail_at:]
+    stated = "subset 0, seed 0 (5 rows); subset 1, seed 1 (5 rows); outputs differ by 0 of"
+    assert (stated in found.compared) == (len(repeated) == 2)
 
 
-def other_targets(total):
-    return np.array([total, 1 - total])
+def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path):
+    stated = r"subset 1, seed 1 \(5 rows\) failed \(ValueError: no luck\)"
+    with pytest.raises(RetrainingError, match=stated) as caught:
+        retrained(Recording(3, ValueError), path=tmp_path / "r")
+    assert isinstance(caught.value.__cause__, ValueError)
+    rest = Recording()
+    retrained(rest, path=tmp_path / "r")
+    assert len(rest.calls) == 2 + 7, "one per seed is repeated"
 
 
 @pytest.mark.parametrize(
@@ -76,72 +82,60 @@ def other_targets(total):
     [
         ({"masks": subset_masks(10, 5, seed=1)}, "masks is '"),
         ({"seeds": (0, 2)}, r"seeds is \[0, 1\] there, \[0, 2\] here"),
-        ({"train_fn": lambda indices, seed: 1.0}, "training.train_fn"),
+        ({"train": lambda indices, seed: 1.0}, "training.train_fn"),
         ({"output_fn": other_targets}, "training.output_fn"),
         ({"train_id": "mine"}, "training.id is 'absent' there, 'mine' here"),
     ],
 )
 def test_other_masks_seeds_or_functions_are_refused_at_the_same_path(tmp_path, change, seen):
-    given = {"train_fn": Recording(), "masks": MASKS, "output_fn": two_targets, "path": tmp_path / "r"}
-    retrain(**given)
+    retrained(path=tmp_path / "r")
 
     with pytest.raises(ManifestMismatchError, match=seen):
-        retrain(**{**given, **change})
+        retrained(path=tmp_path / "r", **change)
 
 
 def test_a_name_of_ones_own_stands_for_both_functions(tmp_path):
-    given = {"masks": MASKS, "path": tmp_path / "r", "train_id": "sums"}
-    first = retrain(Recording(), output_fn=two_targets, **given)
+    given = {"path": tmp_path / "r", "train_id": "sums"}
+    first = retrained(**given)
 
-    again = retrain(lambda indices, seed: 1.0, output_fn=other_targets, **given)
+    again = retrained(lambda indices, seed: 1.0, output_fn=other_targets, **given)
 
     np.testing.assert_array_equal(again.outputs, first.outputs)
 
 
-def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path):
-    with pytest.raises(
-        RetrainingError, match=r"subset 1, seed 1 \(5 rows\) failed \(ValueError: no luck\)"
-    ) as caught:
-        retrain(Recording(3, ValueError), MASKS, two_targets, path=tmp_path / "r")
-    assert isinstance(caught.value.__cause__, ValueError)
-    rest = Recording()
-    retrain(rest, MASKS, two_targets, path=tmp_path / "r")
-    assert len(rest.calls) == 2 + 7, "one per seed is repeated"
+ONE_PER_TARGET = r"output_fn returned shape .* one number per target"
+REFUSED = [
+    (
+        {"output_fn": lambda total: [total / 0]},
+        RetrainingError,
+        r"subset 0, seed 0 .* failed \(ZeroDivisionErr",
+    ),
+    (
+        {"output_fn": lambda total: [total, np.nan]},
+        NonFiniteError,
+        "1 of 2 outputs .* subset 0, seed 0 .* target 1",
+    ),
+    ({"output_fn": lambda total: 1.0}, InvalidInputError, ONE_PER_TARGET),
+    ({"output_fn": lambda total: []}, InvalidInputError, ONE_PER_TARGET),
+    ({"output_fn": lambda total: [[1.0]]}, InvalidInputError, ONE_PER_TARGET),
+    (
+        {"train": lambda rows, seed: seed, "output_fn": lambda seed: [1.0] * (seed + 1)},
+        InvalidInputError,
+        "output_fn returned 2 numbers for subset 0, seed 1",
+    ),
+    ({"train": lambda rows, seed: None}, InvalidInputError, "train_fn returned None"),
+    ({"train": lambda rows: None}, InvalidInputError, "cannot be called as train_fn"),
+    ({"masks": MASKS.astype(float)}, InvalidInputError, "masks must be a boolean matrix"),
+    ({"masks": np.zeros((1, 4), bool)}, InvalidInputError, "without an empty subset"),
+    ({"seeds": ()}, InvalidInputError, "one or more different integers"),
+    ({"seeds": (1, 1)}, InvalidInputError, "one or more different integers"),
+]
 
 
-def test_a_failing_output_function_names_subset_and_seed():
-    with pytest.raises(RetrainingError, match=r"subset 0, seed 0 .* failed \(ZeroDivisionError"):
-        retrain(Recording(), MASKS, lambda total: [total / 0])
-
-
-def test_outputs_that_are_not_finite_name_subset_seed_and_target():
-    with pytest.raises(NonFiniteError, match=r"1 of 2 outputs .* subset 0, seed 0 .* the first for target 1"):
-        retrain(Recording(), MASKS, lambda total: [total, np.nan])
-
-
-@pytest.mark.parametrize("outputs", [1.0, [], [[1.0]]])
-def test_outputs_must_be_one_number_per_target(outputs):
-    with pytest.raises(InvalidInputError, match=r"output_fn returned shape .* one number per target"):
-        retrain(Recording(), MASKS, lambda total: outputs)
-
-
-def test_outputs_must_not_change_in_number():
-    with pytest.raises(InvalidInputError, match="output_fn returned 2 numbers for subset 0, seed 1"):
-        retrain(lambda indices, seed: seed, MASKS, lambda seed: [1.0] * (seed + 1))
-
-
-@pytest.mark.parametrize(
-    ("masks", "seeds", "seen"),
-    [
-        (MASKS.astype(float), (0,), "masks must be a boolean matrix"),
-        (np.zeros((1, 4), bool), (0,), "without an empty subset"),
-        (MASKS, (), "one or more different integers"),
-        (MASKS, (1, 1), "one or more different integers"),
-    ],
-)
-def test_masks_and_seeds_must_be_usable(masks, seeds, seen):
-    with pytest.raises(InvalidInputError, match=seen):
-        retrain(Recording(), masks, two_targets, seeds=seeds)
+@pytest.mark.parametrize(("settings", "error", "seen"), REFUSED)
+def test_what_cannot_be_retrained_is_refused(settings, error, seen):
+    with pytest.raises(error, match=seen):
+        retrained(**settings)
 
 
 # ------------------------------------------------------------------------ the noise of seeds
@@ -159,15 +153,10 @@ def test_the_ceiling_is_what_a_perfect_method_reaches():
     assert 0 < found.between_seeds < found.reliability < found.ceiling < 1
 
 
-def test_seeds_that_agree_only_by_chance_leave_no_room():
-    outputs = np.stack([np.eye(4), -np.eye(4)], axis=1)
-
-    found = seed_noise_ceiling(outputs)
+def test_seeds_that_agree_only_by_chance_leave_no_room_and_one_tells_nothing():
+    found = seed_noise_ceiling(np.stack([np.eye(4), -np.eye(4)], axis=1))
 
     assert found.between_seeds == pytest.approx(-1.0)
     assert (found.reliability, found.ceiling) == (0.0, 0.0)
-
-
-def test_the_ceiling_needs_two_seeds():
     with pytest.raises(InvalidInputError, match=r"at least 2 seeds, got shape \(5, 1, 2\)"):
-        retrain(Recording(), MASKS, two_targets, seeds=(0,)).noise_ceiling()
+        retrained(seeds=(0,)).noise_ceiling()

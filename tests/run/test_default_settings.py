@@ -19,7 +19,7 @@ from trak_lite import Attributor
 from trak_lite.methods import TRAK, AbstractMethod, Fisher, GaussNewton, as_method
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 from trak_lite.run.settings import stored_arguments
-from trak_lite.store import Manifest, ZarrFeatureStore
+from trak_lite.store import Manifest, open_store
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +58,7 @@ def test_scores_by_default_are_those_of_the_default_damping_with_q_outside(
 
     scores = made.score(TARGETS, "test").numpy()
 
-    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+    with open_store(str(tmp_path / "a.zarr")) as store:
         train = [store.open_table(f"ckpt-{c}") for c in range(2)]
         targets = [
             store.open_table(f"targets/test/ckpt-{c}").read("features").astype(float) for c in range(2)
@@ -107,18 +107,23 @@ def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_pat
 
 
 @pytest.mark.parametrize(("projector", "segments"), [("countsketch", 1), ("two_sided", 3)])
-def test_what_older_stores_call_auto_is_what_it_was(projector: str, segments: int) -> None:
+def test_what_older_stores_call_auto_is_what_it_was(tmp_path: Path, projector: str, segments: int) -> None:
+    def manifest(name: str, made: Attributor) -> Manifest:
+        made.featurize(TRAIN)
+        with open_store(str(tmp_path / name)) as store:
+            return store.manifest
+
     layout = "module" if projector == "two_sided" else "joint"
-    older = attributor(projector=projector, layout=layout)._settings.manifest(None)
+    older = manifest("older", attributor(tmp_path / "older", projector=projector, layout=layout))
     settings = {**older.made_with["settings"], "layout": "auto"}
 
     task, arguments = stored_arguments(
         Manifest(older.fingerprint, {**older.made_with, "settings": settings}), None, {}, where="it"
     )
 
-    made = Attributor(perceptron(), task, None, **arguments)
+    made = Attributor(perceptron(), task, tmp_path / "now", **arguments)
     assert len(made.layout.segments) == segments
-    assert made._settings.manifest(None).fingerprint == older.fingerprint
+    assert manifest("now", made).fingerprint == older.fingerprint
 
 
 def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain_one() -> None:

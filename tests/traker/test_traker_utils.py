@@ -27,20 +27,12 @@ def gradients():
     return {name: torch.randn(5, *shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_vectorize_puts_gradients_side_by_side(theirs):
-    expected = theirs.vectorize(gradients(), device="cpu")
+def test_vectorize_puts_gradients_side_by_side_also_into_a_given_tensor(theirs):
+    expected, arr = theirs.vectorize(gradients(), device="cpu"), torch.empty(5, 11)
 
-    assert torch.equal(utils.vectorize(gradients()), expected)
-    assert torch.equal(utils.vectorize(gradients(), device="cpu"), expected)
-
-
-def test_vectorize_writes_into_a_given_tensor(theirs):
-    arr = torch.empty(5, 11)
-
-    result = utils.vectorize(gradients(), arr)
-
-    assert result is arr
-    assert torch.equal(arr, theirs.vectorize(gradients(), device="cpu"))
+    assert utils.vectorize(gradients(), arr) is arr
+    for found in (utils.vectorize(gradients()), utils.vectorize(gradients(), device="cpu"), arr):
+        assert torch.equal(found, expected)
 
 
 def test_vectorize_refuses_gradients_that_disagree():

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trak_lite.projectors
-import trak_lite.traker
+import trak_lite
+from trak_lite.store import open_store
 
 N, M, K, B = 80, 7, 12, 32
 CLASSES = 5
@@ -132,49 +132,53 @@ def injected(base: type, num_params: int, *, width: int = K, seed: int = 0) -> A
     return Injected()
 
 
-def make_traker(folder: Path, **changes: Any) -> trak_lite.traker.TRAKer:
+def make_traker(folder: Path, **changes: Any) -> trak_lite.TRAKer:
     """Return a TRAKer on the small MLP with changes to its settings."""
-    settings = {
-        "model": make_model(),
-        "task": "image_classification",
-        "train_set_size": N,
-        "save_dir": folder,
-        "proj_dim": K,
-        "use_half_precision": False,
-        **changes,
-    }
-    return trak_lite.traker.TRAKer(**settings)
+    return trak_lite.TRAKer(**_settings(folder, changes))
 
 
 def make_original(folder: Path, **changes: Any) -> Any:
     """Return the original's TRAKer on the small MLP with changes to its settings."""
-    settings = {
-        "model": make_model(),
-        "task": "image_classification",
-        "train_set_size": N,
-        "save_dir": str(folder),
-        "proj_dim": K,
-        "use_half_precision": False,
-        "device": "cpu",
-        "logging_level": 100,
-        **changes,
-    }
-    return original().TRAKer(**settings)
+    plain = {"device": "cpu", "logging_level": 100, **changes}
+    return original().TRAKer(**_settings(str(folder), plain))
 
 
-def featurize(traker: Any, states: Any, batch: tuple[Tensor, Tensor], *, first_id: int = 0) -> None:
+def _settings(folder: Path | str, changes: dict[str, Any]) -> dict[str, Any]:
+    plain = {"task": "image_classification", "train_set_size": N, "proj_dim": K, "use_half_precision": False}
+    return {"model": make_model(), "save_dir": folder, **plain, **changes}
+
+
+STAGES = ("new", "loaded", "featurized", "finalized", "scoring", "scored")
+
+
+def at(stage: str, traker: Any) -> Any:
+    """Take a new TRAKer, ours or the original's, to a stage with id 0, and return it."""
+    (state,) = checkpoints(count=1)
+    steps: list[Callable[[], object]] = [
+        lambda: traker.load_checkpoint(state, model_id=0),
+        lambda: traker.featurize(train_batch(), num_samples=N),
+        lambda: traker.finalize_features(),
+        lambda: traker.start_scoring_checkpoint("test", state, 0, num_targets=M),
+        lambda: traker.score(target_batch(), num_samples=M),
+    ]
+    for step in steps[: STAGES.index(stage)]:
+        step()
+    return traker
+
+
+def featurize(traker: Any, states: Any, batch: Any = None, *, first_id: int = 0) -> None:
     """Featurize every checkpoint, batch by batch at the cursor."""
+    batch = train_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
         traker.load_checkpoint(state, model_id=model_id)
         for start in range(0, len(batch[0]), B):
-            part = tuple(tensor[start : start + B] for tensor in batch)
-            traker.featurize(batch=part, num_samples=len(part[0]))
+            rows = part(batch, slice(start, start + B))
+            traker.featurize(batch=rows, num_samples=len(rows[0]))
 
 
-def score(
-    traker: Any, states: Any, batch: tuple[Tensor, Tensor], *, exp_name: str = "test", first_id: int = 0
-) -> None:
+def score(traker: Any, states: Any, batch: Any = None, *, exp_name: str = "test", first_id: int = 0) -> None:
     """Score the targets for every checkpoint."""
+    batch = target_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
         traker.start_scoring_checkpoint(
             exp_name=exp_name, checkpoint=state, model_id=model_id, num_targets=len(batch[0])
@@ -202,16 +206,22 @@ def assert_scores_close(ours: np.ndarray, expected: np.ndarray, rtol: float) -> 
     np.testing.assert_allclose(ours[sizable], expected[sizable], rtol=100 * rtol)
 
 
-def scores_of_pseudo_inverses(traker: Any, count: int, exp_name: str = "test") -> np.ndarray:
+def stored(traker: trak_lite.TRAKer, model_id: int = 0, column: str = "features", targets: str = "") -> Any:
+    """Return a column of the rows of an id: of its train rows, or of the targets of an experiment."""
+    path = f"targets/{targets}/ckpt-{model_id}" if targets else f"ckpt-{model_id}"
+    with open_store(str(traker.save_dir / "trak.zarr")) as store:
+        return store.open_table(path).read(column)
+
+
+def scores_of_pseudo_inverses(traker: trak_lite.TRAKer, count: int) -> np.ndarray:
     """Return the scores of undamped kernels by NumPy's pseudo-inverse, from the rows that are stored."""
-    tables = [traker._workspace.table(f"ckpt-{model_id}") for model_id in range(count)]
-    q = np.mean([table.read("out_to_loss").astype(np.float64) for table in tables], axis=0)
+    q = np.mean([stored(traker, model_id, "out_to_loss").astype(float) for model_id in range(count)], axis=0)
     products = 0.0
-    for model_id, table in enumerate(tables):
-        rows = table.read("features").astype(np.float64)
-        targets = traker._workspace.table(f"targets/{exp_name}/ckpt-{model_id}").read("features")
+    for model_id in range(count):
+        rows = stored(traker, model_id).astype(float)
         inverse = np.linalg.pinv(rows.T @ rows, rcond=1e-9, hermitian=True)
-        products = products + rows @ (inverse / np.abs(inverse).mean()) @ targets.T.astype(np.float64)
+        targets = stored(traker, model_id, targets="test").astype(float)
+        products = products + rows @ (inverse / np.abs(inverse).mean()) @ targets.T
     return products / count * q[:, None]
 
 

@@ -1,43 +1,28 @@
-"""A training and its replay in a process that kills itself at its n-th step, or shortly before or after a file."""
+"""A training and its replay in a process that kills itself at an event: a step, an update, a file in its place."""
 
 import os
 import signal
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
-from unrolled_cases import CLASSES, WIDTH, N, loss, margin, vectors
+from unrolled_cases import N, dropping, recipe, replayed, vectors
 
-from trak_lite.unrolled import Adam, Recipe, TrainingRun, replay, states, unrolled
-
-
-def dropping(seed):
-    return nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Dropout(0.2), nn.Linear(5, CLASSES)).double()
+from trak_lite.unrolled import Adam, TrainingRun
 
 
 def whole(path, fatal=0):
     """Train and replay in two blocks; die at the event number ``fatal``, counted from 1. Return the scores' bytes."""
     torch.set_num_threads(1)
+    data, optimizer = TensorDataset(*vectors(N, 0)), Adam(lr=0.02, eps_root=1e-6)
+    made = recipe(dropping, data=data, optimizer=optimizer, epochs=4, clip_norm=0.5, accumulate=2)
     if fatal:
-        die_at(fatal)
-    made = Recipe(
-        dropping,
-        loss,
-        TensorDataset(*vectors(N, 0)),
-        Adam(lr=0.02, eps_root=1e-6),
-        batch_size=4,
-        epochs=4,
-        clip_norm=0.5,
-        accumulate=2,
-    )
-    run = made.train(path)
-    few = TensorDataset(*vectors(4, 1))
-    return unrolled(run, few, margin, block=2).numpy().tobytes()
+        die_at(fatal, type(TrainingRun(made, None, None).program))
+    return replayed(made.train(path), block=2).tobytes()
 
 
-def die_at(fatal):
-    """Count steps, adjoint steps, and the moments before and after every file is in its place."""
+def die_at(fatal, program):
+    """Count the moments before and after every step, every update and every change of a file's name."""
     left = [fatal]
 
     def event():
@@ -55,10 +40,9 @@ def die_at(fatal):
         return call
 
     TrainingRun.step = counted(TrainingRun.step)
-    replay._Replay._adjoint = counted(replay._Replay._adjoint)
-    states.save_file = counted(states.save_file)
-    Path.replace = counted(Path.replace)
-    Path.unlink = counted(Path.unlink)
+    program.update = counted(program.update)
+    os.rename = counted(os.rename)
+    os.unlink = counted(os.unlink)
 
 
 def files(folder):

@@ -8,34 +8,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import TensorDataset
-from unrolled_cases import CLASSES, WIDTH, loss, margin, recipe, vectors
+from unrolled_cases import CLASSES, WIDTH, halves, loss, margin, recipe, replayed, targets
 
-from trak_lite.data.datasets import rows_of
-from trak_lite.modelout_functions import resolve_task
-from trak_lite.unrolled import SGD, Adam, unrolled
-from trak_lite.unrolled.optimizers import State
-from trak_lite.unrolled.replay import MAX_BYTES, _Replay
-from trak_lite.unrolled.runs import repeatable
+from trak_lite.unrolled import SGD, Adam, TrainingRun, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
-MANY = TensorDataset(*vectors(5, 1))
+MANY = targets(count=5)
 MADE = {"optimizer": Adam(lr=0.02, eps_root=1e-6), "epochs": 3, "clip_norm": 0.5}
-
-
-class Silent:
-    def advance(self, count):
-        pass
-
-
-def columns(run, places, max_bytes=MAX_BYTES):
-    """Derivatives of some targets in one block, float64 (m, N)."""
-    replay = _Replay(
-        run, resolve_task(margin), rows_of(MANY, what="targets"), max_bytes=max_bytes, progress=False
-    )
-    with repeatable(run.device):
-        return replay._block(np.asarray(places), None, Silent())
 
 
 @pytest.fixture(scope="module")
@@ -44,72 +24,44 @@ def run():
 
 
 @pytest.mark.quick
-def test_a_block_equals_its_targets_one_by_one(run):
-    together = columns(run, range(5))
-
-    alone = torch.cat([columns(run, [place]) for place in range(5)])
-    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-14)
-    assert together.dtype == torch.float64
-
-
-@pytest.mark.parametrize("max_bytes", [1, 200_000, 1_000_000])
-def test_memory_does_not_change_derivatives(run, max_bytes):
-    np.testing.assert_allclose(
-        columns(run, range(5), max_bytes), columns(run, range(5)), rtol=1e-9, atol=1e-13
-    )
+@pytest.mark.parametrize(
+    "settings",
+    [{"block": 1}, {"block": 2}, {"block": 100}, {"max_bytes": 1}, {"max_bytes": 200_000, "block": 5}],
+    ids=str,
+)
+def test_blocks_and_memory_do_not_change_scores(run, settings):
+    """But for the last bit: they are the derivatives in float64, rounded to float32."""
+    np.testing.assert_array_max_ulp(replayed(run, MANY, **settings), replayed(run, MANY, block=5), maxulp=1)
 
 
-@pytest.mark.parametrize("block", [1, 2, 5, 100])
-def test_scores_do_not_depend_on_the_block(run, block):
-    found = unrolled(run, MANY, margin, block=block).numpy()
-
-    np.testing.assert_allclose(found, unrolled(run, MANY, margin).numpy(), rtol=1e-6, atol=1e-12)
+@pytest.fixture(scope="module", params=[1, 2 << 30])
+def one_by_memory(run, request):
+    return request.param, replayed(run, MANY, block=3, max_bytes=request.param)
 
 
 SPACINGS = [
-    {"checkpoints": "sqrt"},
-    {"checkpoints": "log"},
-    {"checkpoints": "all"},
-    {"interval": 1},
-    {"interval": 3},
-    {"interval": 1000},
+    ({"checkpoints": "sqrt"}, [0, 3, 6, 9]),
+    ({"checkpoints": "log"}, [0, 1, 5, 7, 8, 9]),
+    ({"checkpoints": "all"}, list(range(10))),
+    ({"interval": 1}, list(range(10))),
+    ({"interval": 6}, [0, 6, 9]),
+    ({"interval": 1000}, [0, 9]),
 ]
 
 
-@pytest.fixture(scope="module", params=[1, MAX_BYTES])
-def one_by_memory(run, request):
-    return request.param, unrolled(run, MANY, margin, block=3, max_bytes=request.param).numpy()
-
-
-@pytest.mark.parametrize("spacing", SPACINGS)
-def test_every_spacing_gives_the_same_bits(tmp_path, run, spacing, one_by_memory):
+@pytest.mark.parametrize(("spacing", "numbers"), SPACINGS)
+def test_every_spacing_stores_its_states_and_gives_the_same_bits(
+    tmp_path, run, spacing, numbers, one_by_memory
+):
     """With the least memory, segments are halved down to two states."""
     max_bytes, one = one_by_memory
-    other = recipe(**MADE).train(tmp_path, **spacing)
-
-    found = unrolled(other, MANY, margin, block=3, max_bytes=max_bytes).numpy()
-
-    assert found.tobytes() == one.tobytes()
-    for name, value in other.final.parameters.items():
-        assert torch.equal(value, run.final.parameters[name])
-
-
-@pytest.mark.parametrize(
-    ("spacing", "expected"),
-    [
-        ({"checkpoints": "sqrt"}, [0, 3, 6, 9]),
-        ({"checkpoints": "log"}, [0, 1, 5, 7, 8, 9]),
-        ({"checkpoints": "all"}, list(range(10))),
-        ({"interval": 6}, [0, 6, 9]),
-        ({"interval": 99}, [0, 9]),
-    ],
-)
-def test_stored_states(tmp_path, spacing, expected):
     made = recipe(**MADE)
-    assert made.num_steps == 9
+    other = made.train(tmp_path, **spacing)
 
-    for path in (None, tmp_path):
-        assert made.train(path, **spacing).states.numbers() == expected
+    assert other.num_steps == 9
+    assert made.train(**spacing).states.numbers() == other.states.numbers() == numbers
+    assert replayed(other, MANY, block=3, max_bytes=max_bytes).tobytes() == one.tobytes()
+    torch.testing.assert_close(other.final.parameters, run.final.parameters, rtol=0, atol=0)
 
 
 class Peak(TorchDispatchMode):
@@ -122,11 +74,8 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        known = {
-            id(leaf.untyped_storage())
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {id(leaf.untyped_storage()) for leaf in leaves}
         for leaf in tree_leaves(found):
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in known:
                 self._watch(leaf.untyped_storage())
@@ -144,6 +93,12 @@ class Peak(TorchDispatchMode):
         del self._alive[key]
 
 
+def peak(run, data, **settings):
+    with Peak() as meter:
+        unrolled(run, data, margin, **settings)
+    return meter.peak
+
+
 def test_the_meter_of_memory():
     with Peak() as meter:
         one = torch.zeros(1000)
@@ -157,11 +112,6 @@ def wide(seed):
     return nn.Sequential(
         nn.Linear(WIDTH, 200), nn.GELU(), nn.Linear(200, 60), nn.GELU(), nn.Linear(60, CLASSES)
     )
-
-
-def halves(count, seed):
-    inputs, labels = vectors(count, seed)
-    return inputs.float(), labels
 
 
 def narrow(seed):
@@ -180,75 +130,41 @@ BUDGETS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_bytes", [4 << 20])
 @pytest.mark.parametrize("case", BUDGETS)
-def test_a_replay_stays_within_its_memory(case, max_bytes):
-    settings = dict(BUDGETS[case])
-    data = TensorDataset(*halves(settings.pop("rows", 64), 0))
-    few = TensorDataset(*halves(settings.pop("targets", 60), 1))
+def test_a_replay_stays_within_its_memory(case):
+    settings, max_bytes = dict(BUDGETS[case]), 4 << 20
+    data, few = halves(settings.pop("rows", 64), 0), halves(settings.pop("targets", 60), 1)
     spacing = {key: settings.pop(key) for key in ("checkpoints", "interval") if key in settings}
     settings["epochs"] = None if "steps" in settings else settings.get("epochs", 1)
     made = recipe(settings.pop("model", wide), loss, data, **{"batch_size": 16, **settings})
     run = made.train(**spacing)
     run.metasmoothness()
 
-    with Peak() as meter:
-        unrolled(run, few, margin, max_bytes=max_bytes)
-
-    least = 0
-    if case == "a large step":  # with one target it takes more
-        with Peak() as alone:
-            columns_of_one(run)
-        least = alone.peak
-    assert meter.peak <= max(max_bytes, 1.1 * least + max_bytes / 2)
+    # with one target a large step takes more
+    least = peak(run, halves(1, 1), max_bytes=1) if case == "a large step" else 0
+    assert peak(run, few, max_bytes=max_bytes) <= max(max_bytes, 1.1 * least + max_bytes / 2)
 
 
-def columns_of_one(run):
-    few = rows_of(TensorDataset(*halves(1, 1)), what="targets")
-    replay = _Replay(run, resolve_task(margin), few, max_bytes=1, progress=False)
-    with repeatable(run.device):
-        replay._block(np.arange(1), None, Silent())
+def test_a_larger_budget_is_used_for_larger_blocks(monkeypatch):
+    """Of several blocks each repeats the steps of the run; that of one takes at least a quarter of its budget."""
+    made = recipe(wide, data=halves(16, 0), optimizer=SGD(lr=0.01), epochs=1, train_id="nothing is repeated")
+    run, few = made.train(interval=4), halves(40, 1)
+    run.metasmoothness()
+    steps, step, found = [], TrainingRun.step, []
+    monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
+
+    for budget in (2 << 20, 8 << 20):
+        steps.clear()
+        used = peak(run, few, max_bytes=budget)
+        found.append(steps.count(2))
+        assert budget / 4 < used <= budget
+
+    assert found[0] >= 3 * found[1] >= 3
 
 
-def test_chunks_use_their_memory():
-    """The chunk that is chosen takes between half and all of the memory for it, one twice as large takes more."""
-    budget = 4 << 20
-    run = recipe(wide, loss, TensorDataset(*halves(64, 0)), SGD(lr=0.05), batch_size=16).train()
-    few = rows_of(TensorDataset(*halves(200, 1)), what="targets")
-    replay = _Replay(run, resolve_task(margin), few, max_bytes=budget, progress=False)
-    chunk = replay._chunk(1)
-    assert 4 < chunk < 200
-
-    def peak(count):
-        state, columns = run.states.get(0), torch.zeros(count, 64)
-        cotangents = State(
-            {name: p.expand(count, *p.shape).clone() for name, p in state.parameters.items()}, {}
-        )
-        with repeatable(run.device), Peak() as meter:
-            replay._adjoint(0, state, cotangents, columns, count)
-        return meter.peak
-
-    assert budget / 4 < peak(chunk) <= 1.05 * budget / 2
-    assert peak(2 * chunk) > budget / 2
-
-
-def test_chunks_are_the_same_in_every_replay(run):
-    few = rows_of(MANY, what="targets")
-    sizes = set()
-    for _ in range(5):
-        replay = _Replay(run, resolve_task(margin), few, max_bytes=1 << 20, progress=False)
-        sizes.add((replay._one, replay._more, replay._chunk(3)))
-    assert len(sizes) == 1
-
-
-def test_a_larger_budget_takes_larger_blocks():
-    run = recipe(wide, loss, TensorDataset(*halves(32, 0)), SGD(lr=0.01)).train()
-    few = rows_of(TensorDataset(*halves(300, 1)), what="targets")
-
-    sizes = [
-        _Replay(run, resolve_task(margin), few, max_bytes=size << 20, progress=False)._most
-        for size in (1, 4, 16)
-    ]
-
-    assert sizes[0] < sizes[1] < sizes[2]
-    assert sizes[2] >= 8 * sizes[0]
+def test_chunks_are_the_same_in_every_replay():
+    """Bits depend on them."""
+    run = recipe(wide, data=halves(16, 0)).train()
+    data = halves(8, 1)
+    found = {replayed(run, data, max_bytes=1 << 20).tobytes() for _ in range(3)}
+    assert len(found) == 1

@@ -3,29 +3,25 @@
 import numpy as np
 import pytest
 import torch
+from held_scores import held_scores, spoil_verdict
 from torch import nn
 from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
 
 from trak_lite import Attributor, verify
-from trak_lite.cli.inspection import inspection
+from trak_lite.cli import main
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
-from trak_lite.methods import GradDot
-from trak_lite.retraining import one_run
-from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import UnstoredRows
-from trak_lite.scoring.stored import verdict_key
-from trak_lite.store import Manifest, ZarrFeatureStore
-from trak_lite.unrolled import SGD, runs, unrolled
+from trak_lite.evaluation import linear_datamodeling_score, subset_masks
+from trak_lite.unrolled import SGD, unrolled
 
 FEW = TensorDataset(*vectors(4, 1))
 ROWS = 100
+SHARES = [0.01, 0.05, 0.1, 0.5]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=20, epochs=2)
+    made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=50, epochs=2)
     return made.train(tmp_path_factory.mktemp("run"))
 
 
@@ -34,99 +30,96 @@ def scores(run):
     return unrolled(run, FEW, margin)
 
 
+@pytest.fixture(scope="module")
+def verdict(run, scores):
+    return one(scores, run)
+
+
+@pytest.fixture(scope="module")
+def attributor(run):
+    made = Attributor(run.model(), margin, None, proj_dim=8)
+    made.featurize(run.recipe.data)
+    return made
+
+
 def random_scores():
-    values = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-    return Scores(
-        HeldMatrix(values), UnstoredRows("random", GradDot(), Manifest({})), settings={}, location=None
-    )
+    return held_scores(np.random.default_rng(0).normal(size=(ROWS, 4)))
 
 
-def one(scores, run, **settings):
-    return verify(scores, run, FEW, protocol="one-run", **{"budget": 16, "task": margin, **settings})
+def one(scores, run, targets=FEW, **settings):
+    return verify(scores, run, targets, protocol="one-run", **{"budget": 16, "task": margin, **settings})
 
 
 @pytest.mark.quick
-def test_exact_scores_predict_the_run_without_some_rows(run, scores):
-    verdict = one(scores, run)
-
-    assert [share for share, _ in verdict.lds] == [0.01, 0.05, 0.1, 0.5]
+def test_exact_scores_predict_the_run_without_some_rows_and_random_ones_do_not(run, verdict):
+    assert [share for share, _ in verdict.lds] == SHARES
     for share, found in verdict.lds:
         assert found.mean > (0.97 if share < 0.5 else 0.85)
         assert found.low <= found.mean <= found.high
-    assert verdict.metasmoothness > 0.9
+    assert verdict.metasmoothness == run.metasmoothness() > 0.9
+    assert verdict.run == run.digest
     assert "the same run (seed and order) without random rows" in str(verdict)
-    assert "50% left out" in str(verdict)
     assert verdict.to_json()["num_targets"] == 4
-
-
-def test_random_scores_do_not(run):
     for _, found in one(random_scores(), run).lds:
         assert abs(found.mean) < 0.45
 
 
-def test_outputs_are_those_of_plain_repetitions(run, scores, monkeypatch):
-    """The truth that a verdict uses, against trainings with zero weights one by one."""
-    seen = []
-    lds = one_run.linear_datamodeling_score
-    monkeypatch.setattr(
-        one_run,
-        "linear_datamodeling_score",
-        lambda *args, **kwargs: seen.append(args) or lds(*args, **kwargs),
-    )
-    one(scores, run)
-    predicted, _, outputs = seen[1]
-    masks = one_run._masks(ROWS, 0.05, 16, 0)
-
+def test_a_verdict_is_that_of_plain_repetitions_without_some_rows(run, scores, verdict):
+    """Trainings with zero weights one by one."""
+    masks = ~subset_masks(ROWS, 16, alpha=0.05, seed=0)
     assert (masks.sum(1) == 95).all()
-    for place in (0, 7):
-        model = run.recipe.train(weights=masks[place]).model()
-        with torch.no_grad():
-            np.testing.assert_allclose(outputs[place], margin(model, vectors(4, 1)), rtol=1e-6)
-    np.testing.assert_allclose(predicted, masks.astype(float) @ scores.numpy(), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        outputs = [margin(run.recipe.train(weights=mask).model(), FEW.tensors).numpy() for mask in masks]
+
+    expected = linear_datamodeling_score(scores.numpy(), masks, np.stack(outputs))
+    found = dict(verdict.lds)[0.05]
+    assert found.mean == pytest.approx(expected.mean, abs=1e-6)
+    assert (found.low, found.high) == pytest.approx(expected.interval, abs=1e-6)
 
 
 def test_a_run_with_row_weights_is_repeated_with_them():
-    made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=20)
-    weights = np.linspace(0.0, 3.0, ROWS)
-    kept = np.arange(10, ROWS)
+    made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=50)
+    weights, kept = np.linspace(0.0, 3.0, ROWS), np.arange(10, ROWS)
 
     found = made.train(weights=weights).leave_out_fn(kept, 0)
 
     expected = made.train(weights=weights * np.isin(np.arange(ROWS), kept)).model()
-    for one_parameter, other in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one_parameter, other, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-12, atol=0)
 
 
-def test_a_second_call_repeats_one_training_of_each_share(run, scores, monkeypatch):
-    first = one(scores, run)
-    trained = []
-    side_by_side = runs._side_by_side
-    monkeypatch.setattr(
-        runs,
-        "_side_by_side",
-        lambda recipe, weights, *args: trained.append(len(weights)) or side_by_side(recipe, weights, *args),
-    )
+def test_a_second_call_repeats_one_training_of_each_share(scores, run, tmp_path):
+    built = []
 
-    assert one(scores, run) == first
-    assert trained == [1] * len(first.lds)
-    one(random_scores(), run)
+    def build(seed):
+        built.append(seed)
+        return mlp(seed)
+
+    counted = changed(run.recipe, model_fn=build).train(tmp_path)
+    counted.metasmoothness()
+    held, counts, verdicts = held_scores(scores.numpy()), [], []
+    for _ in range(2):
+        built.clear()
+        verdicts.append(one(held, counted, budget=5))
+        counts.append(len(built))
+
+    assert verdicts[0] == verdicts[1]
+    assert counts[0] - counts[1] == 2 * len(SHARES) * (5 - 1), "each training builds two models"
 
 
-def test_the_verdict_is_stored_with_the_scores(run, scores, tmp_path):
+def test_the_verdict_is_stored_with_the_scores(run, scores, verdict, tmp_path, capsys):
     """Those of a replay, and those of an attributor, beside its verdict over seeds; not those in memory."""
-    found = one(scores, run)
     again = unrolled(run.recipe.train(run.path), FEW, margin)
-    assert again.one_run_verdict == found
-    assert found.run == run.digest
+    assert again.one_run_verdict == verdict
     assert "the same run (seed and order)" in repr(again)
-    assert "the same run (seed and order)" in inspection(str(run.path / "scores.zarr"))
+    main(["inspect", str(run.path / "scores.zarr")])
+    assert "the same run (seed and order)" in capsys.readouterr().out
 
-    attributor = Attributor(run.model(), margin_only, tmp_path / "store.zarr", proj_dim=8)
+    attributor = Attributor(run.model(), margin, tmp_path / "store.zarr", proj_dim=8)
     attributor.featurize(run.recipe.data)
     kernel = attributor.score(FEW, "few")
-    expected = verify(kernel, run, FEW, protocol="one-run", budget=4)
-    over_seeds = verify(kernel, run.recipe.train_fn, FEW, budget=4, train_id="recipe")
-    reopened = Attributor.open(tmp_path / "store.zarr", run.model(), task=margin_only)
+    expected = one(kernel, run, budget=2)
+    over_seeds = verify(kernel, run.recipe.train_fn, FEW, budget=2, train_id="recipe")
+    reopened = Attributor.open(tmp_path / "store.zarr", run.model(), task=margin)
     assert reopened.scores("few").one_run_verdict == expected
     assert reopened.scores("few").verdict == over_seeds
     assert repr(reopened.scores("few")).count("tested:") == 2
@@ -136,26 +129,16 @@ def test_the_verdict_is_stored_with_the_scores(run, scores, tmp_path):
     assert reopened.scores("few").one_run_verdict is None
 
     free = random_scores()
-    one(free, run)
+    one(free, run, budget=2)
     assert free.one_run_verdict is None
 
 
-def test_a_damaged_verdict_is_named(run, scores):
-    one(scores, run)
-    with ZarrFeatureStore.open(str(run.path / "scores.zarr"), "r+") as store:
-        key = verdict_key(store, "scores/targets")
-        store.put_entry("one-run/scores/targets", key, np.frombuffer(b'{"lds": 3}', np.uint8).copy())
+def test_a_damaged_verdict_is_named(run):
+    scores = unrolled(run, FEW, margin, name="damaged")
+    one(scores, run, budget=2)
+    spoil_verdict(run.path / "scores.zarr", "damaged")
     with pytest.raises(CorruptStoreError, match=r"verdict of one run.*Verify the scores again"):
         scores.one_run_verdict  # noqa: B018
-    one(scores, run)
-
-
-def test_other_targets_and_budgets_are_verified_in_the_same_folder(run, scores):
-    others = TensorDataset(*vectors(3, 7))
-    of_others = unrolled(run, others, margin, name="others")
-
-    assert one(scores, run, budget=12).num_subsets == 12
-    assert verify(of_others, run, others, protocol="one-run", budget=12, task=margin).lds[1][1].mean > 0.9
 
 
 @pytest.mark.quick
@@ -164,57 +147,32 @@ def test_other_targets_and_budgets_are_verified_in_the_same_folder(run, scores):
     [
         ({"seeds": (1, 2)}, "does not take.*seeds"),
         ({"alpha": 0.3}, "does not take.*alpha"),
+        ({"strata": np.zeros(ROWS)}, "does not take.*strata"),
         ({"calibrate": True}, "does not take.*calibrate"),
+        ({"texts": ([], [])}, "does not take.*texts"),
         ({"train_id": "x"}, "does not take.*train_id"),
         ({"protocol": "two-run"}, "protocol"),
         ({"budget": 1}, "budget"),
         ({"budget": 2.5}, "budget"),
         ({"protocol": "expected"}, "protocol='one-run'"),
+        ({"train_fn": lambda rows, seed: mlp(seed)}, "takes a TrainingRun"),
+        ({"targets": TensorDataset(*vectors(3, 1))}, "3 targets"),
     ],
 )
 def test_arguments_are_checked(run, scores, settings, message):
+    given = {"train_fn": run, "targets": FEW, "protocol": "one-run", "budget": 4, "task": margin, **settings}
     with pytest.raises(InvalidInputError, match=message):
-        verify(scores, run, FEW, **{"protocol": "one-run", "budget": 4, "task": margin, **settings})
+        verify(scores, **given)
 
 
-@pytest.mark.quick
-def test_other_arguments_of_the_wrong_kind(run, scores):
-    with pytest.raises(InvalidInputError, match="takes a TrainingRun"):
-        verify(scores, run.recipe.train_fn, FEW, protocol="one-run", task=margin)
-    with pytest.raises(InvalidInputError, match="3 targets"):
-        verify(scores, run, TensorDataset(*vectors(3, 1)), protocol="one-run", task=margin)
-
-
-def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
-    other = TensorDataset(FEW.tensors[0] + 1, FEW.tensors[1])
-    with pytest.raises(ManifestMismatchError, match="targets"):
-        verify(scores, run, other, protocol="one-run", budget=2, task=margin)
-    with pytest.raises(ManifestMismatchError, match="task"):
-        verify(
-            scores, run, FEW, protocol="one-run", budget=2, task=lambda model, batch: margin(model, batch) * 2
-        )
-
-
-def test_the_task_of_the_scores_is_used(run, scores):
+def test_the_task_of_the_scores_is_used(run, scores, verdict, attributor):
     """That of a replay, of a mean over runs and of an attributor; of other scores it must be given."""
-    seed = changed(run.recipe, seed=1).train()
-    attributor = Attributor(run.model(), margin_only, None, proj_dim=8)
-    attributor.featurize(run.recipe.data)
-
-    assert verify(scores, run, FEW, protocol="one-run", budget=16) == one(scores, run)
-    mean = unrolled([run, seed], FEW, margin)
-    assert verify(mean, run, FEW, protocol="one-run", budget=16) == one(mean, run)
-    kernel = attributor.score(FEW)
-    assert (
-        verify(kernel, run, FEW, protocol="one-run", budget=4).lds
-        == one(kernel, run, budget=4, task=margin_only).lds
-    )
+    mean = unrolled([run, changed(run.recipe, seed=1).train()], FEW, margin)
+    for made in (mean, attributor.score(FEW)):
+        assert one(made, run, budget=2, task=None).lds == one(made, run, budget=2).lds
+    assert one(scores, run, task=None) == verdict
     with pytest.raises(InvalidInputError, match="Pass task="):
-        verify(random_scores(), run, FEW, protocol="one-run", budget=2)
-
-
-def margin_only(model, batch):
-    return margin(model, batch)
+        one(random_scores(), run, task=None)
 
 
 def relu(seed):
@@ -225,41 +183,41 @@ def wide(seed):
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, CLASSES)).double()
 
 
-OTHERS = {
-    "data": ({"data": TensorDataset(*vectors(ROWS, 5))}, "data"),
-    "order": ({"data": TensorDataset(*(part.flip(0) for part in vectors(ROWS, 0)))}, "data"),
-    "activation": ({"model_fn": relu}, "modules"),
-    "width": ({"model_fn": wide}, "modules"),
-}
+REVERSED = TensorDataset(*(part.flip(0) for part in vectors(ROWS, 0)))
+OTHERS = [
+    ({"data": TensorDataset(*vectors(ROWS, 5))}, "data", "trained on other data"),
+    ({"data": REVERSED}, "data", "trained on other data"),
+    ({"model_fn": wide}, "modules", "architecture"),
+    ({"model_fn": relu}, "modules", None),
+]
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_run_of_another_model_or_other_data_is_refused(run, scores, other):
-    changes, what = OTHERS[other]
+@pytest.mark.parametrize(("changes", "of_replay", "of_attributor"), OTHERS)
+def test_a_run_of_another_model_or_other_data_is_refused(
+    run, scores, attributor, changes, of_replay, of_attributor
+):
     wrong = changed(run.recipe, **changes).train()
 
-    with pytest.raises(ManifestMismatchError, match=f"(?s){what}.*Pass the run that was replayed"):
+    with pytest.raises(ManifestMismatchError, match=f"(?s){of_replay}.*Pass the run that was replayed"):
         one(scores, wrong)
+    if of_attributor is not None:
+        with pytest.raises(InvalidInputError, match=of_attributor):
+            one(attributor.score(FEW), wrong, budget=2)
 
 
-@pytest.mark.parametrize("other", ["data", "order", "width"])
-def test_a_run_of_other_data_or_parameters_is_refused_for_scores_of_an_attributor(run, other):
-    attributor = Attributor(run.model(), margin, None, proj_dim=8)
-    attributor.featurize(run.recipe.data)
-    wrong = changed(run.recipe, **OTHERS[other][0]).train()
-
-    with pytest.raises(
-        InvalidInputError, match="architecture" if other == "width" else "trained on other data"
-    ):
-        one(attributor.score(FEW), wrong, budget=2)
+def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
+    with pytest.raises(ManifestMismatchError, match="targets"):
+        one(scores, run, TensorDataset(FEW.tensors[0] + 1, FEW.tensors[1]))
+    with pytest.raises(ManifestMismatchError, match="task"):
+        one(scores, run, task=lambda model, batch: margin(model, batch) * 2)
 
 
 def test_another_seed_of_the_run_is_accepted(run, scores):
     """How well do the scores of one run predict another?"""
-    assert one(scores, changed(run.recipe, seed=1).train()).lds[0][1].mean < 1.0
+    assert one(scores, changed(run.recipe, seed=1).train(), budget=4).lds[0][1].mean < 1.0
 
 
 def test_a_share_leaves_out_at_least_one_row():
     small = recipe().train()
-    found = verify(unrolled(small, FEW, margin), small, FEW, protocol="one-run", budget=3, task=margin)
-    assert [share for share, _ in found.lds] == [0.01, 0.05, 0.1, 0.5]
+    found = one(unrolled(small, FEW, margin), small, budget=3)
+    assert [share for share, _ in found.lds] == SHARES

@@ -1,9 +1,8 @@
-"""A training or a replay that is killed anywhere continues to the same bits."""
+"""A training or a replay that is killed anywhere continues to the same bits; damaged files are named."""
 
 import os
 import shutil
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,14 +11,12 @@ from forked import forkserver
 from killed_runs import files, whole
 from torch import nn
 from torch.utils.data import TensorDataset
-from unrolled_cases import images, margin, recipe, targets
+from unrolled_cases import Dicts, changed, dict_margin, images, recipe, replayed, vectors
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.parallel.sharing import LazyTable
-from trak_lite.run import tables
 from trak_lite.store import check_store
-from trak_lite.unrolled import SGD, Adam, TrainingRun, replay, unrolled
+from trak_lite.unrolled import SGD, Adam, TrainingRun, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
@@ -44,7 +41,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path):
 
     while deaths < KILLS:
         path = tmp_path / f"killed-{finished}"
-        while killed(path, int(rng.integers(1, 70))):
+        while killed(path, int(rng.integers(1, 150))):
             deaths += 1
         finished += 1
 
@@ -54,16 +51,13 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path):
 
 
 def test_a_second_call_continues_and_does_not_train_again(tmp_path, monkeypatch):
-    whole(tmp_path)
-    steps = []
-    step = TrainingRun.step
+    """The first and the last stored segment are repeated to compare them: once for the run, once for its scores."""
+    first = whole(tmp_path)
+    steps, step = [], TrainingRun.step
     monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
 
-    whole(tmp_path)
-
-    assert steps == 2 * [0, 1, 2, 3, 8, 9, 10, 11], (
-        "the first and the last segment are repeated to compare them"
-    )
+    assert whole(tmp_path) == first
+    assert steps == 2 * [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def convolutions(seed):
@@ -77,101 +71,92 @@ def transposed(seed):
     return model
 
 
-@pytest.mark.parametrize("build", [convolutions, transposed])
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9), Adam(lr=0.01)])
+@pytest.mark.parametrize(
+    ("build", "optimizer"), [(convolutions, SGD(lr=0.1, momentum=0.9)), (transposed, Adam(lr=0.01))]
+)
 def test_layouts_that_files_do_not_keep_do_not_change_bits(tmp_path, build, optimizer):
     inputs, labels = images(32, 0)
-    data = TensorDataset(inputs.float(), labels)
+    data, few = TensorDataset(inputs.float(), labels), TensorDataset(inputs[:3].float(), labels[:3])
     made = recipe(build, data=data, optimizer=optimizer, batch_size=16, epochs=3, clip_norm=0.5)
-    whole_run, again = (made.train(tmp_path / name, interval=2) for name in ("a", "b"))
+    first = made.train(tmp_path / "a", interval=2)
+    made.train(tmp_path / "b", interval=2)
     for number in (4, 6):
         (tmp_path / "b" / "states" / f"{number:09d}.safetensors").unlink()
 
-    again = made.train(tmp_path / "b", interval=2)
+    again, held = made.train(tmp_path / "b", interval=2), made.train()
 
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    for name, value in again.final.parameters.items():
-        assert torch.equal(value, made.train().final.parameters[name])
-    few = TensorDataset(inputs[:3].float(), labels[:3])
-    scores = [
-        unrolled(run, few, margin, block=2).numpy().tobytes() for run in (whole_run, again, made.train())
-    ]
-    assert scores[0] == scores[1] == scores[2]
+    torch.testing.assert_close(again.final.parameters, held.final.parameters, rtol=0, atol=0)
+    assert len({replayed(run, few, block=2).tobytes() for run in (first, again, held)}) == 1
 
 
 def test_checkpoints_of_a_run_are_featurized(tmp_path):
     run = recipe().train(tmp_path / "run", interval=2)
     states = run.checkpoints(3)
     assert len(states) == 3
-    for name, value in run.model().state_dict().items():
-        torch.testing.assert_close(states[-1][name], value, rtol=0, atol=0)
+    torch.testing.assert_close(dict(run.model().state_dict()), dict(states[-1]), rtol=0, atol=0)
     made = Attributor(run.model(), "image_classification", None)
     assert len(made.featurize(run.recipe.data, states).checkpoints) == 3
 
 
-def test_a_store_of_features_is_no_folder_of_a_run(tmp_path):
+def test_what_is_no_finished_run_is_refused(tmp_path):
+    run = recipe().train(tmp_path)
+    (tmp_path / "states" / f"{run.num_steps:09d}.safetensors").unlink()
+    with pytest.raises(InvalidInputError, match="not finished"):
+        replayed(run)
+
     (tmp_path / "zarr.json").write_text("{}")
     with pytest.raises(InvalidInputError, match="store of features"):
         recipe().train(tmp_path)
 
 
-def test_chunks_that_a_killed_process_has_written_are_kept(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path / "run")
-    task = "image_classification"
-    expected = unrolled(recipe().train(), targets(), task).numpy()
-    spec = tables.score_table_spec
-    monkeypatch.setattr(replay, "score_table_spec", lambda *given: replace(spec(*given), chunk_rows=4))
-    put, written = LazyTable.put, []
+class Interrupted(Dicts):
+    """Targets that interrupt after some loads."""
 
-    def killed(self, rows, values):
-        put(self, rows, values)
-        written.append(rows)
-        raise KeyboardInterrupt
+    def __init__(self, last):
+        super().__init__(*vectors(4, 1))
+        self.last = last
 
-    monkeypatch.setattr(LazyTable, "put", killed)
-    with pytest.raises(KeyboardInterrupt):
-        unrolled(run, targets(), task)
-    monkeypatch.setattr(LazyTable, "put", put)
-    np.testing.assert_array_equal(unrolled(run, targets(), task).numpy(), expected)
-    assert len(written) == 1
-
-
-def test_another_block_size_starts_an_interrupted_replay_again(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path / "run", interval=2)
-    adjoint, calls = replay._Replay._adjoint, []
-
-    def stops(self, number, *given):
-        calls.append(number)
-        if len(calls) == 4:
+    def __getitem__(self, index):
+        if self.loads == self.last:
             raise KeyboardInterrupt
-        return adjoint(self, number, *given)
+        return super().__getitem__(index)
 
-    monkeypatch.setattr(replay._Replay, "_adjoint", stops)
+
+@pytest.mark.parametrize(
+    ("block", "again", "loads"), [(1, 1, 4 + 2), (2, 2, 4 + 2), (2, 1, 4 + 4), (1, 4, 4 + 4)]
+)
+def test_finished_blocks_are_kept_and_those_of_another_size_computed_again(tmp_path, block, again, loads):
+    """Every target is loaded once for its output, and once by the replay of its block."""
+
+    def scores(run, data, block):
+        return unrolled(run, Rows(data, name="few"), dict_margin, block=block).numpy()
+
+    run = recipe().train(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        unrolled(run, targets(), "image_classification", block=2)
-    monkeypatch.setattr(replay._Replay, "_adjoint", adjoint)
-    found = unrolled(run, targets(), "image_classification", block=1).numpy()
-    alone = unrolled(recipe().train(interval=2), targets(), "image_classification", block=1).numpy()
-    np.testing.assert_array_equal(found, alone)
+        scores(run, Interrupted(4 + 2), block)
+    data = Interrupted(-1)
+
+    np.testing.assert_array_equal(scores(run, data, again), replayed(recipe().train(), block=again))
+    assert data.loads == loads
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """Return the scores of a run, and the folder of the same run whose replay was stopped after some segments."""
     folder = tmp_path_factory.mktemp("stopped")
-    expected = unrolled(recipe().train(folder / "whole", interval=2), targets(), margin).numpy()
+    expected = replayed(recipe().train(folder / "whole", interval=2))
     run = recipe().train(folder / "run", interval=2)
-    backwards, calls = run.program.update, []
+    backwards = run.program.update
 
     def stops(*given):
-        calls.append(given)
         if len(list((folder / "run").glob("replays/*/*.safetensors"))):
             raise KeyboardInterrupt
         return backwards(*given)
 
     run.program.update = stops
     with pytest.raises(KeyboardInterrupt):
-        unrolled(run, targets(), margin)
+        replayed(run)
     return expected, folder / "run"
 
 
@@ -184,9 +169,8 @@ FILES = {
 }
 
 
-def changed_files(path, count):
+def changed_files(whole, path, count):
     """Yield the file with a flipped bit, at some places in head and values, cut off, empty, and as another one."""
-    whole = path.read_bytes()
     for place in np.linspace(0, 8 * len(whole) - 1, count).astype(int).tolist():
         content = bytearray(whole)
         content[place // 8] ^= 1 << place % 8
@@ -205,28 +189,23 @@ def test_a_damaged_file_of_a_run_is_refused_or_computed_again(stopped, tmp_path,
     whole = path.read_bytes()
     assert check_store(tmp_path / "run").ok
 
-    for content in changed_files(path, 60):
+    for content in changed_files(whole, path, 30):
         path.write_bytes(content)
         report = check_store(tmp_path / "run")
         assert not report.ok
         assert path.name in str(report)
-    path.write_bytes(whole)
-
-    for content in changed_files(path, 2):
-        path.write_bytes(content)
-        if kind == "block":
-            break  # it is computed again below
-        with pytest.raises(CorruptStoreError, match=path.name):
-            unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin)
+    if kind != "block":  # a block is computed again below
+        for content in changed_files(whole, path, 2):
+            path.write_bytes(content)
+            with pytest.raises(CorruptStoreError, match=path.name):
+                replayed(recipe().train(tmp_path / "run", interval=2))
         path.write_bytes(whole)
-    np.testing.assert_array_equal(
-        unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin).numpy(), expected
-    )
+    np.testing.assert_array_equal(replayed(recipe().train(tmp_path / "run", interval=2)), expected)
     assert check_store(tmp_path / "run").ok
 
 
 def test_a_state_of_another_run_is_refused(tmp_path):
-    one, other = (replace(recipe(), seed=seed).train(tmp_path / str(seed)) for seed in range(2))
+    one, other = (changed(recipe(), seed=seed).train(tmp_path / str(seed)) for seed in range(2))
     place = f"states/{one.num_steps:09d}.safetensors"
     shutil.copyfile(other.path / place, one.path / place)
 
@@ -237,7 +216,7 @@ def test_a_state_of_another_run_is_refused(tmp_path):
 
 def test_a_check_of_a_run_covers_its_scores(stopped, tmp_path):
     shutil.copytree(stopped[1], tmp_path / "run")
-    unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin)
+    replayed(recipe().train(tmp_path / "run", interval=2))
     chunk = next((tmp_path / "run/scores.zarr").glob("scores/**/c.0.0"))
     content = bytearray(chunk.read_bytes())
     content[0] ^= 1
@@ -252,7 +231,7 @@ def test_a_check_of_a_run_covers_its_scores(stopped, tmp_path):
 def test_no_link_in_the_folder_of_a_run_is_followed(stopped, tmp_path):
     for name in ("run", "other"):
         shutil.copytree(stopped[1], tmp_path / name)
-    unrolled(recipe().train(tmp_path / "other", interval=2), targets(), margin)
+    replayed(recipe().train(tmp_path / "other", interval=2))
     (chunk,) = (tmp_path / "other/scores.zarr").glob("scores/**/c.0.0")
     chunk.write_bytes(b"damaged")
     shutil.rmtree(tmp_path / "run/scores.zarr", ignore_errors=True)
@@ -262,5 +241,5 @@ def test_no_link_in_the_folder_of_a_run_is_followed(stopped, tmp_path):
     assert "symbolic link" in str(report)
     assert not report.set_aside
     with pytest.raises(CorruptStoreError, match="symbolic link"):
-        unrolled(recipe().train(tmp_path / "run", interval=2), targets(), margin)
+        replayed(recipe().train(tmp_path / "run", interval=2))
     assert chunk.read_bytes() == b"damaged"

@@ -6,115 +6,103 @@ import numpy as np
 import pytest
 import torch
 from forked import forkserver
-from unrolled_cases import margin, recipe, targets
+from unrolled_cases import TARGETS, Dicts, dict_margin, margin, recipe, replayed, targets, vectors
 
-from trak_lite.data.datasets import rows_of
-from trak_lite.modelout_functions import resolve_task
-from trak_lite.parallel.ranks import num_ranks
-from trak_lite.parallel.sharing import Patience
-from trak_lite.unrolled import TrainingRun, replay, unrolled
+from trak_lite import Rows
+from trak_lite.unrolled import TrainingRun, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
 
-def replayed(path, block, barrier, results):
-    """Replay with others, slowly; report the blocks that were computed here, and the scores."""
+class Meeting(Dicts):
+    """Targets that are loaded once for their outputs, and once more by whoever replays their block."""
+
+    def __init__(self, meet):
+        super().__init__(*vectors(TARGETS, 1))
+        self.meet = meet
+
+    def __getitem__(self, index):
+        if self.loads == TARGETS:
+            self.meet()
+        return super().__getitem__(index)
+
+
+def scores_of(path, data, block):
+    return unrolled(recipe().train(path), Rows(data, name="t"), dict_margin, block=block).numpy()
+
+
+def beside_another(path, barrier, results):
+    """Replay with others, which meet in the first block of each; report the targets that were replayed here."""
     torch.set_num_threads(1)
-    run = recipe().train(path)
-    adjoint, calls = replay._Replay._adjoint, []
-
-    def slow(self, number, *given):
-        time.sleep(0.02)
-        calls.append(number)
-        return adjoint(self, number, *given)
-
-    prepared = replay._Replay.progress
-
-    def waiting(self, blocks):
-        barrier.wait()
-        calls.clear()  # those that memory is measured with
-        return prepared(self, blocks)
-
-    replay._Replay._adjoint, replay._Replay.progress = slow, waiting
-    scores = unrolled(run, targets(), margin, block=block).numpy()
-    results.put((len(calls), scores.tobytes()))
+    data = Meeting(lambda: barrier.wait(100))
+    scores = scores_of(path, data, 1)
+    results.put((data.loads - TARGETS, scores.tobytes()))
 
 
-@pytest.mark.parametrize("block", [1, 2])
-def test_processes_divide_the_blocks(tmp_path, block):
+def test_processes_divide_the_blocks(tmp_path):
     run = recipe().train(tmp_path / "run")
     run.metasmoothness()
     context = forkserver()
     barrier, results = context.Barrier(2), context.Queue()
-    given = (str(run.path), block, barrier, results)
-    processes = [context.Process(target=replayed, args=given) for _ in range(2)]
+    processes = [
+        context.Process(target=beside_another, args=(str(run.path), barrier, results)) for _ in range(2)
+    ]
     for process in processes:
         process.start()
     found = [results.get(timeout=100) for _ in processes]
     for process in processes:
         process.join()
 
-    expected = unrolled(recipe().train(), targets(), margin, block=block).numpy()
+    expected = replayed(recipe().train(), block=1)
     assert [scores for _, scores in found] == [expected.tobytes()] * 2
-    steps = [count for count, _ in found]
-    assert sum(steps) == 4 // block * run.num_steps
-    assert min(steps) >= run.num_steps
+    counts = [count for count, _ in found]
+    assert (sum(counts), min(counts) >= 1) == (TARGETS, True), counts
     assert not list((run.path / "replays").glob("*"))
 
 
 def held(path, ready, leave):
-    """Hold the first block until another process is done with the others."""
-    run = recipe().train(path)
-    adjoint = replay._Replay._adjoint
+    """Hold the first block."""
 
-    def stops(self, number, *given):
-        found = adjoint(self, number, *given)
-        if given[2] is not None:  # no measurement
-            ready.set()
-            leave.wait()
-        return found
+    def hold():
+        ready.set()
+        leave.wait()
 
-    replay._Replay._adjoint = stops
-    unrolled(run, targets(), margin, block=2)
+    scores_of(path, Meeting(hold), 2)
 
 
-def test_a_block_of_a_process_that_ends_is_taken_over(tmp_path, caplog):
-    run = recipe().train(tmp_path / "run")
+def test_a_block_of_a_process_that_ends_is_taken_over(tmp_path, caplog, monkeypatch):
+    recipe().train(tmp_path / "run").metasmoothness()
     context = forkserver()
     ready, leave = context.Event(), context.Event()
-    process = context.Process(target=held, args=(str(run.path), ready, leave))
+    process = context.Process(target=held, args=(str(tmp_path / "run"), ready, leave))
     process.start()
     assert ready.wait(100)
-    waits = Patience.wait
 
-    def wait(self, *given):
+    def wait(seconds):
         process.kill()
         process.join()
-        waits(self, *given)
 
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
-        patch.setattr(Patience, "wait", wait)
-        found = unrolled(run, targets(), margin, block=1).numpy()
+    monkeypatch.setattr(time, "sleep", wait)
+    with caplog.at_level("INFO"):
+        found = scores_of(tmp_path / "run", Dicts(*vectors(TARGETS, 1)), 1)
 
     assert "Another process replays blocks of 2 targets" in caplog.text
-    expected = unrolled(recipe().train(), targets(), margin, block=2).numpy()
-    np.testing.assert_array_equal(found, expected)
+    assert process.exitcode is not None, "it was waited for"
+    np.testing.assert_array_equal(found, replayed(recipe().train(), block=2))
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(1, 4), (2, 2), (3, 2), (4, 1), (9, 1)])
-def test_ranks_divide_the_targets(monkeypatch, ranks, expected):
-    monkeypatch.setattr(replay, "num_ranks", lambda: ranks)
-    run: TrainingRun = recipe().train()
-    made = replay._Replay(
-        run, resolve_task(margin), rows_of(targets(), what="targets"), max_bytes=1 << 30, progress=False
-    )
-    assert made.size(None) == expected
-    assert made.size(3) == 3
+@pytest.mark.parametrize(
+    ("ranks", "block", "expected"), [(1, None, 1), (2, None, 2), (3, None, 2), (9, None, 4), (3, 3, 2)]
+)
+def test_ranks_of_torchrun_divide_the_targets(monkeypatch, ranks, block, expected):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    made, steps, step = recipe(train_id="nothing is repeated").train(interval=3), [], TrainingRun.step
+    monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
 
-
-def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch):
-    assert num_ranks() == 1
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert num_ranks() == 1
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert num_ranks() == 3
+    for launched in (False, True):
+        if launched:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        steps.clear()
+        unrolled(made, targets(), margin, block=block)
+        # every block goes forward from the first state
+        assert steps.count(1) == (expected if launched or block else 1)

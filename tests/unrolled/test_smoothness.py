@@ -1,4 +1,4 @@
-"""Metasmoothness: 1 where weights follow row weights linearly, low where the training is chaotic."""
+"""Metasmoothness, 1 where weights follow row weights linearly and low in chaos; scores of a replay as scores."""
 
 import warnings
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from unrolled_cases import CLASSES, WIDTH, N, changed, margin, mlp, recipe, targets
+from unrolled_cases import CLASSES, TARGETS, WIDTH, N, changed, margin, mlp, recipe, replayed, targets
 
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.methods import Unrolled
 from trak_lite.unrolled import SGD, Adam, unrolled
-from trak_lite.unrolled import runs as runs_module
 
 
 def squared(model, batch):
@@ -22,30 +23,9 @@ def linear(seed):
 
 
 def relu(seed):
-    layers = [nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, CLASSES)]
-    return nn.Sequential(*layers).double()
-
-
-def chaotic():
-    """A ReLU network far from the stable step size."""
-    return recipe(relu, optimizer=SGD(lr=0.9, momentum=0.9), epochs=40)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_linear_model_with_squared_loss_and_whole_batches_is_smooth(steps):
-    made = recipe(linear, squared, optimizer=SGD(lr=0.01), batch_size=N, epochs=None, steps=steps)
-
-    assert made.train().metasmoothness() > (1 - 1e-9 if steps == 1 else 0.99)
-
-
-def test_a_chaotic_training_is_not_smooth():
-    run = chaotic().train()
-
-    assert run.metasmoothness() < 0.7
-    with pytest.warns(RuntimeWarning, match="metasmoothness 0.*GELU in place of ReLU"):
-        scores = unrolled(run, targets(), margin)
-    assert f"metasmoothness={run.metasmoothness():.4f}"[:18] in repr(scores)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, CLASSES)
+    ).double()
 
 
 def functional_relu(seed):
@@ -59,6 +39,27 @@ def functional_relu(seed):
 def pooled(seed):
     layers = [nn.Unflatten(1, (1, WIDTH)), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(WIDTH // 2, CLASSES)]
     return nn.Sequential(*layers).double()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_linear_model_with_squared_loss_and_whole_batches_is_smooth(steps):
+    made = recipe(linear, squared, optimizer=SGD(lr=0.01), batch_size=N, epochs=None, steps=steps)
+
+    assert made.train().metasmoothness() > (1 - 1e-9 if steps == 1 else 0.99)
+
+
+def test_a_chaotic_training_is_not_smooth_and_a_smooth_one_warns_of_nothing():
+    run = recipe(relu, optimizer=SGD(lr=0.9, momentum=0.9), epochs=20).train()
+    assert run.metasmoothness() < 0.7
+    with pytest.warns(RuntimeWarning, match="metasmoothness 0.*GELU in place of ReLU"):
+        unrolled(run, targets(), margin)
+
+    run = recipe().train()
+    assert run.metasmoothness() > 0.95
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replayed(run)
 
 
 @pytest.mark.quick
@@ -76,46 +77,46 @@ def test_the_advice_names_what_the_training_has(made, expected):
     assert made.train().advice() == f"Smoother are: {expected}."
 
 
-@pytest.mark.quick
-def test_a_smooth_training_warns_of_nothing():
-    run = recipe().train()
-    assert run.metasmoothness() > 0.95
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        unrolled(run, targets(), margin)
-
-
 @pytest.mark.parametrize("h", [0.1, 0.02])
 def test_the_value_is_that_of_three_trainings(h):
     made = recipe(mlp, optimizer=Adam(lr=0.05), epochs=4)
     weights = np.linspace(0.5, 1.5, N)
-    run = made.train(weights=weights)
     direction = torch.randn(N, generator=torch.Generator().manual_seed(3)).double().numpy()
-    finals = [
-        torch.cat(
-            [p.flatten() for p in made.train(weights=weights + k * h * direction).final.parameters.values()]
-        )
-        for k in range(3)
-    ]
+
+    def final(k):
+        run = made.train(weights=weights + k * h * direction)
+        return torch.cat([p.flatten() for p in run.final.parameters.values()])
+
+    finals = [final(k) for k in range(3)]
     total = (finals[2] - finals[0]).abs()
     signs = (finals[1] - finals[0]).sign() * (finals[2] - finals[1]).sign()
 
-    assert run.metasmoothness(h, seed=3) == pytest.approx(
-        float((signs * total / total.sum()).sum()), abs=1e-6
-    )
+    found = made.train(weights=weights).metasmoothness(h, seed=3)
+    assert found == pytest.approx(float((signs * total / total.sum()).sum()), abs=1e-6)
 
 
 @pytest.mark.quick
-def test_the_usual_value_is_stored(tmp_path, monkeypatch):
-    first, other = recipe().train(tmp_path).metasmoothness(), recipe().train()
-    assert other.metasmoothness() == first
-    another = recipe().train(tmp_path).metasmoothness(5.0, seed=1)
-    monkeypatch.setattr(runs_module, "_side_by_side", lambda *args: pytest.fail("a training"))
+def test_the_usual_value_is_stored(tmp_path):
+    """A stored value is returned although it cannot be computed any more; another one would fail."""
+    built = []
 
-    assert recipe().train(tmp_path).metasmoothness() == first
-    assert other.metasmoothness() == first
-    assert another != first
+    def build(seed):
+        if len(built) == 40:
+            raise ValueError("a training")
+        built.append(seed)
+        return mlp(seed)
+
+    runs = [recipe(build).train(tmp_path), recipe(build).train()]
+    first = runs[0].metasmoothness()
+    assert runs[1].metasmoothness() == first
+    assert recipe(build).train(tmp_path).metasmoothness(5.0, seed=1) != first
+    again = recipe(build).train(tmp_path)
+    built.extend([0] * (40 - len(built)))
+
+    for run in (again, *runs):
+        assert run.metasmoothness() == first
+        with pytest.raises(ValueError, match="a training"):
+            run.metasmoothness(seed=1)
 
 
 def test_models_that_cannot_be_stacked_are_trained_one_after_the_other():
@@ -129,7 +130,51 @@ def test_models_that_cannot_be_stacked_are_trained_one_after_the_other():
             return 2 * super().forward(inputs)
 
     made = recipe(lambda seed: Branching(WIDTH, CLASSES).double())
-    found = made.train().metasmoothness()
-
     expected = changed(made, model_fn=lambda seed: Plain(WIDTH, CLASSES).double()).train().metasmoothness()
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert made.train().metasmoothness() == pytest.approx(expected, abs=1e-9)
+
+
+# --- Scores of a replay are ordinary scores ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["disk", "memory"])
+def scores(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") if request.param == "disk" else None
+    return unrolled(recipe().train(path), targets(), margin, name="few")
+
+
+@pytest.mark.quick
+def test_values_and_order(scores):
+    values = scores.numpy()
+
+    assert scores.shape == (N, TARGETS) == values.shape
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(np.asarray(scores), values)
+    np.testing.assert_array_equal(scores.rows([3, 0]), values[[3, 0]])
+    np.testing.assert_array_equal(np.concatenate([tile for _, tile in scores.tiles()]), values)
+    helpful, harmful = scores.top(3), scores.top(2, target=1, sign="harmful")
+    np.testing.assert_array_equal(helpful.indices, np.argsort(-values, axis=0)[:3].T)
+    np.testing.assert_array_equal(harmful.indices, np.argsort(values[:, 1])[:2])
+    groups = np.arange(N) % 2
+    sums = np.stack([values[groups == label].sum(0) for label in (0, 1)])
+    np.testing.assert_allclose(scores.group(groups).sums, sums, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(scores.to_pandas().to_numpy(), values)
+    assert isinstance(scores.method, Unrolled)
+    assert (scores.name, scores.settings["steps"], scores.verdict) == ("few", 6, None)
+    assert scores.settings["metasmoothness"] == pytest.approx(recipe().train().metasmoothness(), abs=1e-4)
+    for expected in ("'few'", f"{N} train rows x {TARGETS} targets", "metasmoothness=", "steps=6"):
+        assert expected in repr(scores)
+    assert "<" in scores.gallery([0], lambda row: f"row {row}", k=2)._repr_html_()
+    with pytest.raises(InvalidInputError, match="few"):
+        scores.top(1, target=99)
+
+
+@pytest.mark.quick
+def test_what_needs_stored_rows_says_so(scores):
+    asked = (scores.self_influence, lambda: scores.damping_path([0.1]), scores.standard_error)
+    for call in (*asked, scores.reliability, scores.checkpoint_agreement, lambda: scores.run):
+        with pytest.raises(
+            StateError, match=r"few.*not computed from stored rows.*Attributor.featurize"
+        ) as caught:
+            call()
+        assert "refine" not in str(caught.value)

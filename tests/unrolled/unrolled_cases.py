@@ -6,23 +6,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from trak_lite.unrolled import SGD, Recipe
+from trak_lite.unrolled import SGD, Recipe, unrolled
 
 N, WIDTH, CLASSES, TARGETS = 11, 6, 3, 4
 
 
-class Dicts(torch.utils.data.Dataset):
-    """A dataset of dictionaries."""
+class Dicts(Dataset):
+    """A dataset of dictionaries, which counts the samples that were loaded."""
 
     def __init__(self, inputs, labels):
-        self.inputs, self.labels = inputs, labels
+        self.inputs, self.labels, self.loads = inputs, labels, 0
 
     def __len__(self):
         return len(self.inputs)
 
     def __getitem__(self, index):
+        self.loads += 1
         return {"inputs": self.inputs[index], "labels": self.labels[index]}
 
 
@@ -38,13 +39,17 @@ def images(count, seed):
     return inputs, torch.randint(CLASSES, (count,), generator=generator)
 
 
-def tokens(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(13, (count, 6), generator=generator),)
+def halves(count, seed):
+    inputs, labels = vectors(count, seed)
+    return TensorDataset(inputs.float(), labels)
 
 
 def mlp(seed):
     return nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, CLASSES)).double()
+
+
+def dropping(seed):
+    return nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Dropout(0.4), nn.Linear(9, CLASSES)).double()
 
 
 def loss(model, batch):
@@ -58,40 +63,44 @@ def margin(model, batch):
     return logits[rows, batch[1]] - logits[rows, (batch[1] + 1) % CLASSES]
 
 
+def dict_margin(model, batch):
+    return margin(model, (batch["inputs"], batch["labels"]))
+
+
 def recipe(model_fn=mlp, loss_fn=loss, data=None, optimizer=None, **settings):
     data = TensorDataset(*vectors(N, 0)) if data is None else data
     optimizer = SGD(lr=0.2) if optimizer is None else optimizer
     return Recipe(model_fn, loss_fn, data, optimizer, **{"batch_size": 4, "epochs": 2, **settings})
 
 
-def targets(make=vectors):
-    return TensorDataset(*make(TARGETS, 1))
+def targets(make=vectors, count=TARGETS):
+    return TensorDataset(*make(count, 1))
 
 
-def outputs(made, weights, data, function):
-    """f of every target after a training with these row weights."""
-    model = made.train(weights=weights).model()
-    batch = torch.utils.data.default_collate([data[i] for i in range(len(data))])
-    with torch.no_grad():
-        return function(model, batch).numpy()
+def replayed(run, data=None, task=margin, **settings):
+    """The scores of a replay as an array."""
+    return unrolled(run, targets() if data is None else data, task, **settings).numpy()
 
 
-def differences(made, rows, data, function, weights=None, h=5e-4):
+def differences(made, rows, data=None, function=margin, weights=None, h=5e-4):
     """Return df/dw of some rows, (rows, M), from differences of fourth order between repeated trainings."""
     base = np.ones(len(made.rows)) if weights is None else np.asarray(weights, float)
+    data = targets() if data is None else data
+    batch = default_collate([data[i] for i in range(len(data))])
 
     def at(row, step):
-        return outputs(made, base + step * np.eye(len(base))[row], data, function)
+        model = made.train(weights=base + step * np.eye(len(base))[row]).model()
+        with torch.no_grad():
+            return function(model, batch).numpy()
 
     return np.stack(
         [(8 * (at(row, h) - at(row, -h)) - (at(row, 2 * h) - at(row, -2 * h))) / (12 * h) for row in rows]
     )
 
 
-def drawn(made, count=3, seed=0):
-    """Some random train rows."""
-    return np.random.default_rng(seed).choice(len(made.rows), count, replace=False)
+def assert_close(found, expected, rtol=1e-6):
+    """Equal to a relative error; an entry near zero may have that of the median entry."""
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * np.median(np.abs(expected)))
 
 
-def changed(made, **settings):
-    return replace(made, **settings)
+changed = replace

@@ -1,0 +1,287 @@
+"""What TRAKer refuses, where code that was written for the original catches it, and not a byte changed on disk."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from traker_cases import (
+    M,
+    N,
+    at,
+    checkpoints,
+    make_original,
+    make_traker,
+    original,
+    part,
+    quiet,
+    refused,
+    target_batch,
+    train_batch,
+)
+
+import trak_lite
+from trak_lite.errors import (
+    CheckpointError,
+    InvalidInputError,
+    ManifestMismatchError,
+    PrecisionError,
+    StateError,
+    UnknownTaskError,
+)
+
+FIRST, SECOND = checkpoints(count=2)
+ONE, TWO = part(train_batch(), slice(0, 1)), part(train_batch(), slice(0, 2))
+WRONG_LABEL = (train_batch()[0], torch.full((N,), 99))
+LARGE = FIRST | {"readout": 1e6 * FIRST["readout"]}
+
+
+class Foreign:
+    """An object of a class that is not ours."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"saver": "MmapSaver"}, InvalidInputError, "saver='MmapSaver' is not supported"),
+        ({"score_computer": dict}, InvalidInputError, "score_computer=<class 'dict'> is not supported"),
+        ({"task": "image_clasification"}, UnknownTaskError, "Did you mean 'image_classification'"),
+        ({"train_set_size": 0}, InvalidInputError, "train_set_size must be an integer of at least 1, got 0"),
+        ({"train_set_size": 2.0}, InvalidInputError, "train_set_size must be an integer"),
+        ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1, got 0"),
+        ({"device": "gpu"}, InvalidInputError, "Unknown device 'gpu'"),
+        ({"grad_wrt": ["first.wieght"]}, InvalidInputError, r"Nearest known: \['first.weight'\]"),
+        ({"grad_wrt": []}, InvalidInputError, "grad_wrt is empty"),
+        ({"lambda_reg": -1.0}, InvalidInputError, "lambda_reg must be a finite number of at least 0, got -1"),
+        ({"lambda_reg": None}, InvalidInputError, "lambda_reg must be a finite number .* got None"),
+        ({"projector": Foreign()}, InvalidInputError, "projector is a .*Foreign, expected .*AbstractProj"),
+        ({"gradient_computer": Foreign}, InvalidInputError, "gradient_computer returned a .*Foreign, exp"),
+    ],
+)
+def test_a_bad_setting_is_refused(tmp_path, changes, error, match):
+    with refused(tmp_path, error, match):
+        make_traker(tmp_path, **changes)
+
+
+def partly_scored(traker):
+    traker.score(part(target_batch(), slice(0, 2)), num_samples=2)
+    return traker
+
+
+def partly_featurized(traker):
+    traker.featurize(TWO, num_samples=2)
+    return traker
+
+
+def loaded_otherwise(traker):
+    """Loading to score replaces the weights that featurize() was going to use."""
+    traker.load_checkpoint(SECOND, 1)
+    traker.start_scoring_checkpoint("test", FIRST, 0, num_targets=M)
+    return traker
+
+
+def trained_on(traker):
+    nn.functional.cross_entropy(traker.model(TWO[0]), TWO[1]).backward()
+    torch.optim.SGD(traker.model.parameters(), lr=0.1).step()
+    return traker
+
+
+def in_train_mode(traker):
+    traker.model.first.train()
+    return traker
+
+
+def start(traker, exp_name="test", state=FIRST, model_id=0, num_targets=M):
+    traker.start_scoring_checkpoint(exp_name, state, model_id, num_targets=num_targets)
+
+
+def featurize_all(traker):
+    traker.featurize(train_batch(), num_samples=N)
+
+
+def score_all(traker):
+    traker.score(target_batch(), num_samples=M)
+
+
+STEPS = [
+    ("new", featurize_all, StateError, r"Load a checkpoint using traker\.load_checkpoint before featurizing"),
+    ("new", score_all, StateError, "No scoring was started. Call start_scoring_checkpoint"),
+    ("new", lambda t: t.finalize_features(), StateError, "There is no store at .*trak.zarr. Call featurize"),
+    ("new", start, StateError, "Model id 0 was never featurized"),
+    ("new", lambda t: t.finalize_scores("test"), StateError, "There is no store at"),
+    ("new", lambda t: t.load_checkpoint(None, 0), CheckpointError, "gave NoneType, expected a mapping"),
+    ("new", lambda t: t.load_checkpoint({}, 0), CheckpointError, "missing"),
+    ("partly", lambda t: t.finalize_features(), StateError, f"Model id 0 has 2 of {N} train rows. Featurize"),
+    ("partly", start, StateError, f"Model id 0 has 2 of {N} train rows"),
+    ("partly", lambda t: t.finalize_features([3]), StateError, "Model id 3 was never featurized"),
+    ("featurized", start, StateError, r"Model id 0 is not finalized. Call finalize_features\(\)"),
+    ("finalized", lambda t: t.finalize_scores("test"), StateError, "There is no experiment 'test' for"),
+    ("finalized", lambda t: t.finalize_scores("test", []), StateError, r"no experiment .* model ids \[\]"),
+    ("scoring partly", lambda t: t.finalize_scores("test"), StateError, r"missing for model ids \[0\]"),
+    ("scoring partly", lambda t: t.finalize_scores("test", allow_skip=True), StateError, r"missing .* \[0\]"),
+    ("scored", lambda t: start(t, num_targets=M + 1), InvalidInputError, f"'test' has {M} targets, got num"),
+    ("scored", lambda t: start(t, "b", num_targets=0), InvalidInputError, "num_targets must be .* got 0"),
+    ("finalized", lambda t: start(t, "a/b"), InvalidInputError, "a string without '/', got 'a/b'"),
+    ("finalized", lambda t: start(t, 3), InvalidInputError, "exp_name"),
+    ("finalized", lambda t: start(t, "a b"), InvalidInputError, "'a b' cannot be"),
+    ("loaded otherwise", featurize_all, StateError, r"another checkpoint, not those .* \(model id 1\)"),
+    ("trained on", featurize_all, StateError, "weights of the model have changed since the checkpoint was"),
+    ("in train mode", featurize_all, StateError, "The model is in train mode"),
+    ("partly", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, "with other weights: the stor"),
+    ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, "0 was featurized with other wei"),
+    ("loaded", lambda t: t.featurize(WRONG_LABEL, num_samples=N), InvalidInputError, "99"),
+]
+PREPARED = {
+    "partly": ("loaded", partly_featurized),
+    "scoring partly": ("scoring", partly_scored),
+    "loaded otherwise": ("finalized", loaded_otherwise),
+    "trained on": ("loaded", trained_on),
+    "in train mode": ("loaded", in_train_mode),
+}
+
+
+@pytest.mark.parametrize(("stage", "call", "error", "match"), STEPS)
+def test_a_step_out_of_place_is_refused(tmp_path, stage, call, error, match):
+    first, prepare = PREPARED.get(stage, (stage, lambda traker: traker))
+    traker = prepare(at(first, make_traker(tmp_path)))
+    with refused(tmp_path, error, match):
+        call(traker)
+
+
+@pytest.mark.parametrize(
+    ("stage", "load", "error", "go_on", "match"),
+    [
+        ("new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all, "No checkpoint is"),
+        ("featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all, "No c"),
+        ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all, "No scoring was s"),
+    ],
+)
+def test_after_a_refused_checkpoint_nothing_is_put(tmp_path, stage, load, error, go_on, match):
+    traker = at(stage, make_traker(tmp_path))
+    before = copy.deepcopy(traker.model.state_dict())
+    with pytest.raises(error):
+        load(traker)
+    if error is CheckpointError:
+        torch.testing.assert_close(dict(traker.model.state_dict()), dict(before), rtol=0, atol=0)
+    with refused(tmp_path, StateError, match):
+        go_on(traker)
+
+
+def test_rows_that_float16_cannot_hold_are_refused(tmp_path):
+    traker = make_traker(tmp_path, use_half_precision=True)
+    traker.load_checkpoint(LARGE, 0)
+    with refused(tmp_path, PrecisionError, r"float16 cannot hold.*TRAKer: use_half_precision=False"):
+        featurize_all(traker)
+
+
+@pytest.mark.parametrize("model_id", [-1, True, "0", 1.0, None])
+def test_a_model_id_is_an_integer_of_at_least_0(tmp_path, model_id):
+    traker = at("finalized", make_traker(tmp_path))
+    for call in (
+        lambda: traker.load_checkpoint(FIRST, model_id),
+        lambda: traker.finalize_features([model_id]),
+        lambda: start(traker, model_id=model_id),
+        lambda: traker.finalize_scores("test", [model_id]),
+    ):
+        with refused(tmp_path, InvalidInputError, "model_id must be an integer of at least 0, got"):
+            call()
+
+
+def test_rows_that_do_not_fit_the_batch_are_refused(tmp_path):
+    """A batch of one too, whose gradient the original writes to all rows."""
+    traker = at("scoring", make_traker(tmp_path))
+    traker.load_checkpoint(FIRST, 0)
+    start(traker)
+    for where, match in (
+        ({}, "Exactly one of num_samples and inds should be specified, got neither"),
+        ({"inds": [0, 1], "num_samples": 2}, "Exactly one .* should be specified, got both"),
+        ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
+        ({"num_samples": 3}, "The batch has 2 samples, but 3 rows were given"),
+        ({"inds": [0]}, "The batch has 2 samples, but 1 rows were given"),
+        ({"inds": [0, 0]}, r"Rows \[0\] are given more than once"),
+        ({"inds": [0, N]}, rf"Rows \[{N}\] of the .* do not exist: there are rows 0 to"),
+        ({"inds": [-1, 0]}, r"Rows \[-1\] of the .* do not exist"),
+        ({"inds": [0.0, 1.0]}, "inds must be integers, got float64"),
+        ({"inds": torch.tensor([True, False])}, "inds must be integers, got bool"),
+    ):
+        for put in (traker.featurize, traker.score):
+            with refused(tmp_path, InvalidInputError, match):
+                put(TWO, **where)
+    for put in (traker.featurize, traker.score):
+        with refused(tmp_path, InvalidInputError, "The batch has 1 samples, but 4 rows were given"):
+            put(ONE, num_samples=4)
+
+
+def test_a_closed_traker_refuses_every_verb(tmp_path):
+    traker = at("scoring", make_traker(tmp_path))
+    traker.close()
+    for call in (
+        lambda: traker.load_checkpoint(FIRST, 0),
+        lambda: featurize_all(traker),
+        traker.finalize_features,
+        lambda: start(traker),
+        lambda: score_all(traker),
+        lambda: traker.finalize_scores("test"),
+    ):
+        with refused(tmp_path, StateError, "This TRAKer was closed"):
+            call()
+
+
+BUILT_IN = [
+    ("new", featurize_all, AssertionError),
+    ("loaded", lambda t: t.featurize(train_batch()), AssertionError),
+    ("loaded", lambda t: t.featurize(train_batch(), inds=np.arange(N), num_samples=N), AssertionError),
+    ("scoring", lambda t: t.score(target_batch()), AssertionError),
+    ("scoring", lambda t: t.score(target_batch(), inds=np.arange(M), num_samples=M), AssertionError),
+    ("loaded", lambda t: t.finalize_features(), Exception),
+    ("loaded", lambda t: t.finalize_features([3]), Exception),
+    ("loaded", lambda t: start(t, model_id=3), Exception),
+    ("scoring", lambda t: t.finalize_scores("test", model_ids=[]), AssertionError),
+    ("scoring", lambda t: t.finalize_scores("other"), ValueError),
+    ("new", lambda t: t.load_checkpoint({"weight": torch.zeros(1)}, model_id=0), RuntimeError),
+    ("featurized", {"proj_dim": 13}, AssertionError),
+    ("featurized", {"train_set_size": N + 1}, AssertionError),
+    ("new", {"task": "image_clasification"}, KeyError),
+    ("new", {"grad_wrt": ["nothing.weight"]}, KeyError),
+]
+"""Stage; call, or settings of a second TRAKer in the same folder; what is built in of the class of the error.
+
+Of the original's own class ``ModelIDException`` nothing is built in but ``Exception``.
+"""
+
+
+@pytest.mark.parametrize(("stage", "call", "expected"), BUILT_IN)
+def test_an_error_of_the_original_is_caught_as_there(tmp_path, stage, call, expected):
+    original()
+    raised = []
+    for make, name in ((make_original, "theirs"), (make_traker, "ours")):
+        with quiet():
+            traker = at(stage, make(tmp_path / name))
+            with pytest.raises(expected) as caught:
+                make(tmp_path / name, **call) if isinstance(call, dict) else call(traker)
+        raised.append(caught.value)
+    theirs, ours = raised
+
+    assert next(cls for cls in type(theirs).__mro__ if cls.__module__ == "builtins") is expected
+    assert not str(ours).startswith(("'", '"'))
+
+
+def test_errors_of_the_originals_parts_are_caught_as_there():
+    theirs = original()
+    g = {"a": torch.zeros(2, 3), "b": torch.zeros(3, 1)}
+    image, text, model = torch.zeros(2), torch.zeros(2), nn.Linear(2, 2)
+    for package in (theirs, trak_lite):
+        with pytest.raises(AssertionError):
+            package.utils.vectorize(g, device="cpu")
+        with pytest.raises(KeyError):
+            package.projectors.BasicProjector(4, 2, 0, "other", "cpu").project(torch.zeros(1, 4), 0)
+        task = package.modelout_functions.CLIPModelOutput(simulated_batch_size=2)
+        with pytest.raises(AssertionError):
+            task.get_output(model, {}, {}, image, text)
