@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from zoo_cases import (
     CLASSES,
     VOCABULARY,
     Architecture,
+    MakeSample,
     classifier,
     ids,
     image,
@@ -30,72 +33,52 @@ def conv_norm(channels: int, out: int, kernel: int = 3, stride: int = 1, groups:
     )
 
 
-class BasicBlock(nn.Module):
-    def __init__(self, channels: int, out: int, stride: int) -> None:
+class Residual(nn.Module):
+    """A block of He et al., 2015 (arXiv:1512.03385)."""
+
+    def __init__(self, channels: int, out: int, stride: int, *body: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = conv_norm(channels, out, 3, stride), conv_norm(out, out)
+        self.body = nn.Sequential(*body)
         same = stride == 1 and channels == out
         self.shortcut = nn.Identity() if same else conv_norm(channels, out, 1, stride)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.second(self.relu(self.first(x))) + self.shortcut(x))
-
-
-class ResNet18(nn.Module):
-    """He et al., 2015 (arXiv:1512.03385): 8 basic blocks, at an eighth of the width."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-        blocks, channels = [], width
-        for stage in range(4):
-            for number in range(2):
-                out = width * 2**stage
-                blocks.append(BasicBlock(channels, out, 2 if stage and not number else 1))
-                channels = out
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, channels: int, inner: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            conv_norm(channels, inner, 1),
-            nn.ReLU(),
-            conv_norm(inner, inner, 3, stride),
-            nn.ReLU(),
-            conv_norm(inner, out, 1),
-        )
-        self.shortcut = (
-            conv_norm(channels, out, 1, stride) if channels != out or stride > 1 else nn.Identity()
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.body(x) + self.shortcut(x)).relu_()
 
 
-class ResNet50(nn.Module):
-    """He et al., 2015: 16 bottlenecks, 107 modules with parameters."""
+def basic(channels: int, width: int, stride: int) -> Residual:
+    body = conv_norm(channels, width, 3, stride), nn.ReLU(inplace=True), conv_norm(width, width)
+    return Residual(channels, width, stride, *body)
 
-    def __init__(self, width: int = 4) -> None:
+
+def bottleneck(channels: int, width: int, stride: int) -> Residual:
+    narrow, middle = conv_norm(channels, width, 1), conv_norm(width, width, 3, stride)
+    body = narrow, nn.ReLU(), middle, nn.ReLU(), conv_norm(width, 4 * width, 1)
+    return Residual(channels, 4 * width, stride, *body)
+
+
+class Pooled(nn.Module):
+    """Features of an image, their mean over places, and a linear layer."""
+
+    def __init__(self, channels: int, *features: nn.Module) -> None:
         super().__init__()
-        self.stem = nn.Sequential(conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        blocks, channels = [], width
-        for stage, depth in enumerate((3, 4, 6, 3)):
-            for number in range(depth):
-                inner = width * 2**stage
-                blocks.append(Bottleneck(channels, inner, 4 * inner, 2 if stage and not number else 1))
-                channels = 4 * inner
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels, CLASSES)
+        self.features, self.head = nn.Sequential(*features), nn.Linear(channels, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def resnet(
+    block: Callable[[int, int, int], Residual], depths: tuple[int, ...], width: int, expansion: int
+) -> Pooled:
+    """ResNet-18 of 8 basic blocks at an eighth of the width, ResNet-50 of 16 bottlenecks: 107 modules."""
+    layers = [conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    channels = width
+    for stage, depth in enumerate(depths):
+        for number in range(depth):
+            layers.append(block(channels, width * 2**stage, 2 if stage and not number else 1))
+            channels = expansion * width * 2**stage
+    return Pooled(channels, *layers)
 
 
 def vgg11() -> nn.Module:
@@ -154,17 +137,9 @@ class InvertedResidual(nn.Module):
         act: nn.Module = nn.SiLU() if squeeze else nn.ReLU6()
         self.widen = nn.Sequential(conv_norm(channels, inner, 1), act)
         self.depthwise = nn.Sequential(conv_norm(inner, inner, kernel, stride, groups=inner), act)
-        self.squeeze = (
-            nn.Sequential(
-                nn.AdaptiveAvgPool2d(1),
-                nn.Conv2d(inner, 4, 1),
-                nn.SiLU(),
-                nn.Conv2d(4, inner, 1),
-                nn.Sigmoid(),
-            )
-            if squeeze
-            else None
-        )
+        narrow, wide = nn.Conv2d(inner, 4, 1), nn.Conv2d(4, inner, 1)
+        scale = nn.AdaptiveAvgPool2d(1), narrow, nn.SiLU(), wide, nn.Sigmoid()
+        self.squeeze = nn.Sequential(*scale) if squeeze else None
         self.project = conv_norm(inner, out, 1)
         self.residual = stride == 1 and channels == out
 
@@ -176,60 +151,45 @@ class InvertedResidual(nn.Module):
         return x + hidden if self.residual else hidden
 
 
-class MobileNet(nn.Module):
+def mobilenet(squeeze: bool, depth: int = 3) -> Pooled:
     """MobileNetV2, or EfficientNet with ``squeeze``."""
-
-    def __init__(self, squeeze: bool, *, depth: int = 3) -> None:
-        super().__init__()
-        blocks, channels = [], 8
-        for out, stride, kernel in ((8, 1, 3), (12, 2, 3), (16, 2, 5), (24, 1, 5)):
-            for number in range(depth):
-                blocks.append(
-                    InvertedResidual(
-                        channels, out, 1 if number else stride, 3, kernel if squeeze else 3, squeeze
-                    )
-                )
-                channels = out
-        self.features = nn.Sequential(conv_norm(3, 8, 3, 2), *blocks, conv_norm(channels, 32, 1), nn.SiLU())
-        self.head = nn.Linear(32, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
+    blocks, channels = [], 8
+    for out, stride, kernel in ((8, 1, 3), (12, 2, 3), (16, 2, 5), (24, 1, 5)):
+        for number in range(depth):
+            size = kernel if squeeze else 3
+            blocks.append(InvertedResidual(channels, out, 1 if number else stride, 3, size, squeeze))
+            channels = out
+    return Pooled(32, conv_norm(3, 8, 3, 2), *blocks, conv_norm(channels, 32, 1), nn.SiLU())
 
 
-class MNASNet(nn.Module):
+class MNASNet(Pooled):
     """Tan et al., 2018 (arXiv:1807.11626); refuses state dicts without a version, as torchvision's does."""
 
     _version = 2
 
     def __init__(self) -> None:
-        super().__init__()
         blocks = [InvertedResidual(8, 8, 1, 3, 3, False), InvertedResidual(8, 16, 2, 3, 5, False)]
-        self.features = nn.Sequential(conv_norm(3, 8, 3, 2), *blocks)
-        self.head = nn.Linear(16, CLASSES)
+        super().__init__(16, conv_norm(3, 8, 3, 2), *blocks)
+        self.register_load_state_dict_pre_hook(self.refuse_other_versions)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
-
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, *others: object
+    @staticmethod
+    def refuse_other_versions(
+        module: nn.Module, state: dict, prefix: str, metadata: dict, *_: object
     ) -> None:
-        if local_metadata.get("version") not in (1, 2):
-            raise ValueError(f"Expected version 1 or 2, got {local_metadata.get('version')}.")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if metadata.get("version") not in (1, 2):
+            raise ValueError(f"Expected version 1 or 2, got {metadata.get('version')}.")
 
 
 class ConvNeXtBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        self.norm = nn.LayerNorm(channels)
-        self.widen, self.narrow = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+        wide, narrow = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+        self.body = nn.Sequential(nn.LayerNorm(channels), wide, nn.GELU(), narrow)
         self.scale = nn.Parameter(torch.full((channels,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + (self.scale * self.narrow(F.gelu(self.widen(hidden)))).permute(0, 3, 1, 2)
+        return x + (self.scale * self.body(self.depthwise(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
 
 class ConvNeXt(nn.Module):
@@ -471,23 +431,13 @@ class SetTransformer(nn.Module):
         return attention(query, keys, keys, need_weights=False)[0]
 
 
-class Discriminator(nn.Module):
+def discriminator() -> nn.Module:
     """Of SNGAN (Miyato et al., 2018, arXiv:1802.05957): spectral normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        normed = parametrizations.spectral_norm
-        self.body = nn.Sequential(
-            normed(nn.Conv2d(3, 8, 4, 2, 1)),
-            nn.LeakyReLU(0.1, inplace=True),
-            normed(nn.Conv2d(8, 16, 4, 2, 1)),
-            nn.LeakyReLU(0.1, inplace=True),
-            nn.Flatten(),
-            normed(nn.Linear(1024, CLASSES)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+    normed = parametrizations.spectral_norm
+    layers: list[nn.Module] = []
+    for channels, out in ((3, 8), (8, 16)):
+        layers += [normed(nn.Conv2d(channels, out, 4, 2, 1)), nn.LeakyReLU(0.1, inplace=True)]
+    return nn.Sequential(*layers, nn.Flatten(), normed(nn.Linear(1024, CLASSES)))
 
 
 class SIREN(nn.Module):
@@ -564,8 +514,7 @@ def noise_error(call, batch) -> Tensor:
 
 
 def colour_error(call, batch) -> Tensor:
-    places, colours = batch
-    return -(call(places) - colours).square().flatten(1).sum(1)
+    return noise_error(lambda places, _: call(places), (batch[0], None, batch[1]))
 
 
 def evidence_bound(call, batch) -> Tensor:
@@ -573,6 +522,11 @@ def evidence_bound(call, batch) -> Tensor:
     decoded, mean, log_variance = call(x, noise)
     divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1)
     return -(decoded - x).square().sum(1) - divergence
+
+
+def normal(*shapes: tuple[int, ...], drawn: Callable[..., Tensor] = torch.randn) -> MakeSample:
+    """Tensors of these shapes, without a class."""
+    return lambda g, n: tuple(drawn(*shape, generator=g) for shape in shapes)
 
 
 def pairs(generator, number):
@@ -588,16 +542,16 @@ def one_continued(generator, number):
 
 
 PUBLISHED: list[Architecture] = [
-    classifier("resnet18", "vision", ResNet18, image()),
-    classifier("resnet50", "vision", ResNet50, image()),
+    classifier("resnet18", "vision", partial(resnet, basic, (2, 2, 2, 2), 8, 1), image()),
+    classifier("resnet50", "vision", partial(resnet, bottleneck, (3, 4, 6, 3), 4, 4), image()),
     classifier("vgg11-bn", "vision", vgg11, image()),
     classifier("densenet", "vision", DenseNet, image(16)),
-    classifier("mobilenetv2", "vision", lambda: MobileNet(False), image()),
-    classifier("efficientnet-se", "vision", lambda: MobileNet(True), image()),
+    classifier("mobilenetv2", "vision", partial(mobilenet, False), image()),
+    classifier("efficientnet-se", "vision", partial(mobilenet, True), image()),
     classifier("mnasnet", "vision", MNASNet, image()),
     classifier("convnext-channels-last", "vision", ConvNeXt, image()),
     classifier("mlp-mixer", "vision", MLPMixer, image()),
-    classifier("sngan-discriminator", "vision", Discriminator, image()),
+    classifier("sngan-discriminator", "vision", discriminator, image()),
     with_own_f(
         "unet-diffusion",
         "vision",
@@ -638,7 +592,7 @@ PUBLISHED: list[Architecture] = [
         "siren",
         "fields",
         SIREN,
-        lambda g, n: (torch.rand(5, 2, generator=g), torch.rand(5, 3, generator=g)),
+        normal((5, 2), (5, 3), drawn=torch.rand),
         colour_error,
     ),
     with_own_f(
