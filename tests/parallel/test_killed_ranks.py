@@ -11,7 +11,10 @@ import os
 import random
 import shutil
 import stat
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,51 +132,50 @@ class Copied:
         return 0
 
 
-def test_a_round_notices_a_wrong_bit(tmp_path: Path, finished: tuple[Path, Undisturbed]) -> None:
-    folder, found = finished
-    wrong = {name: values.copy() for name, values in found.contents.items()}
-    wrong["ckpt-1/features"][5, 3] = np.nextafter(wrong["ckpt-1/features"][5, 3], 9)
-
-    with pytest.raises(Violated, match="1 rows of ckpt-1/features are wrong"):
-        Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
+def edited(found: Undisturbed, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Undisturbed:
+    """Return what one process computed, with another table."""
+    return Undisturbed({**found.contents, name: change(found.contents[name].copy())}, 1, 1)
 
 
-def test_a_round_notices_scores_that_are_off(tmp_path: Path, finished: tuple[Path, Undisturbed]) -> None:
-    folder, found = finished
-    name = "scores/targets/scores"
-    wrong = {**found.contents, name: found.contents[name] * 1.001}
-
-    with pytest.raises(Violated, match="Scores are off"):
-        Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
+def one_bit(values: np.ndarray) -> np.ndarray:
+    values[5, 3] = np.nextafter(values[5, 3], 9)
+    return values
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [((1, 20), "1 rows were computed twice"), ((0, -1), None), ((1, 0), "1 rows were computed twice")],
+    ("name", "change", "message"),
+    [
+        ("ckpt-1/features", one_bit, "1 rows of ckpt-1/features are wrong"),
+        ("scores/targets/scores", lambda values: values * 1.001, "Scores are off"),
+    ],
 )
-def test_a_round_counts_what_is_computed_twice(
-    tmp_path: Path, finished: tuple[Path, Undisturbed], row: tuple[int, int], message: str | None
+def test_a_round_notices_a_wrong_number(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], name: str, change: Any, message: str
 ) -> None:
     folder, found = finished
-    round_ = Round(tmp_path, JOB, found, Copied(folder))
-    launch = round_._start(1)
-    (tmp_path / recorded_run.LOGS / f"{launch[0]}.2").write_bytes(np.array(row, "<i4").tobytes())
-    if message is None:
-        return round_.count_rows()
     with pytest.raises(Violated, match=message):
-        round_.count_rows()
-    return None
+        Round(tmp_path, JOB, edited(found, name, change), Copied(folder)).run([], 1)
 
 
-def test_a_round_notices_a_row_that_was_on_disk_before(
-    tmp_path: Path, finished: tuple[Path, Undisturbed]
+@pytest.mark.parametrize(
+    ("row", "on_disk_before", "message"),
+    [
+        ((1, 20), None, "1 rows were computed twice"),
+        ((1, 0), None, "1 rows were computed twice"),
+        ((0, -1), None, None),
+        ((0, -1), (1, 20), r"s0 computed rows that were on disk: .*1.*20"),
+    ],
+)
+def test_a_round_counts_what_is_computed_again(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], row: Any, on_disk_before: Any, message: str | None
 ) -> None:
     folder, found = finished
     round_ = Round(tmp_path, JOB, found, Copied(folder))
-    name, _ = round_._start(1)
-    round_.starts[name][1, 20] = True
-
-    with pytest.raises(Violated, match=r"s0 computed rows that were on disk: .*1.*20"):
+    name, _ = round_.start(1)
+    if on_disk_before is not None:
+        round_.starts[name][on_disk_before] = True
+    (tmp_path / recorded_run.LOGS / f"{name}.2").write_bytes(np.array(row, "<i4").tobytes())
+    with nullcontext() if message is None else pytest.raises(Violated, match=message):
         round_.count_rows()
 
 
