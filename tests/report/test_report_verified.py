@@ -14,8 +14,6 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, verify
 from trak_lite.evaluation import subset_masks
 from trak_lite.report import write_report
-from trak_lite.retraining import calibrated
-from trak_lite.retraining import verify as verification
 
 N, M = 30, 5
 
@@ -48,13 +46,15 @@ def outputs_of(model: nn.Module) -> np.ndarray:
     return torch.log(p / (1 - p)).numpy()
 
 
-@pytest.fixture
-def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attributor:
-    monkeypatch.setattr(calibrated, "_NUM_RESAMPLES", 50)
-    monkeypatch.setattr(verification, "_KEPT_TARGETS", 3)
-    made = Attributor(train(np.arange(N), 0), "image_classification", tmp_path / "run.zarr", proj_dim=8)
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory) -> Attributor:
+    path = tmp_path_factory.mktemp("verified") / "run.zarr"
+    made = Attributor(train(np.arange(N), 0), "image_classification", path, proj_dim=8)
     made.featurize(TRAIN)
-    verify(made.score(TARGETS, "test"), train, TARGETS, budget=4, seeds=(0, 1))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 50)
+        patched.setattr("trak_lite.retraining.verify._KEPT_TARGETS", 3)
+        verify(made.score(TARGETS, "test"), train, TARGETS, budget=4, seeds=(0, 1))
     return made
 
 
