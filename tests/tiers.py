@@ -63,7 +63,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     ),
     "published architectures": (
         "unrolled/test_derivatives.py::test_scores_of_a_hugging_face_gpt2",
-        "zoo/test_zoo.py::test_a_mixture_of_experts_has_its_gradients_in_every_precision_at_an_even_and_an_odd_length",
+        "zoo/test_zoo.py::test_gradients_of_a_mixture_are_right_in_every_precision_and_length",
         "zoo/test_zoo.py::test_a_published_architecture_is_right_from_featurize_to_report",
         "zoo/test_zoo.py::test_the_table_has_every_architecture",
         "zoo/test_zoo_unrolled.py",

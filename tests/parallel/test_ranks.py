@@ -164,9 +164,7 @@ def test_the_bar_of_rank_0_counts_the_rows_of_all(path: str, tmp_path: Path) -> 
     ],
     ids=["not finite", "not readable"],
 )
-def test_an_error_of_one_rank_ends_the_others_with_its_reason(
-    path: str, rank_1: Any, kind: str, said: str
-) -> None:
+def test_an_error_of_one_rank_ends_the_others(path: str, rank_1: Any, kind: str, said: str) -> None:
     (own, reason), (other, message) = on_ranks(2, cases.featurize_slowly, path, rank_1)
 
     assert (own, kind or other) == ("RankError", other)

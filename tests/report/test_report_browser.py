@@ -90,9 +90,7 @@ def test_the_policy_stops_what_would_ask_for_something(page: Page, report: Path)
     assert len(page.complaints) == 2
 
 
-def test_tokens_are_coloured_by_their_weight_and_the_colours_are_explained(
-    page: Page, report: Path, tmp_path: Path
-) -> None:
+def test_tokens_are_coloured_by_weight_with_a_legend(page: Page, report: Path, tmp_path: Path) -> None:
     scores = drawn_scores(num_targets=1)
     tokens = [("up", 1.0), ("little", 0.3), ("none", 0.0), ("down", -1.0)]
     legend = "document.querySelector('.legend').checkVisibility()"

@@ -151,7 +151,7 @@ def test_a_path_of_some_targets_is_that_of_the_whole() -> None:
     np.testing.assert_array_equal(some.top(2).indices, whole.top(2).indices[:, ::2])
 
 
-def test_the_damping_path_passes_through_the_rank_correlations_with_the_scores_in_force(
+def test_the_damping_path_passes_through_the_rank_correlations(
     tmp_path: Path,
 ) -> None:
     scores = drawn_scores(method=GaussNewton(damping=0.5))
@@ -236,7 +236,7 @@ SIGNED = GaussNewton(damping=1.0, checkpoint_weights=(1, -1), q="off")
         ("checkpoints", {"num_checkpoints": 2, "method": SIGNED}, "have both signs"),
     ],
 )
-def test_a_figure_that_cannot_be_drawn_says_why_in_its_place(
+def test_a_figure_that_cannot_be_drawn_says_why(
     tmp_path: Path, name: str, arguments: Any, reason: str
 ) -> None:
     svg, said = figure(tmp_path, drawn_scores(**arguments), name)

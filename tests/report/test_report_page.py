@@ -190,9 +190,7 @@ def test_a_filter_leaves_only_its_rows_on_the_page(out: Path) -> None:
     assert "Only the train rows of a mask." in page.text
 
 
-def test_scores_are_read_once_and_only_shown_rows_are_rendered(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_read_once_and_shown_rows_rendered(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = drawn_scores()
     passes, rendered = [], []
     tiles = Scores.tiles

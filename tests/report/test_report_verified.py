@@ -58,7 +58,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Attributor:
     return made
 
 
-def test_predictions_are_summed_scores_beside_the_mean_outputs_of_retrained_models(
+def test_predictions_are_summed_scores_beside_mean_retrained_outputs(
     verified: Attributor,
 ) -> None:
     opened = Attributor.open(verified.path, nn.Linear(4, 3)).scores("test")
@@ -72,9 +72,7 @@ def test_predictions_are_summed_scores_beside_the_mean_outputs_of_retrained_mode
     assert verified.scores("test", dense=False).predictions is None
 
 
-def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
-    verified: Attributor, tmp_path: Path
-) -> None:
+def test_a_report_of_an_opened_store_shows_verdict_and_manifest(verified: Attributor, tmp_path: Path) -> None:
     opened = Attributor.open(verified.path, nn.Linear(4, 3)).scores("test")
 
     page = Parsed(write_report(opened, tmp_path / "r.html"))
@@ -86,9 +84,7 @@ def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
     assert "Not drawn. Uncertainty needs at least 2 checkpoints" in page.text
 
 
-def test_scores_that_are_not_kept_have_the_page_of_those_that_are(
-    verified: Attributor, tmp_path: Path
-) -> None:
+def test_scores_that_are_not_kept_have_the_same_page(verified: Attributor, tmp_path: Path) -> None:
     def rows(dense: bool) -> list[str | None]:
         page = Parsed(write_report(verified.scores("test", dense=dense), tmp_path / f"{dense}.html"))
         return [found["data-row"] for found in page.all("li")]

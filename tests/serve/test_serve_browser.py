@@ -149,9 +149,7 @@ def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: s
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_tab_reaches_everything_in_the_order_of_the_page_and_shows_where_it_is(
-    page: Page, url: str, path: str
-) -> None:
+def test_tab_reaches_everything_in_order_and_shows_where_it_is(page: Page, url: str, path: str) -> None:
     page.open(url + path)
     selector = 'a[href], button, select, textarea, input:not([type=hidden]), [tabindex="0"]'
     everything = f"[...document.querySelectorAll({selector!r})]"

@@ -15,6 +15,8 @@ import pytest
 from report_cases import Parsed
 from serve_cases import FORM, HOSTILE, Client, Mark, marks_in, pages_in, served
 
+from trak_lite import cli
+
 MOST_BYTES = 64 << 10
 PAGES = ["/", "/?target=1", "/review", "/?target=99", "/nowhere", "/?set=%3Cscript%3Ealert(1)%3C/script%3E"]
 
@@ -25,9 +27,7 @@ def token(client: Client) -> str:
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/marks.csv"])
-def test_html_is_text_and_every_answer_allows_nothing_but_this_server_and_its_own_script(
-    client: Client, path: str
-) -> None:
+def test_html_is_text_and_nothing_but_this_server_is_allowed(client: Client, path: str) -> None:
     answer = client.get(path)
     page = Parsed(answer.text)
     assert [name for name, _ in page.elements].count("script") == (path != "/marks.csv")
@@ -99,9 +99,7 @@ WRONG_FIELDS = {"row": [*NO_NUMBERS, "40", ""], "mark": [*NO_NAMES, "burn", ""],
 
 
 @pytest.mark.parametrize("name", WRONG_FIELDS)
-def test_wrong_fields_of_a_mark_get_400_or_404_and_change_nothing(
-    client: Client, ran: Path, token: str, name: str
-) -> None:
+def test_wrong_fields_of_a_mark_change_nothing(client: Client, ran: Path, token: str, name: str) -> None:
     right = {"token": token, "row": "1", "mark": "flip", "label": "2"}
     bodies = [urlencode({**right, name: value}) for value in WRONG_FIELDS[name]]
     bodies.append(urlencode([*right.items(), (name, "3")]))
@@ -113,9 +111,7 @@ def test_wrong_fields_of_a_mark_get_400_or_404_and_change_nothing(
     assert marks_in(ran) == {}
 
 
-def test_a_form_of_another_origin_or_without_the_token_changes_nothing(
-    client: Client, ran: Path, token: str
-) -> None:
+def test_a_form_of_others_changes_nothing(client: Client, ran: Path, token: str) -> None:
     fields = {"row": 1, "mark": "drop"}
     right = {**fields, "token": token}
     wrong = [fields, {**fields, "token": ""}, {**fields, "token": token[:-1]}, {**fields, "token": "é" * 43}]
@@ -163,7 +159,7 @@ OTHERS = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhos
 OTHERS += ["127.0.0.1/evil", "127.0.0.1:port", "0.0.0.0", ""]
 
 
-def test_this_host_has_two_names_and_another_that_was_rebound_to_its_address_is_refused(
+def test_this_host_has_two_names_and_one_rebound_to_it_is_refused(
     client: Client,
 ) -> None:
     for host in OTHERS:
@@ -277,6 +273,17 @@ def test_a_reader_that_stalls_loses_its_connection(ran: Path) -> None:
         assert connections_of(opened.port) == []
         for reader in readers:
             reader.close()
+
+
+def test_a_port_that_is_taken_is_refused(
+    client: Client, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for port, said in (
+        (client.port, "Pass another one: --port PORT"),
+        ("1e9", "a whole number from 0 to 65535"),
+    ):
+        assert cli.main(["serve", str(ran / "run.zarr"), "--port", str(port)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(copy: Path) -> None:

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import pytest
 from serve_cases import TEXT, Client, finished_run, marks_in
 
 from trak_lite.store import check_store
@@ -49,12 +48,6 @@ def results(client: Client, **params: Any) -> list[str]:
     return re.findall(r'data-row="(\d+)".*?class="score">([^<]+)<', text, re.S)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run of its own: what a test changes is beside the recipe that the store was made with."""
-    return finished_run(tmp_path)
-
-
 def ask(client: Client, fields: dict[str, str], failed: list[BaseException]) -> None:
     try:
         client.post("/ask", fields)
@@ -62,11 +55,12 @@ def ask(client: Client, fields: dict[str, str], failed: list[BaseException]) -> 
         failed.append(error)
 
 
-def test_a_kill_during_a_request_loses_nothing(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_kill_during_a_request_loses_nothing(tmp_path: Path) -> None:
+    folder, never_killed = tmp_path / "ran", tmp_path / "never-killed"
+    folder.mkdir()
+    finished_run(folder)
     recipe = ("--recipe", str(folder / "recipe.py"), "--checkpoints", str(folder / "trained"))
-    never_killed = Path(shutil.copytree(folder, tmp_path_factory.mktemp("never") / "killed"))
+    shutil.copytree(folder, never_killed)
     with command(never_killed, *recipe) as (client, _):
         client.post("/ask", {"token": client.token(), "text": TEXT})
         expected, stored = results(client, text=TEXT), results(client, target=2)
@@ -100,42 +94,3 @@ def test_a_kill_during_a_request_loses_nothing(
 
         process.send_signal(signal.SIGINT)  # the way to end it
         assert process.wait(60) == 0
-
-
-def test_marks_that_were_acknowledged_survive_a_kill_and_another_process_refuses_the_port(
-    folder: Path,
-) -> None:
-    done: list[int] = []
-
-    def mark_all(client: Client, form: dict[str, str]) -> None:
-        with suppress(OSError):
-            for row in range(40):
-                if client.post("/mark", {**form, "row": str(row), "mark": "keep"}).status == 303:
-                    done.append(row)
-
-    with command(folder) as (client, process):
-        serve = [
-            sys.executable,
-            "-m",
-            "trak_lite",
-            "serve",
-            str(folder / "run.zarr"),
-            "--port",
-            str(client.port),
-        ]
-        busy = subprocess.run(serve, capture_output=True, text=True, check=False)
-        assert busy.returncode == 2
-        assert "Pass another one: --port PORT" in busy.stderr
-
-        marking = Thread(target=mark_all, args=[client, {"token": client.token()}])
-        marking.start()
-        while len(done) < 9:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        marking.join()
-
-    found = [int(row) for row in marks_in(folder)]
-    assert found[: len(done)] == done
-    assert len(found) <= len(done) + 1
-    with command(folder) as (client, _):
-        assert client.get("/marks.csv").text.count("keep") == len(found)

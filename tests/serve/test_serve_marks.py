@@ -100,9 +100,7 @@ def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(
     assert {**old, 2: Mark("drop")} in outcomes
 
 
-def test_a_write_that_fails_leaves_the_old_marks_and_names_the_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_marks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marks(path).put(1, Mark("keep"))
 
     def full(fd: int) -> None:

@@ -127,9 +127,7 @@ def token_gradients(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Ten
 
 
 @pytest.mark.parametrize("target", ["stored", "text"])
-def test_the_colours_of_tokens_are_their_own_products_with_the_target(
-    client: Client, ran: Path, target: str
-) -> None:
+def test_colours_of_tokens_are_their_products_with_the_target(client: Client, ran: Path, target: str) -> None:
     recipe = recipe_of(ran)
     train = recipe["train_data"]()
     ids, labels = recipe["target_data"]()[2] if target == "stored" else recipe["sample"](ONE)
@@ -176,18 +174,6 @@ def shown(page: str) -> list[str]:
     return ["".join(parts) for parts in found]
 
 
-def test_what_is_prepared_changes_no_page(ran: Path, tmp_path: Path) -> None:
-    cold, warm = (pages_in(shutil.copytree(ran, tmp_path / name)) for name in ("cold", "warm"))
-
-    warm.warm(Event())
-
-    for pages in (cold, warm):
-        pages.ask({"text": OTHER})
-    for params in ({"target": "1", "tokens": "1"}, {"text": OTHER, "tokens": "1"}):
-        assert shown(warm.start(params)) == shown(cold.start(params))
-    assert shown(warm.review({})) == shown(cold.review({}))
-
-
 class Calls(TorchFunctionMode):
     """Counts the functions of torch that are called."""
 
@@ -201,10 +187,11 @@ class Calls(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("run", ["made", "answers"], ids=["a kernel", "targets of another task"])
-def test_after_the_preparation_gradients_are_planned_kernels_factorised_and_rows_ordered(
+def test_preparation_plans_gradients_factorises_kernels_orders_rows_and_changes_no_page(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
-    folder, made = request.getfixturevalue(run), {}
+    folder, made, found = request.getfixturevalue(run), {}, {}
+    text, tokens = {"text": "1 2 3 4 1"}, {} if run == "made" else {"tokens": "1"}
     for name in ("warm", "cold"):
         pages = pages_in(shutil.copytree(folder, tmp_path / name))
         if name == "warm":
@@ -213,28 +200,29 @@ def test_after_the_preparation_gradients_are_planned_kernels_factorised_and_rows
                 patched.setattr(Scores, "self_influence", lambda *_: pytest.fail("computed again"))
                 assert "self-influence" in pages.review({})
         with Calls() as calls:
-            pages.ask({"text": "1 2 3 4 1"})
-            assert "most helpful" in pages.start({"text": "1 2 3 4 1"})
+            pages.ask(text)
+            shown_pages = [pages.start(text)]
         made[name] = calls.made
+        shown_pages += [
+            pages.start({"target": "1", **tokens}),
+            pages.start({**text, **tokens}),
+            pages.review({}),
+        ]
+        found[name] = [shown(page) for page in shown_pages]
+    assert found["warm"] == found["cold"]
     assert 0 < made["warm"]["linear"] < made["cold"]["linear"]  # passes through the model
     assert made["warm"]["linalg_cholesky_ex"] == 0
     assert run != "made" or made["cold"]["linalg_cholesky_ex"] > 0
 
 
-def test_a_store_without_scores_is_served_all_the_same(copy: Path) -> None:
-    pages = pages_in(copy)
-    shutil.rmtree(copy / "run.zarr/scores")
-
-    pages.warm(Event())
-
-
-def test_a_stopped_preparation_ends_after_its_step(ran: Path) -> None:
-    stopped, pages = Event(), pages_in(ran)
+def test_a_preparation_that_is_stopped_or_has_no_scores_ends_after_its_step(ran: Path, copy: Path) -> None:
+    stopped, pages, without = Event(), pages_in(ran), pages_in(copy)
     stopped.set()
-
     pages.warm(stopped)
-
     assert pages.sets.held("held-out") is None
+
+    shutil.rmtree(copy / "run.zarr/scores")
+    without.warm(Event())
 
 
 # ---- texts that are kept
