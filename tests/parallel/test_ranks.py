@@ -258,6 +258,20 @@ def test_ranks_merge_in_their_order_sum_alike_and_leave_process_groups_to_the_sc
     np.testing.assert_allclose(np.frombuffer(one), parts.sum(0).numpy(), rtol=1e-15)
 
 
+def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    visits = iter([False, False])  # both are left to others at first, and then taken up
+    monkeypatch.setattr(cases.Ranks, "agree", lambda self, what, value, wait=True: told.append(what))
+    monkeypatch.setattr(cases.FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
+    monkeypatch.setattr(cases.FeaturizingSession, "_is_left_alone", lambda *_: True)
+    net = cases.network()
+    same_name = [cases.Checkpoint("final", None, lambda state=state: state) for state in cases.states(net, 2)]
+    cases.attributor(None, net).featurize(cases.data(N), same_name)
+
+    of_both = [what for what in told if what.startswith("checkpoint 'final'")]
+    assert len(of_both) == 2, "every rank takes them up in an order of its own"
+
+
 def test_one_rank_by_itself_says_everything() -> None:
     ranks, tensor = cases.Ranks(), torch.ones(2)
     ranks.watch()

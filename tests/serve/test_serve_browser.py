@@ -132,6 +132,11 @@ def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: s
     assert len(found["main"]) == 1
     assert "Pages" in found["navigation"]
     assert len(found["status"]) == 1
+    ids = page.run("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(set(ids)) == len(ids)
+    assert page.run("document.documentElement.lang") == "en"
+    viewport = page.run("document.querySelector('meta[name=viewport]').content")
+    assert viewport == "width=device-width, initial-scale=1"
     levels = page.run("[...document.querySelectorAll('h1, h2, h3, h4')].map(e => Number(e.tagName[1]))")
     assert levels[0] == 1
     assert max(np.diff(levels), default=0) <= 1  # no level is left out

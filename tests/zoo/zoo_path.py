@@ -116,12 +116,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def left_as_it_was(model: nn.Module, *, draws: bool = False) -> Iterator[None]:
-    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model.
-
-    Args:
-        model: The model.
-        draws: Whether the model itself draws random numbers in eval mode.
-    """
+    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model, which may draw numbers."""
     before = state_of(model)
     try:
         yield
@@ -443,17 +438,8 @@ def run_whole_path(
 ) -> dict[str, Any]:
     """Take a model through the public path with default settings; return what was measured.
 
-    Args:
-        build: Makes the model, the same one at each call.
-        task: As for ``Attributor``.
-        output: f of the task, written anew.
-        train: Train rows: more than one batch.
-        targets: Targets.
-        folder: Where the stores may be made.
-        batch_size: Samples per pass.
-        tokens: Whether the scores can be told apart by token.
-        draws: Whether the model draws random numbers in eval mode, so that two runs agree up to rounding alone.
-        row_tolerance: Of a stored row.
+    ``build`` makes the same model at each call; ``train`` has more than one batch. With ``tokens`` scores can be told
+    apart by token; a model that ``draws`` random numbers in eval mode agrees with itself up to rounding alone.
     """
     model = build()
     gradients = loop_gradients(model, output, train)
