@@ -9,12 +9,13 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 from test_docs import DOCS, ROOT, TEXTS
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from trak_lite.run.tables import FEATURES, feature_table_spec
-from trak_lite.store import Manifest, ZarrFeatureStore
+from trak_lite import Attributor, Rows
 
 sys.path.insert(0, str(DOCS))
 
@@ -33,20 +34,14 @@ def cells(table: str) -> list[list[str]]:
 @pytest.mark.parametrize("dtype", ["float16", "int4"])
 def test_bytes_chunks_and_files_are_those_of_a_real_store(tmp_path: Path, dtype: str) -> None:
     run = Run(1000, 1, segments=3, width=64, dtype=dtype)
-    spec = feature_table_spec(run.rows, 192, dtype, {})
-    table = ZarrFeatureStore.create(tmp_path / "a.zarr", Manifest({})).create_table("ckpt-0", spec)
-    table.put(
-        0,
-        {
-            column.name: np.ones((1000,) if column.width is None else (1000, 192), np.float32)
-            for column in spec.columns
-        },
-    )
+    layers = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
+    made = Attributor(nn.Sequential(*layers), "image_classification", tmp_path, proj_dim=64, dtype=dtype)
+    made.featurize(Rows(TensorDataset(torch.randn(1000, 9), torch.arange(1000) % 9), batch_size=250))
 
-    of_chunks = list((tmp_path / "a.zarr").rglob("c.*"))
+    of_chunks = list((tmp_path / "ckpt-0").rglob("c.*"))
     padded = scale_plan.chunks(run) * scale_plan.chunk_rows(run)
     assert sum(path.stat().st_size for path in of_chunks) == padded * scale_plan.row_bytes(run)
-    assert sum(path.parent.name == FEATURES for path in of_chunks) == scale_plan.chunks(run) == 4
+    assert sum(path.parent.name == "features" for path in of_chunks) == scale_plan.chunks(run) == 4
 
 
 def test_hours_are_those_of_plain_arithmetic() -> None:
@@ -76,18 +71,13 @@ def test_hours_are_those_of_plain_arithmetic() -> None:
     assert hours[2] == f"{found['gradients'] / 3600:.1f} h"
 
 
-def test_a_single_process_writes_and_reads_no_faster_than_was_measured() -> None:
+def test_single_processes_are_no_faster_than_was_measured_nor_more_of_them_than_chunks() -> None:
     found = scale_plan.measured()
     one = scale_plan.stages(Run(10**8, 1), found, replace(Assumed(), disk=1e15))
+    few, many = (scale_plan.stages(Run(10**6, gpus), found, Assumed()) for gpus in (62, 1024))
 
     assert one["writing"] == pytest.approx(10**8 * 4104 / found.write)
     assert one["reading"] == pytest.approx(2 * 10**8 * 4104 / found.read)
-
-
-def test_more_processes_than_chunks_bring_nothing() -> None:
-    found = scale_plan.measured()
-    few, many = (scale_plan.stages(Run(10**6, gpus), found, Assumed()) for gpus in (62, 1024))
-
     assert scale_plan.chunks(Run(10**6, 1)) == 62
     assert "10^6 rows are 62 chunks" in PAGE
     assert few["gradients"] == many["gradients"]

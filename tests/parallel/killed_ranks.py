@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from recorded_run import ENDED, LOGS, SCORING, STORE, Job, contents, last_row, read_log
+from rank_cases import contents
+from recorded_run import ENDED, LOGS, SCORING, STORE, Job, last_row, read_log
 
 from trak_lite.errors import MissingStoreError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -124,7 +125,7 @@ class Round:
         self.compare()
         self.count_rows()
 
-    def _start(self, world: int) -> tuple[str, Started]:
+    def start(self, world: int) -> tuple[str, Started]:
         name = f"s{len(self.starts)}"
         self.starts[name] = on_disk(self.folder, self.job)
         self.counts["starts"] += 1
@@ -132,7 +133,7 @@ class Round:
         return name, self.launch(world, self.folder, self.job, name)
 
     def _strike(self, strike: Strike) -> None:
-        name, started = self._start(strike.world)
+        name, started = self.start(strike.world)
         if not self._comes(strike, name, started):
             self.counts["starts that ended before their kill"] += 1
             return self._expect_success(name, started.wait(LONGEST))
@@ -184,15 +185,13 @@ class Round:
         return False
 
     def _finish(self, world: int) -> None:
-        name, started = self._start(world)
+        name, started = self.start(world)
         self._expect_success(name, started.wait(LONGEST))
         end = time.monotonic() + self.patience
         while any(is_alive(pid) for pid in self.left_behind) and time.monotonic() < end:
             time.sleep(0.05)
         waiting = [pid for pid in self.left_behind if is_alive(pid)]
-        for pid in (
-            waiting
-        ):  # for an agent that died before they had reached it; they hold nothing, or we were not here
+        for pid in waiting:  # for an agent that died before they had reached it; they hold nothing
             kill(pid)
         self.counts["ranks that outlived their agent"] += len(self.left_behind)
         self.counts["ranks that still waited for their dead agent at the end"] += len(waiting)
@@ -205,7 +204,7 @@ class Round:
 
     def compare(self) -> None:
         """Every number is that of an undisturbed process: features bitwise, scores to rounding."""
-        found, expected = contents(self.folder), self.undisturbed.contents
+        found, expected = contents(self.folder / STORE), self.undisturbed.contents
         if found.keys() != expected.keys():
             raise Violated(f"Tables differ: {sorted(found.keys() ^ expected.keys())}.")
         for name, values in expected.items():
@@ -251,7 +250,7 @@ def undisturbed(folder: Path, job: Job, launch: Launcher = Torchrun) -> Undistur
     if status != 0:
         raise Violated(f"One undisturbed rank ended with {status}.")
     end = at.get("end", time.monotonic() - begun)
-    return Undisturbed(contents(folder), at.get("featurize", end), end - at.get("score", end))
+    return Undisturbed(contents(folder / STORE), at.get("featurize", end), end - at.get("score", end))
 
 
 def drawn_strikes(pick: random.Random, count: int) -> tuple[list[Strike], int]:

@@ -1,12 +1,18 @@
-"""What the ranks of ``test_ranks`` do; imported by each of them."""
+"""What the processes of the tests in this folder do; imported by each of them.
+
+Alone here are names that the package does not publish: how ranks talk to each other, and the sizes of chunks.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +20,109 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
 from trak_lite.errors import RankError
-from trak_lite.parallel import ranks as distributed
-from trak_lite.parallel.ranks import joined_ranks
+from trak_lite.featurizing.rows import RowWork
+from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.linalg.kernel import GramAccumulator, gram
+from trak_lite.linalg.topk import TopK, merged_top
+from trak_lite.models.borrowing import resolve_device
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.parallel import ranks as internals
+from trak_lite.parallel.ranks import Ranks, joined_ranks
+from trak_lite.parallel.sharing import SharedRows
+from trak_lite.scoring.grams import _share as share_of_chunks
 from trak_lite.store import ZarrFeatureStore, _grid
 
+__all__ = [
+    "Checkpoint",
+    "FeaturizingSession",
+    "GramAccumulator",
+    "Ranks",
+    "RowWork",
+    "SharedRows",
+    "TopK",
+    "gram",
+]
+__all__ += ["internals", "merged_top", "resolve_device", "share_of_chunks"]
+
 N, R, M, BATCH = 300, 32, 5, 7
-LM = "causal_language_modeling"
+IMAGES, LM = "image_classification", "causal_language_modeling"
+
+
+def small_chunks(rows: int = R) -> None:
+    """Let tables of this process have chunks of so many rows."""
+    _grid._FEWEST_ROWS_PER_COMMIT = rows
+
+
+def ranks_of(store: Any, rank: int, group: Any = None) -> Any:
+    """Return one of two ranks by itself, which talks to a key-value store."""
+    made = internals._TorchRanks(store, rank, 2, number=1)
+    made._group = group
+    return made
+
+
+def quick_process() -> None:
+    """Use one thread, and leave it to the system when files come to the disk: a kill leaves the page cache alone."""
+    torch.set_num_threads(1)
+    small_chunks()
+    os.fsync = lambda fd: None  # type: ignore[assignment]
+
+
+def answered(answers: Any, job: Callable[..., Any], *arguments: Any) -> None:
+    """Do a job in a process of its own, and answer with what it returns."""
+    quick_process()
+    answers.put(job(*arguments))
+
+
+at_the_end: list[Callable[[], Any]] = []
+"""What the end of this process would call."""
 
 
 def as_rank(
-    answers: Any, rank: int, size: int, port: int, job: Callable[..., Any], arguments: Sequence[Any]
+    answers: Any,
+    rank: int,
+    size: int,
+    ports: tuple[int, int],
+    job: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     """Do a job as torchrun would have it done, and answer with what it returns or raises."""
-    torch.set_num_threads(1)
-    _grid._FEWEST_ROWS_PER_COMMIT = R
-    os.fsync = lambda fd: None  # type: ignore[assignment]  # a kill leaves the page cache alone
+    quick_process()
+    atexit.register = lambda call, *given: at_the_end.append(lambda: call(*given))
     if size > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(ports[0]),
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        os.environ["WORD_PORT"] = str(ports[1])
     try:
         answers.put((rank, "done", job(*arguments)))
     except Exception as error:
         traceback.print_exc()
         answers.put((rank, type(error).__name__, str(error)))
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+words: list[Any] = []
+
+
+def word() -> Any:
+    """Return a key-value store in which ranks leave word for each other, whatever their speed."""
+    if not words:
+        size, port = int(os.environ["WORLD_SIZE"]), int(os.environ["WORD_PORT"])
+        words.append(dist.TCPStore("127.0.0.1", port, size, own_rank() == 0, timeout=timedelta(seconds=300)))
+    return words[0]
+
+
+# --- Model, data, results --------------------------------------------------------------------------------
 
 
 def network() -> nn.Module:
@@ -59,12 +141,13 @@ class LanguageModel(nn.Module):
         return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
 
 
-def data(count: int, seed: int = 0, task: str = "image_classification") -> TensorDataset:
+def data(count: int, seed: int = 0, task: str = IMAGES) -> TensorDataset:
+    """Rows of which the first ones do not depend on their number."""
     generator = torch.Generator().manual_seed(seed)
     if task == LM:
         ids = torch.randint(5, (count, 4), generator=generator)
         return TensorDataset(ids, ids)
-    return TensorDataset(torch.randn(count, 4, generator=generator), torch.arange(count) % 3)
+    return TensorDataset(torch.randn(N + R + 1, 4, generator=generator)[:count], torch.arange(count) % 3)
 
 
 def states(net: nn.Module, count: int) -> list[dict[str, Tensor]]:
@@ -73,50 +156,88 @@ def states(net: nn.Module, count: int) -> list[dict[str, Tensor]]:
 
 
 def attributor(path: Any, net: nn.Module | None = None, **changes: Any) -> Attributor:
-    settings = {"proj_dim": 16, "dtype": "float32", "progress": False, **changes}
-    task = settings.pop("task", "image_classification")
-    return Attributor(network() if net is None else net, task, path, batch_size=BATCH, **settings)
+    settings = {"proj_dim": 16, "dtype": "float32", "progress": False, "task": IMAGES, **changes}
+    return Attributor(network() if net is None else net, path=path, batch_size=BATCH, **settings)
 
 
-# ------------------------------------------------------------------------ jobs
+def contents(path: Path | str) -> dict[str, np.ndarray]:
+    """Return every column of a finished store."""
+    with ZarrFeatureStore.open(path) as store:
+        tables = [(name, store.open_table(name)) for name in store.table_names()]
+        return {f"{name}/{c.name}": table.read(c.name) for name, table in tables for c in table.spec.columns}
+
+
+# --- Jobs of processes that know nothing of each other ---------------------------------------------------
+
+
+def featurize_together(path: str, count: int = N, workers: int = 0) -> int:
+    """Featurize two checkpoints and score; return how many rows of features this process wrote."""
+    rows = data(count) if workers == 0 else Subset(data(count), range(count))  # tensors need no worker
+    made = attributor(path)
+    loader = DataLoader(rows, batch_size=BATCH, num_workers=workers)
+    summary = made.featurize(loader, states(network(), 2), append=True)
+    made.score(data(M, 2), f"of-{count}")
+    return summary.rows_written
+
+
+class Told(Dataset[Any]):
+    """Data that call a function before a row is loaded."""
+
+    def __init__(self, before: Callable[[int], Any]) -> None:
+        self.before, self.rows = before, data(N)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+        self.before(row)
+        return self.rows[row]
+
+
+def held_up(path: str, at: int) -> int:
+    """Featurize two checkpoints, and stop for ever at a row; return how many rows this process wrote."""
+    rows = Told(lambda row: time.sleep(3600) if row == at else None)
+    return attributor(path).featurize(Rows(rows, name="data"), states(network(), 2)).rows_written
+
+
+# --- Jobs of ranks ---------------------------------------------------------------------------------------
 
 
 def featurize_and_score(path: str, task: str, count: int, checkpoints: int) -> tuple[int, bool]:
     """Return the rows that this rank wrote, and whether it left a process group behind."""
     net = LanguageModel() if task == LM else network()
     made = attributor(path, net, task=task)
-    written = made.featurize(data(count, task=task), states(net, checkpoints)).rows_written
+    files = [Path(f"{path}-{number}", "final.pt") for number in range(checkpoints)]  # all have one name
+    for file, state in zip(files, states(net, checkpoints), strict=True):
+        file.parent.mkdir(exist_ok=True)
+        own = file.with_suffix(f".{os.getpid()}")
+        torch.save(state, own)
+        own.replace(file)
+    written = made.featurize(data(count, task=task), files).rows_written
     made.score(data(M, 2, task), "dense")
     made.score(data(M, 2, task), "top", dense=False, k=4)
     return written, dist.is_initialized()
 
 
-def score_again(path: str) -> list[list[int]]:
-    top = attributor(path).score(data(M, 2), "top", dense=False, k=4).top(4)
-    return top.indices.tolist()
+def best_rows(path: str) -> list[list[int]]:
+    """Return the best and the worst rows of scores that are not kept."""
+    scores = attributor(path).score(data(M, 2), "top", dense=False, k=4)
+    return [scores.top(4, sign=sign).indices.tolist() for sign in ("helpful", "harmful")]
 
 
 def score_by_index(path: str) -> tuple[int, list[list[int]]]:
     """Return the number of candidates of an index, which the call measures, and the rows that it finds."""
-    net = network()
-    made = attributor(path, net)
-    made.featurize(data(N), states(net, 2))
+    made = attributor(path)
+    made.featurize(data(N), states(network(), 2))
     scores = made.score(data(160, 3), "new", dense=False, k=4, recall=0.9)
     return scores.settings["candidates"], scores.top(4).indices.tolist()
 
 
-def with_own_group(path: str, init_method: str, backend: str, rank: int, size: int) -> tuple[int, bool]:
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
-    found = featurize_and_score(path, "image_classification", N, 1)
+def with_own_group(path: str, meeting: str, backend: str, size: int) -> tuple[int, bool]:
+    dist.init_process_group(backend, init_method=meeting, rank=own_rank(), world_size=size)
+    found = featurize_and_score(path, IMAGES, N, 1)
     dist.destroy_process_group()
     return found
-
-
-def keys() -> Any:
-    """Return a key-value store in which ranks leave word for each other, whatever their speed."""
-    found = distributed._meeting_place()
-    assert found is not None
-    return dist.PrefixStore("test", found[0])  # type: ignore[attr-defined]  # public, but not listed
 
 
 class SlowOnRank0(Dataset[Any]):
@@ -125,35 +246,43 @@ class SlowOnRank0(Dataset[Any]):
     The first batch is as fast as any: a rank that waits for the table would be waited for.
     """
 
-    def __init__(self, rank_1: float) -> None:
+    def __init__(self, rank_1: Callable[[], float]) -> None:
         self.rank_1 = rank_1
+        word()
 
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if os.environ["RANK"] == "1":
+        value = 1.0
+        if own_rank() == 1:
             if index >= BATCH:
-                keys().set("rank 1 loads", "")
-            return torch.full((4,), self.rank_1), index % 3
-        if index >= BATCH:
-            keys().wait(["rank 1 loads"])
+                word().set("rank 1 loads", "")
+            value = self.rank_1()
+        elif index >= BATCH:
+            word().wait(["rank 1 loads"])
             time.sleep(0.02)
-        return torch.ones(4), index % 3
+        return torch.full((4,), value), index % 3
 
 
-class LostOnRank1(SlowOnRank0):
-    """Data whose files rank 1 does not find."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if os.environ["RANK"] == "1":
-            keys().set("rank 1 loads", "")
-            raise OSError("no such file")
-        return super().__getitem__(index)
+def lost_file() -> float:
+    word().set("rank 1 loads", "")
+    raise OSError("no such file")
 
 
-def one_cannot_read(path: str) -> None:
-    attributor(path).featurize(LostOnRank1(1.0))
+def not_a_number() -> float:
+    return torch.nan
+
+
+def featurize_slowly(path: str, rank_1: Callable[[], float]) -> None:
+    attributor(path).featurize(Rows(SlowOnRank0(rank_1), name="slow"))
+
+
+def shown_bar(path: str, output: str) -> int:
+    """Return the rows that this rank wrote; its bar goes to a file."""
+    with open(f"{output}-{own_rank()}", "w") as sys.stderr:
+        made = attributor(path, progress=True)
+        return made.featurize(Rows(SlowOnRank0(lambda: 1.0), name="slow")).rows_written
 
 
 def dropped(path: str) -> list[str]:
@@ -163,7 +292,7 @@ def dropped(path: str) -> list[str]:
     made.score(data(M, 2), "test")
     drops = (lambda: made.drop_scores("test"), lambda: made.drop_checkpoint("ckpt-1"))
     for drop in drops:
-        time.sleep(0.5 * int(os.environ["RANK"]))
+        time.sleep(0.5 * own_rank())
         with ZarrFeatureStore.open(path) as store:
             assert "targets/test/ckpt-1" in store.table_names()
             assert ("scores/test" in store.table_names()) == (drop is drops[0])
@@ -172,61 +301,45 @@ def dropped(path: str) -> list[str]:
         return store.table_names()
 
 
-def one_fails(path: str) -> None:
-    attributor(path).featurize(Rows(SlowOnRank0(torch.nan), name="slow"))
-
-
 def with_other_weights(path: str) -> None:
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(own_rank())
     attributor(path, network()).featurize(data(N))
 
 
 def other_calls(path: str) -> None:
     made = attributor(path)
-    made.featurize(data(N)) if os.environ["RANK"] == "0" else made.score(data(M))
+    made.featurize(data(N)) if own_rank() == 0 else made.score(data(M))
 
 
 def columns_of_rank_0(path: str) -> None:
-    columns = {"source": ["web"] * N} if os.environ["RANK"] == "0" else None
+    columns = {"source": ["web"] * N} if own_rank() == 0 else None
     attributor(path).featurize(data(N), states(network(), 1), columns=columns)
 
 
 def scored_by_rank_0(path: str) -> None:
     made = attributor(path)
     made.featurize(data(N), states(network(), 1))
-    if os.environ["RANK"] == "0":
+    if own_rank() == 0:
         made.score(data(M, 2))
-    else:
-        distributed._record_end(distributed._meeting_place()[0], 1)  # as at the end of a script
+    for call in at_the_end:
+        call()
 
 
 def rank_0_comes_late_with_other_weights(path: str) -> None:
-    store = keys()
-    torch.manual_seed(int(os.environ["RANK"]))
-    made = attributor(path, network())
-    if os.environ["RANK"] == "0":
-        store.wait(["rank 1 waits"])
+    torch.manual_seed(own_rank())
+    made, told = attributor(path, network()), word()
+    told_of("a first call", lambda ranks: None)  # rank 0 serves the store in which ranks meet
+    if own_rank() == 0:
+        told.wait(["rank 1 waits"])
     else:
-        miss = distributed._TorchRanks._miss
-
-        def missing(*given: Any) -> None:
-            store.set("rank 1 waits", "")
-            miss(*given)
-
-        distributed._TorchRanks._miss = missing  # type: ignore[method-assign]
+        internals.__dict__["_PATIENCE"] = 0.5  # seconds until it says that it waits
+        warnings.warn = lambda *said, **more: told.set("rank 1 waits", "")
     made.featurize(data(N))
 
 
 def only_on_rank_0(path: str) -> int | None:
     made = attributor(path, distributed=False)
-    return made.featurize(data(N), states(network(), 1)).rows_written if os.environ["RANK"] == "0" else None
-
-
-def shown_bar(path: str, output: str) -> int:
-    """Return the rows that this rank wrote; its bar goes to a file."""
-    with open(f"{output}-{os.environ['RANK']}", "w") as sys.stderr:
-        made = attributor(path, progress=True)
-        return made.featurize(Rows(SlowOnRank0(1.0), name="slow")).rows_written
+    return made.featurize(data(N), states(network(), 1)).rows_written if own_rank() == 0 else None
 
 
 def verified(path: str) -> dict[str, Any]:
@@ -240,113 +353,99 @@ def verified(path: str) -> dict[str, Any]:
 
     made = attributor(path)
     made.featurize(data(40), states(network(), 1))
-    scores = made.score(data(M, 2), "test")
-    verdict = verify(scores, train, data(M, 2), budget=4, train_id="none")
+    verdict = verify(made.score(data(M, 2), "test"), train, data(M, 2), budget=4, train_id="none")
     return verdict.to_json() | {"trained": len(trained)}
 
 
-def listed() -> list[int]:
-    """Return the ranks in the order in which they were merged."""
+# --- Jobs without a store --------------------------------------------------------------------------------
+
+
+def drawn(rank: int) -> Tensor:
+    return torch.rand(1000, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def talks() -> tuple[list[int], list[bytes], bool]:
+    """Return the ranks in the order in which they are merged, sums of numbers that round, made twice, on rank 0, and
+    whether the script can make and use a process group of its own meanwhile."""
     with joined_ranks("list") as ranks:
-        return ranks.merged([ranks.rank], lambda low, high: low + high)
-
-
-def summed_twice() -> list[bytes]:
-    """Return sums over ranks of numbers that round, made twice, on rank 0."""
-    found = []
+        merged = ranks.merged([ranks.rank], lambda low, high: low + high)
+    sums = []
     for _ in range(2):
         with joined_ranks("sum") as ranks:
-            tensor = torch.rand(
-                1000, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64
-            )
+            tensor = drawn(ranks.rank)
             ranks.add_up([tensor])
-            found.append(tensor.numpy().tobytes() if ranks.rank == 0 else b"")
-    return found
-
-
-def told_of(call: Callable[[], None]) -> str:
-    """Return the first line of the error that a call ends with."""
-    try:
-        call()
-    except (RankError, LookupError) as error:
-        return str(error).splitlines()[0]
-    return "no error"
-
-
-def fails_again_after_a_failure() -> list[str]:
-    """Return what ended two calls of this rank; each fails on rank 1, and rank 0 waits for it."""
-
-    def first() -> None:
-        with joined_ranks("first") as ranks:
-            if ranks.rank == 1:
-                raise LookupError("not there")
-            ranks.merged(0, max)
-
-    def second() -> None:
-        with joined_ranks("second") as ranks:
-            ranks.agree("number", str(ranks.rank))
-
-    return [told_of(first), told_of(second)]
-
-
-def fails_when_others_are_done() -> list[str]:
-    """Return what ended two calls of this rank; rank 0 fails in the first when rank 1 has done its part of it."""
-
-    def first() -> None:
-        with joined_ranks("first") as ranks:
-            if ranks.rank == 0:
-                keys().wait(["rank 1 is done"])
-                raise LookupError("not there")
-            keys().set("rank 1 is done", "")
-
-    def second() -> None:
-        with joined_ranks("second") as ranks:
-            ranks.merged(0, max)
-
-    return [told_of(first), told_of(second)]
-
-
-def fails_beside_a_busy_rank() -> str:
-    """Return what ended the call of this rank: rank 2 fails, rank 0 looks for it only when rank 1 was told."""
-
-    def call() -> None:
-        with joined_ranks("a call") as ranks:
-            if ranks.rank == 1:
-                ranks.merged(0, max)
-            if ranks.rank == 0:
-                keys().wait(["rank 1 was told"])
-                while True:
-                    ranks.watch()
-            raise LookupError("not there")
-
-    said = told_of(call)
-    if os.environ["RANK"] == "1":
-        keys().set("rank 1 was told", "")
-    return said
-
-
-def makes_a_group_within_a_call() -> bool:
-    """Return whether the script can make and use a process group of its own while ranks are joined."""
+            sums.append(tensor.numpy().tobytes() if ranks.rank == 0 else b"")
     with joined_ranks("a call") as ranks:
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
         dist.destroy_process_group()
-        return ranks.merged(1, lambda low, high: low + high) == total.item()
+        return merged, sums, ranks.merged(1, lambda low, high: low + high) == total.item()
+
+
+def told_of(name: str, call: Callable[[Ranks], Any]) -> str:
+    """Return the first line of the error that a call ends with."""
+    try:
+        with joined_ranks(name) as ranks:
+            call(ranks)
+    except (RankError, LookupError) as error:
+        return str(error).splitlines()[0]
+    return "no error"
+
+
+def fail(*_: Any) -> None:
+    raise LookupError("not there")
+
+
+def fails_again_after_a_failure() -> list[str]:
+    """Return what ended two calls of this rank; each fails on rank 1, and rank 0 waits for it."""
+    first = told_of("first", lambda ranks: fail() if ranks.rank == 1 else ranks.merged(0, max))
+    return [first, told_of("second", lambda ranks: ranks.agree("number", str(ranks.rank)))]
+
+
+def fails_when_others_are_done() -> list[str]:
+    """Return what ended two calls of this rank; rank 0 fails in the first when rank 1 has done its part of it."""
+
+    def first(ranks: Ranks) -> None:
+        if ranks.rank == 0:
+            word().wait(["rank 1 is done"])
+            fail()
+        word().set("rank 1 is done", "")
+
+    word()
+    return [told_of("first", first), told_of("second", lambda ranks: ranks.merged(0, max))]
+
+
+def fails_beside_a_busy_rank() -> list[str]:
+    """Return what ended the call of this rank: rank 2 fails, rank 0 looks for it only when rank 1 was told."""
+
+    def call(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            ranks.merged(0, max)
+        if ranks.rank == 0:
+            word().wait(["rank 1 was told"])
+            while True:
+                ranks.watch()
+        fail()
+
+    word()
+    said = told_of("a call", call)
+    if own_rank() == 1:
+        word().set("rank 1 was told", "")
+    return [said]
 
 
 def lost_in_a_sum() -> None:
+    reduce = dist.ProcessGroupGloo.reduce
+
+    def dying(*given: Any) -> None:
+        reduce(*given)
+        os._exit(0)
+
     with joined_ranks("sum") as ranks:
         tensor = torch.ones(3)
         ranks.add_up([tensor])
         if ranks.rank == 1:
-            ranks._wait = lambda _: os._exit(0)
+            dist.ProcessGroupGloo.reduce = dying
         ranks.add_up([tensor])
         ranks.add_up([tensor])
-
-
-def contents(path: Path | str) -> dict[str, np.ndarray]:
-    """Return every column of a finished store."""
-    with ZarrFeatureStore.open(path) as store:
-        tables = [(name, store.open_table(name)) for name in store.table_names()]
-        return {f"{name}:{c.name}": table.read(c.name) for name, table in tables for c in table.spec.columns}

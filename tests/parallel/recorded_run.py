@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from rank_cases import RowWork, small_chunks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
-from trak_lite.featurizing import rows as pipeline
-from trak_lite.store import ZarrFeatureStore, _grid
 
 STORE, LOGS = "run.zarr", "loads"
 BEGUN, SCORING, ENDED = -1, -2, -3
@@ -114,7 +113,7 @@ def model_of(job: Job) -> nn.Module:
 def run(folder: Path, job: Job) -> None:
     """Featurize and score, as any script would; only the rows are counted."""
     torch.set_num_threads(1)
-    _grid._FEWEST_ROWS_PER_COMMIT = job.chunk_rows
+    small_chunks(job.chunk_rows)
     if not job.sync:
         os.fsync = lambda fd: None
     log = LoadLog(folder)
@@ -137,7 +136,7 @@ def run(folder: Path, job: Job) -> None:
         batch_size=job.batch,
         progress=False,
     )
-    check = pipeline.RowWork.compare
+    check = RowWork.compare
 
     def unrecorded(*given: Any) -> bool:
         # A few rows that are done are computed again to be compared: no row is written by that.
@@ -147,24 +146,13 @@ def run(folder: Path, job: Job) -> None:
         finally:
             log.pauses = False
 
-    pipeline.RowWork.compare = unrecorded
+    RowWork.compare = unrecorded
     log.write(BEGUN)
     train = RecordedRows(log, *images(job.rows, seed=0))
     attributor.featurize(Rows(train, name="train"), range(job.checkpoints), checkpoint_loader=load)
     log.write(SCORING)
     attributor.score(TensorDataset(*images(job.targets, seed=1)))
     log.write(ENDED)
-
-
-def contents(folder: Path) -> dict[str, np.ndarray]:
-    """Return every column of every table of a finished store."""
-    with ZarrFeatureStore.open(folder / STORE) as store:
-        tables = {name: store.open_table(name) for name in store.table_names()}
-        return {
-            f"{name}/{column.name}": table.read(column.name)
-            for name, table in tables.items()
-            for column in table.spec.columns
-        }
 
 
 if __name__ == "__main__":

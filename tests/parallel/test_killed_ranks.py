@@ -9,9 +9,10 @@ import contextlib
 import itertools
 import os
 import random
-import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,6 @@ from killed_ranks import (
     on_disk,
     undisturbed,
 )
-
-from trak_lite.store import ZarrFeatureStore
 
 JOB = Job(sync=False)
 
@@ -129,51 +128,43 @@ class Copied:
         return 0
 
 
-def test_a_round_notices_a_wrong_bit(tmp_path: Path, finished: tuple[Path, Undisturbed]) -> None:
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [
+        ("ckpt-1/features", 1 + 1e-7, "rows of ckpt-1/features are wrong"),
+        ("scores/targets/scores", 1.001, "Scores are off"),
+    ],
+)
+def test_a_round_notices_wrong_numbers(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], name: str, factor: float, message: str
+) -> None:
     folder, found = finished
-    wrong = {name: values.copy() for name, values in found.contents.items()}
-    wrong["ckpt-1/features"][5, 3] = np.nextafter(wrong["ckpt-1/features"][5, 3], 9)
-
-    with pytest.raises(Violated, match="1 rows of ckpt-1/features are wrong"):
-        Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
-
-
-def test_a_round_notices_scores_that_are_off(tmp_path: Path, finished: tuple[Path, Undisturbed]) -> None:
-    folder, found = finished
-    name = "scores/targets/scores"
-    wrong = {**found.contents, name: found.contents[name] * 1.001}
-
-    with pytest.raises(Violated, match="Scores are off"):
+    wrong = {**found.contents, name: found.contents[name] * np.float32(factor)}
+    with pytest.raises(Violated, match=message):
         Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [((1, 20), "1 rows were computed twice"), ((0, -1), None), ((1, 0), "1 rows were computed twice")],
+    ("row", "on_disk_before", "message"),
+    [
+        ((1, 20), None, "1 rows were computed twice"),
+        ((1, 0), None, "1 rows were computed twice"),
+        ((0, -1), None, None),
+        ((0, -1), (1, 20), r"s0 computed rows that were on disk: .*1.*20"),
+    ],
 )
-def test_a_round_counts_what_is_computed_twice(
-    tmp_path: Path, finished: tuple[Path, Undisturbed], row: tuple[int, int], message: str | None
+def test_a_round_counts_what_is_computed_again(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], row: Any, on_disk_before: Any, message: str | None
 ) -> None:
     folder, found = finished
     round_ = Round(tmp_path, JOB, found, Copied(folder))
-    launch = round_._start(1)
-    (tmp_path / recorded_run.LOGS / f"{launch[0]}.2").write_bytes(np.array(row, "<i4").tobytes())
-    if message is None:
-        return round_.count_rows()
-    with pytest.raises(Violated, match=message):
-        round_.count_rows()
-    return None
-
-
-def test_a_round_notices_a_row_that_was_on_disk_before(
-    tmp_path: Path, finished: tuple[Path, Undisturbed]
-) -> None:
-    folder, found = finished
-    round_ = Round(tmp_path, JOB, found, Copied(folder))
-    name, _ = round_._start(1)
-    round_.starts[name][1, 20] = True
-
-    with pytest.raises(Violated, match=r"s0 computed rows that were on disk: .*1.*20"):
+    name, _ = round_.start(1)
+    assert not round_.starts[name].any()
+    assert on_disk(tmp_path, JOB).all()
+    if on_disk_before is not None:
+        round_.starts[name][on_disk_before] = True
+    (tmp_path / recorded_run.LOGS / f"{name}.2").write_bytes(np.array(row, "<i4").tobytes())
+    with nullcontext() if message is None else pytest.raises(Violated, match=message):
         round_.count_rows()
 
 
@@ -187,14 +178,3 @@ def test_drawn_rounds_change_the_world_size_and_come_in_every_kind() -> None:
     assert {strike.mode for strike in everything} == set(MODES)
     assert {strike.phase for strike in everything} == set(PHASES)
     assert {strike.world for strike in everything} == set(WORLDS)
-
-
-def test_rows_on_disk_are_told_checkpoint_by_checkpoint(
-    tmp_path: Path, finished: tuple[Path, Undisturbed]
-) -> None:
-    assert not on_disk(tmp_path, JOB).any()
-    shutil.copytree(finished[0] / recorded_run.STORE, tmp_path / recorded_run.STORE)
-    assert on_disk(tmp_path, JOB).all()
-    with ZarrFeatureStore.open(tmp_path / recorded_run.STORE, "r+") as store:
-        store.drop_table("ckpt-1")
-    np.testing.assert_array_equal(on_disk(tmp_path, JOB).all(axis=1), [True, False])

@@ -2,167 +2,261 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import rank_cases as cases
+import torch
 from forked import forkserver
-from shared_run_cases import BATCH, N, R, answer, answer_held_up, contents, run
+from rank_cases import BATCH, N, R, contents
+from tiny_runs import labelled
 
+from trak_lite import Attributor, Rows
 from trak_lite.errors import MissingStoreError, StateError
-from trak_lite.featurizing import session as featurizing
-from trak_lite.store import ZarrFeatureStore, _grid, check_store
+from trak_lite.methods import EKFAC
+from trak_lite.store import ZarrFeatureStore, check_store
 
 ROWS = 2 * N  # of two checkpoints
 
 
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Processes are forked off one that has imported torch, and never run it."""
-    return forkserver()
+class Started:
+    """A process that does a job, forked off one that has imported torch and never ran it."""
+
+    def __init__(self, job: Callable[..., Any], *arguments: Any) -> None:
+        self._answers = forkserver().SimpleQueue()
+        self._process = forkserver().Process(target=cases.answered, args=(self._answers, job, *arguments))
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def end(self) -> Any:
+        """Wait for the end; return the answer."""
+        self._process.join(600)
+        code = self._process.exitcode
+        self.kill()  # one that waits for ever must not keep the others waiting
+        assert code == 0
+        return self._answers.get()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def all_ends(count: int, *arguments: Any) -> list[int]:
+    """Return how many rows each of some processes wrote that featurize together."""
+    started = [Started(cases.featurize_together, *arguments) for _ in range(count)]
+    return [process.end() for process in started]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[np.ndarray]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, np.ndarray]]:
     """What one process writes."""
-    found = {}
+    found: dict[int, dict[str, np.ndarray]] = {}
 
-    def of(count: int) -> list[np.ndarray]:
+    def of(count: int) -> dict[str, np.ndarray]:
         if count not in found:
-            path = str(tmp_path_factory.mktemp("alone") / "a.zarr")
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(os, "fsync", os.fsync)  # given back, with the constant, when this ends
-                patched.setattr(_grid, "_FEWEST_ROWS_PER_COMMIT", R)
-                run(path, count)
-            found[count] = contents(path, count)
+            path = tmp_path_factory.mktemp("alone") / "a.zarr"
+            all_ends(1, str(path), count)
+            found[count] = contents(path)
         return found[count]
 
     return of
 
 
-def start(processes: ForkServerContext, count: int, *arguments: Any) -> tuple[Any, list[Any]]:
-    answers = processes.SimpleQueue()
-    started = [processes.Process(target=answer, args=(answers, *arguments)) for _ in range(count)]
-    for process in started:
-        process.start()
-    return answers, started
-
-
-def finish(answers: Any, started: list[Any]) -> list[int]:
-    for process in started:
-        process.join(600)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()  # one that waits for ever must not keep the others waiting
-    assert codes == [0] * len(started)
-    return [answers.get() for _ in started]
-
-
-def check_same(path: Path, expected: list[np.ndarray], count: int = N) -> None:
-    found = contents(path, count)
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+def check_same(path: Path, expected: dict[str, np.ndarray]) -> None:
+    found = contents(path)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
     assert check_store(path).findings == ()
+
+
+def committed(path: Path, name: str) -> int:
+    """Return the number of finished chunks of a table."""
+    try:
+        with ZarrFeatureStore.open(path) as store:
+            return len(store.open_table(name).committed_chunks()) if name in store.table_names() else 0
+    except MissingStoreError:
+        return 0
+
+
+def wait_for_rows(path: Path) -> None:
+    """Wait until a row is stored, in a chunk that is not finished perhaps."""
+    while True:
+        try:
+            with ZarrFeatureStore.open(path) as store:
+                if "ckpt-0" in store.table_names() and store.open_table("ckpt-0").done().any():
+                    return
+        except MissingStoreError:
+            pass
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(("count", "workers"), [(2, 0), (3, 0), (2, 1)])
 def test_processes_featurize_every_row_once_and_end_with_the_bits_of_one(
-    tmp_path: Path, processes: ForkServerContext, alone: Any, count: int, workers: int
+    tmp_path: Path, alone: Any, count: int, workers: int
 ) -> None:
     path = tmp_path / "a.zarr"
-    written = finish(*start(processes, count, str(path), N, workers))
+    written = all_ends(count, str(path), N, workers)
 
     assert sum(written) == ROWS
     check_same(path, alone(N))
 
 
-def test_after_a_kill_another_number_of_processes_goes_on(
-    tmp_path: Path, processes: ForkServerContext, alone: Any
-) -> None:
+def test_after_a_kill_another_number_of_processes_goes_on(tmp_path: Path, alone: Any) -> None:
     path = tmp_path / "a.zarr"
-    _, started = start(processes, 2, str(path))
-    while not _done(path):
-        time.sleep(0.002)
-    os.kill(started[0].pid, signal.SIGKILL)  # the other one takes over
-    started[1].join(600)
-    started[1].kill()
-    assert started[1].exitcode == 0
+    killed, other = (Started(cases.featurize_together, str(path)) for _ in range(2))
+    wait_for_rows(path)
+    killed.kill()  # the other one takes over
+    other.end()
     check_same(path, alone(N))
 
 
-def test_nobody_waits_at_the_end_of_a_checkpoint_while_there_are_others(
-    tmp_path: Path, processes: ForkServerContext, alone: Any
-) -> None:
-    path, answers = tmp_path / "a.zarr", processes.SimpleQueue()
-    slow, fast = (
-        processes.Process(target=answer_held_up, args=(answers, str(path), row)) for row in (BATCH + 1, N)
-    )
-    slow.start()
-    while not _done(path):
+def test_nobody_waits_at_the_end_of_a_checkpoint_while_there_are_others(tmp_path: Path, alone: Any) -> None:
+    path, chunks = tmp_path / "a.zarr", N // R + 1
+    slow = Started(cases.held_up, str(path), BATCH + 1)
+    wait_for_rows(path)
+    fast = Started(cases.held_up, str(path), N)
+    while committed(path, "ckpt-1") < chunks:
         time.sleep(0.01)
-    fast.start()
-    while _committed(path, "ckpt-1") < N // R + 1:
-        time.sleep(0.01)
-    assert _committed(path, "ckpt-0") < N // R + 1, "its first chunk is held"
-    os.kill(slow.pid, signal.SIGKILL)
-    fast.join(600)
-    fast.kill()
+    assert committed(path, "ckpt-0") < chunks, "its first chunk is held"
+    slow.kill()
 
-    assert fast.exitcode == 0
-    assert answers.get() == ROWS - BATCH, "all but the batch that was put before"
-    with ZarrFeatureStore.open(path) as store:
-        for model_id in (0, 1):
-            found = store.open_table(f"ckpt-{model_id}").read("features")
-            assert any(np.array_equal(found, values) for values in alone(N))
+    assert fast.end() == ROWS - BATCH, "all but the batch that was put before"
+    found, expected = contents(path), alone(N)
+    of_weights = [expected[f"ckpt-{number}/features"].tobytes() for number in range(2)]
+    assert {found[f"ckpt-{number}/features"].tobytes() for number in range(2)} == set(of_weights)
 
 
-def test_a_checkpoint_that_is_dropped_meanwhile_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, fill = str(tmp_path / "a.zarr"), featurizing.featurize_rows
-
-    def filled_and_dropped(*given: Any, **named: Any) -> int:
-        written = fill(*given, **named)
-        with ZarrFeatureStore.open(path, mode="r+") as store:
-            store.drop_table("ckpt-0")
-        return written
-
-    monkeypatch.setattr(featurizing, "featurize_rows", filled_and_dropped)
-    monkeypatch.setattr(os, "fsync", os.fsync)  # given back, with the constant, when this ends
-    monkeypatch.setattr(_grid, "_FEWEST_ROWS_PER_COMMIT", R)
-    with pytest.raises(StateError, match="is not in the store any more: another process has dropped it"):
-        run(path)
-
-
-def _committed(path: Path, name: str) -> int:
-    with ZarrFeatureStore.open(path) as store:
-        return len(store.open_table(name).committed_chunks()) if name in store.table_names() else 0
-
-
-def test_processes_append_rows_together(tmp_path: Path, processes: ForkServerContext, alone: Any) -> None:
+def test_processes_append_rows_together(tmp_path: Path, alone: Any) -> None:
     path = tmp_path / "a.zarr"
-    finish(*start(processes, 2, str(path)))
-    before = contents(path, N)
+    all_ends(2, str(path))
+    before = contents(path)["ckpt-0/features"]
 
-    written = finish(*start(processes, 3, str(path), N + R + 1))
+    written = all_ends(3, str(path), N + R + 1)
 
     assert sum(written) == 2 * (R + 1)
-    for mine, theirs in zip(contents(path, N + R + 1), alone(N + R + 1), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
-    with ZarrFeatureStore.open(path) as store:
-        np.testing.assert_array_equal(store.open_table("ckpt-0").read("features")[:N], before[0])
+    found, expected = contents(path), alone(N + R + 1)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-3, atol=1e-4, err_msg=name)
+    np.testing.assert_array_equal(found["ckpt-0/features"][:N], before)
 
 
-def _done(path: Path) -> bool:
+# ------------------------------------------------------------------------ what others do beside a call
+
+TRAIN, TARGETS = labelled(40), labelled(4, seed=1)
+
+
+def attributor(path: Path | str) -> Attributor:
+    torch.manual_seed(0)
+    return Attributor(torch.nn.Linear(4, 3), "image_classification", path, proj_dim=8, progress=False)
+
+
+def states(number: int) -> list[dict[str, torch.Tensor]]:
+    return [{"weight": torch.full((3, 4), k + 1.0), "bias": torch.arange(3.0)} for k in range(number)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("moment", range(6))
+def test_a_checkpoint_that_is_dropped_while_targets_are_scored_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN, states(3))
+    opened, calls = ZarrFeatureStore.open_table, count()
+
+    def dropping(self: ZarrFeatureStore, path: str) -> Any:
+        if path == "ckpt-1" and next(calls) == moment:
+            monkeypatch.setattr(ZarrFeatureStore, "open_table", opened)
+            attributor(tmp_path / "a.zarr").drop_checkpoint("ckpt-1")
+        return opened(self, path)
+
+    monkeypatch.setattr(ZarrFeatureStore, "open_table", dropping)
     try:
-        with ZarrFeatureStore.open(path) as store:
-            return "ckpt-0" in store.table_names() and store.open_table("ckpt-0").done().any()
-    except MissingStoreError:
-        return False
+        found = made.score(TARGETS, "t").numpy()
+    except StateError as error:
+        assert "ckpt-1" in str(error) or "no features for 1" in str(error)  # noqa: PT017  (or the right scores)
+        return
+    left, both = attributor(tmp_path / "b.zarr"), attributor(tmp_path / "c.zarr")
+    for other in (left, both):
+        other.featurize(TRAIN, states(3))
+    left.drop_checkpoint("ckpt-1")
+    assert any(np.allclose(found, other.score(TARGETS, "t").numpy(), rtol=1e-3) for other in (left, both))
+
+
+@pytest.mark.parametrize(("checkpoints", "dropped"), [(1, False), (2, False), (2, True)])
+def test_whoever_waits_is_told_after_30_seconds_and_ten_times_later_which_process_holds_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: int, dropped: bool
+) -> None:
+    """And that the checkpoint is missing, if it is dropped meanwhile."""
+    path, seconds, said = tmp_path / "a.zarr", {"now": 0.0}, []
+    holder = Started(cases.held_up, str(path), BATCH)
+    wait_for_rows(path)
+    os.kill(holder.pid, signal.SIGSTOP)
+
+    def pause(length: float) -> None:
+        seconds["now"] += length
+        if seconds["now"] > 320:  # it goes away at last
+            holder.kill()
+            with ZarrFeatureStore.open(path, mode="r+") as store:
+                if dropped and "ckpt-0" in store.table_names():
+                    store.drop_table("ckpt-0")
+
+    def warned(_: Any, text: str, *given: Any) -> None:
+        said.append((seconds["now"], text % given))
+
+    train, weights = Rows(cases.data(N), name="data"), cases.states(cases.network(), checkpoints)
+    missed = "is not in the store any more: another process has dropped it"
+    cases.small_chunks()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", pause)
+        patched.setattr(time, "monotonic", lambda: seconds["now"])
+        if checkpoints == 1:  # rows of one table are waited for elsewhere
+            patched.setitem(cases.SharedRows.__init__.__kwdefaults__, "clock", time.monotonic)
+        patched.setattr(logging.Logger, "warning", warned)
+        with pytest.raises(StateError, match=missed) if dropped else nullcontext():
+            cases.attributor(path).featurize(train, weights)
+    cases.small_chunks(256)
+
+    assert len(said) == 2, said
+    for (moment, text), due in zip(said, (30, 300), strict=True):
+        assert due <= moment < due + 2
+        assert f"pid {holder.pid} on {socket.gethostname()}" in text
+        assert "If that process was stopped or hangs, end it on its host (kill -9 and its pid)" in text
+        assert "rows that it has written stay, and this process computes the rest" in text
+
+
+# ------------------------------------------------------------------------ names
+
+
+@pytest.mark.quick
+def test_a_relative_path_stays_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = attributor("a.zarr")
+    made.featurize(TRAIN)
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+
+    assert made.featurize(TRAIN).rows_written == 0
+    assert made.score(TARGETS, "t").shape == (40, 4)
+    assert list((tmp_path / "sub").iterdir()) == []
+
+
+@pytest.mark.quick
+def test_dampings_that_agree_in_six_digits_have_targets_of_their_own(tmp_path: Path) -> None:
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN)
+    methods = [EKFAC(damping=damping) for damping in (0.1234567, 0.12345674, 0.123457, 1e20)]
+    scores = [made.score(TARGETS, "t", method=method).numpy() for method in methods]
+
+    folders = [path for path in (tmp_path / "a.zarr/preconditioned/t").iterdir() if path.is_dir()]
+    assert len(folders) == len({array.tobytes() for array in scores}) == len(methods)

@@ -11,15 +11,18 @@ import torch
 
 from trak_lite import Scores
 from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import Baseline, Estimate, Predictions
+from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict, Predictions
 from trak_lite.methods import AbstractMethod, GaussNewton
 from trak_lite.report._template import environment
 from trak_lite.report.content import rendered
+from trak_lite.report.survey import Histogram
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout
+
+__all__ = ["Baseline", "Calibration", "Histogram", "OneRunVerdict", "Predictions"]
 
 DEFAULT = GaussNewton(damping=1.0)
 VERDICT = Verdict(
@@ -81,6 +84,16 @@ def _table(store: MemoryFeatureStore, path: str, model_id: int, features: np.nda
     values = {name: generator.uniform(0.1, 1, len(features)).astype(np.float32) for name in names}
     table.put(np.arange(len(features)), {FEATURES: features.astype(np.float32), **values})
     return table
+
+
+def predictions(num_targets: int = 4) -> Predictions:
+    generator = np.random.default_rng(0)
+    return Predictions(generator.normal(size=(6, num_targets)), generator.normal(size=(6, num_targets)))
+
+
+def in_a_notebook(shown: Any) -> Parsed:
+    """Return what a notebook shows of an object."""
+    return Parsed(shown._repr_html_())
 
 
 class Parsed(HTMLParser):

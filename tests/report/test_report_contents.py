@@ -64,16 +64,12 @@ def test_long_and_narrow_images_are_shrunk_too(shape: tuple[int, ...]) -> None:
     assert (found == 200).all()
 
 
-def test_an_image_keeps_its_proportions_on_the_page() -> None:
+def test_an_image_keeps_its_proportions_and_stands_above_other_fields() -> None:
     (image,) = parsed_content(np.zeros((20, 40)), "train row 3").all("img")
-
     assert (image["width"], image["height"]) == ("96", "48")
     assert (image["alt"], image["class"]) == ("train row 3", "coarse")
 
-
-def test_images_among_fields_stand_above_the_others() -> None:
-    page = parsed_content({"scan": BYTES, "label": 3, "ratio": 0.123456789})
-
+    page = parsed_content({"label": 3, "scan": BYTES, "ratio": 0.123456789})
     assert [name for name, _ in page.elements][:2] == ["img", "table"]
     assert page.text == "label3ratio0.123457"
 
@@ -93,8 +89,5 @@ def test_tokens_are_shaded_by_sign_and_share_of_the_largest_weight() -> None:
 
     assert [found.get("class") for found in page.all("span")] == ["p7", "n7", "p4", None, "n2"]
     assert [found["title"] for found in page.all("span")][1:3] == ["-2", "+1"]
-
-
-def test_tokens_without_weight_have_no_shade() -> None:
     assert [found.get("class") for found in parsed_content([("a", 0.0)]).all("span")] == [None]
     assert parsed_content([]).all("span") == []

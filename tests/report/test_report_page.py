@@ -10,15 +10,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_cases import VERDICT, Parsed, drawn_scores, parsed_content
+from report_cases import VERDICT, Parsed, drawn_scores, parsed_content, predictions
 
+from trak_lite import Scores
 from trak_lite.errors import InvalidInputError, MissingPackageError, NonFiniteError
-from trak_lite.evaluation.verdict import Predictions
 from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
 
@@ -51,10 +52,20 @@ def _picture(code: int) -> str:
     return "\ufffd" if 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 else chr(code)
 
 
-def test_top_rows_of_every_target_are_on_the_page(tmp_path: Path) -> None:
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "r.html"
+
+
+def page_of(out: Path, scores: Scores, **arguments: Any) -> Parsed:
+    """Return the page on some scores, without figures if none are named."""
+    return Parsed(write_report(scores, out, **{"figures": (), **arguments}))
+
+
+def test_top_rows_of_every_target_are_on_the_page(out: Path) -> None:
     scores = drawn_scores()
 
-    page = Parsed(write_report(scores, tmp_path / "r.html", k=3))
+    page = page_of(out, scores, k=3)
 
     order = np.argsort(-scores.numpy(), axis=0, kind="stable")
     rows = [int(found["data-row"] or "") for found in page.all("li")]
@@ -65,31 +76,32 @@ def test_top_rows_of_every_target_are_on_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_stays_text_wherever_it_comes_in(tmp_path: Path, text: str) -> None:
+def test_hostile_text_stays_text_wherever_it_comes_in(out: Path, text: str) -> None:
     scores = drawn_scores(num_rows=8, num_targets=1, num_checkpoints=1, verdict=VERDICT)
+    elements = page_of(out, scores, title="t").names | {
+        "table",
+        "tr",
+        "th",
+        "td",
+        "p",
+        "span",
+        "div",
+        "tbody",
+    }
     scores.name = scores.settings["note"] = text
-    renders = [
-        lambda row: text,
-        lambda row: {text: text, "n": 1.5},
-        lambda row: [(text, 1.0), ("b", -1.0)],
-    ]
-    plain = write_report(scores, tmp_path / "plain.html", title="t", figures=())
-    elements = Parsed(plain).names | {"table", "tr", "th", "td", "p", "span", "div", "tbody"}
 
-    for number, render in enumerate(renders):
-        out = tmp_path / f"{number}.html"
-        page = Parsed(
-            write_report(scores, out, train_render=render, target_render=render, title=text, figures=())
-        )
+    for content in (text, {text: text, "n": 1.5}, [(text, 1.0), ("b", -1.0)]):
+
+        def render(number: int, content: Any = content) -> Any:
+            return content
+
+        page = page_of(out, scores, train_render=render, target_render=render, title=text)
 
         assert page.names <= elements
         assert page.inside["title"] == shown(text)
-        count = page.text.count(shown(text))
-        assert count >= 12  # 5 rows at either end, the target, the heading
-        handlers = [
-            key for _, found in page.elements for key in found if key.startswith("on") or key == "style"
-        ]
-        assert not handlers
+        assert page.text.count(shown(text)) >= 12  # 5 rows at either end, the target, the heading
+        keys = {key for _, found in page.elements for key in found}
+        assert not [key for key in keys if key.startswith("on") or key == "style"]
         assert page.is_closed
 
 
@@ -102,15 +114,18 @@ def test_any_text_is_shown_as_it_is(text: str) -> None:
         assert page.names <= {"p", "span", "table", "tbody", "tr", "th", "td"}
 
 
-def test_the_page_names_no_other_place_and_its_policy_forbids_every_request(tmp_path: Path) -> None:
-    scores = drawn_scores(verdict=VERDICT)
-    image = np.zeros((4, 4))
-    out = write_report(
-        scores, tmp_path / "r.html", train_render=lambda row: image, target_render=lambda t: image
-    )
+def test_a_page_with_every_figure_asks_for_nothing_and_is_the_same_every_time(out: Path) -> None:
+    scores, image = drawn_scores(verdict=VERDICT, predictions=predictions()), np.zeros((4, 4))
+    renders = {"train_render": lambda row: image, "target_render": lambda target: image}
+    one, other = (write_report(scores, place, **renders) for place in (out, out.with_name("b.html")))
 
-    text, page = out.read_text(encoding="utf-8"), Parsed(out)
+    text, page = one.read_text(encoding="utf-8"), Parsed(one)
 
+    assert one.read_bytes() == other.read_bytes()
+    assert len(page.all("svg", role="img")) == len(page.all("figure")) == 4
+    identifiers = [found["id"] for _, found in page.elements if "id" in found]
+    assert len(set(identifiers)) == len(identifiers)
+    assert {str(found["href"]) for found in page.all("use")} <= {f"#{name}" for name in identifiers}
     assert not re.search(
         r"(?i)https?:|//[a-z]|@import|url\(|file:|\bwss?:", re.sub(r'src="data:[^"]*"', "", text)
     )
@@ -130,222 +145,190 @@ def test_the_page_names_no_other_place_and_its_policy_forbids_every_request(tmp_
     }
 
 
-def test_a_page_with_every_figure_has_no_identifier_twice_and_is_the_same_every_time(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    predictions = Predictions(generator.normal(size=(6, 4)), generator.normal(size=(6, 4)))
-    scores = drawn_scores(verdict=VERDICT, predictions=predictions)
-
-    one, other = (write_report(scores, tmp_path / name) for name in ("a.html", "b.html"))
-
-    page = Parsed(one)
-    assert len(page.all("svg", role="img")) == 4
-    identifiers = [found["id"] for _, found in page.elements if "id" in found]
-    assert len(set(identifiers)) == len(identifiers)
-    assert {str(found["href"]) for found in page.all("use")} <= {f"#{name}" for name in identifiers}
-    assert one.read_bytes() == other.read_bytes()
-
-
 def digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which checks the syntax of the script")
-def test_the_script_is_valid(tmp_path: Path) -> None:
-    page = Parsed(write_report(drawn_scores(), tmp_path / "r.html", figures=()))
-    (tmp_path / "script.js").write_text(page.inside["script"])
+def test_the_script_is_valid(out: Path) -> None:
+    script = out.with_name("script.js")
+    script.write_text(page_of(out, drawn_scores()).inside["script"])
 
-    subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
+    subprocess.run(["node", "--check", str(script)], check=True)
 
 
-def test_huge_text_is_cut_and_says_so(tmp_path: Path) -> None:
+def test_huge_text_is_cut_and_says_so(out: Path) -> None:
     scores = drawn_scores(num_rows=8, num_targets=1)
     huge = "x" * 1_000_000
     contents = [huge, {huge: huge}, dict.fromkeys(range(5000), 1), [(huge, 1.0)] * 3, [("t", 1.0)] * 5000]
 
     for content in contents:
-        out = write_report(scores, tmp_path / "r.html", train_render=lambda row, c=content: c, figures=())
+        page_of(out, scores, train_render=lambda row, c=content: c)
         assert out.stat().st_size < 600_000
         assert "in all)" in out.read_text(encoding="utf-8")
 
 
-def test_at_most_a_hundred_targets_are_shown_and_the_page_says_so(tmp_path: Path) -> None:
-    scores = drawn_scores(num_targets=130, num_rows=5)
+def test_named_targets_are_shown_in_their_order_and_at_most_a_hundred_of_all(out: Path) -> None:
+    named = page_of(out, drawn_scores(), targets=[-1, 0])
+    assert [found["data-target"] for found in named.all("article")] == ["3", "0"]
 
-    page = Parsed(write_report(scores, tmp_path / "r.html", k=1))
-
+    page = page_of(out, drawn_scores(num_targets=130, num_rows=5), k=1)
     assert len(page.all("article")) == 100
     assert "100 of 130 targets" in page.text
 
 
-def test_targets_that_are_named_are_shown_in_that_order(tmp_path: Path) -> None:
-    page = Parsed(write_report(drawn_scores(), tmp_path / "r.html", targets=[-1, 0], figures=()))
-
-    assert [found["data-target"] for found in page.all("article")] == ["3", "0"]
-
-
-def test_a_filter_leaves_only_its_rows_on_the_page(tmp_path: Path) -> None:
+def test_a_filter_leaves_only_its_rows_on_the_page(out: Path) -> None:
     scores = drawn_scores()
     mask = np.arange(40) % 3 == 1
-    page = Parsed(write_report(scores, tmp_path / "r.html", targets=[2], k=3, figures=(), where=mask))
+    page = page_of(out, scores, targets=[2], k=3, where=mask)
 
     rows = np.flatnonzero(mask)
     column = scores.numpy()[rows, 2]
     best, worst = (rows[np.argsort(sign * column, kind="stable")[:3]] for sign in (-1, 1))
-    shown = [int(item["data-row"]) for item in page.all("li") if "data-row" in item]
-    assert shown == [*best.tolist(), *worst.tolist()]
+    found = [int(item["data-row"]) for item in page.all("li") if "data-row" in item]
+    assert found == [*best.tolist(), *worst.tolist()]
     assert "Only the train rows of a mask." in page.text
 
 
-def test_scores_are_read_once_and_only_shown_rows_are_rendered(tmp_path: Path, monkeypatch) -> None:
+def test_scores_are_read_once_and_shown_rows_rendered(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = drawn_scores()
     passes, rendered = [], []
-    tiles = type(scores).tiles
-    monkeypatch.setattr(type(scores), "tiles", lambda self, wanted: passes.append(1) or tiles(self))
-    monkeypatch.setattr(type(scores), "numpy", lambda self: pytest.fail("all scores were held at once"))
+    tiles = Scores.tiles
+    monkeypatch.setattr(Scores, "tiles", lambda self, wanted: passes.append(1) or tiles(self))
+    monkeypatch.setattr(Scores, "numpy", lambda self: pytest.fail("all scores were held at once"))
+    some = {"k": 2, "targets": [1], "train_render": lambda row: rendered.append(row) or "x"}
 
-    write_report(
-        scores, tmp_path / "r.html", k=2, targets=[1], train_render=lambda r: rendered.append(r) or "x"
-    )
+    write_report(scores, out, **some)
 
     assert len(passes) == 1
-    assert sorted(rendered) == sorted(
-        [*scores.top(2, target=1).indices, *scores.top(2, target=1, sign="harmful").indices]
-    )
+    ends = [scores.top(2, target=1, sign=sign).indices for sign in ("helpful", "harmful")]
+    assert sorted(rendered) == sorted(np.concatenate(ends))
 
 
-def test_the_verdict_is_on_the_page_with_its_interval_and_baselines(tmp_path: Path) -> None:
-    tested = Parsed(write_report(drawn_scores(verdict=VERDICT), tmp_path / "a.html", figures=())).text
-    untested = Parsed(write_report(drawn_scores(), tmp_path / "b.html", figures=())).text
+def test_verdict_and_settings_of_scores_and_rows_are_on_the_page(out: Path) -> None:
+    method = GaussNewton(damping=0.25)
+    tested = page_of(out, drawn_scores(verdict=VERDICT, method=method)).text
+    untested = page_of(out, drawn_scores()).text
 
-    assert str(VERDICT).split("\n")[0] in tested
-    assert "gradient dot product, no kernel0.300 [0.200, 0.400]0.200 [0.100, 0.300]" in tested
+    said = ["scores: methodGaussNewton", "scores: damping0.25", 'rows: task{"name": "drawn"}']
+    said += [
+        "made with: trak_lite0",
+        "gradient dot product, no kernel0.300 [0.200, 0.400]0.200 [0.100, 0.300]",
+    ]
+    assert [text for text in [str(VERDICT).split("\n")[0], *said] if text not in tested] == []
     assert "Not tested yet" in untested
     assert "Not tested yet" not in tested
 
 
-def test_settings_of_scores_and_rows_are_on_the_page(tmp_path: Path) -> None:
-    text = Parsed(
-        write_report(drawn_scores(method=GaussNewton(damping=0.25)), tmp_path / "r.html", figures=())
-    ).text
-
-    assert "scores: methodGaussNewton" in text
-    assert "scores: damping0.25" in text
-    assert 'rows: task{"name": "drawn"}' in text
-    assert "made with: trak_lite0" in text
-
-
 def test_a_render_that_fails_leaves_the_older_page_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "folder" / "r.html"
-    before = write_report(drawn_scores(), out, figures=()).read_text(encoding="utf-8")
+    page_of(out, drawn_scores())
+    before = out.read_bytes()
 
     with pytest.raises(ZeroDivisionError):
-        write_report(drawn_scores(), out, train_render=lambda row: 1 // 0, figures=())
+        page_of(out, drawn_scores(), train_render=lambda row: 1 // 0)
 
-    assert out.read_text(encoding="utf-8") == before
+    assert out.read_bytes() == before
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_a_pair_is_rendered_for_its_own_target(tmp_path: Path) -> None:
+def test_a_pair_is_rendered_for_its_own_target(out: Path) -> None:
     scores = drawn_scores(num_targets=2)
 
-    page = write_report(
-        scores, tmp_path / "r.html", k=1, pair_render=lambda r, t: f"pair {r} {t};", figures=()
-    )
+    page = page_of(out, scores, k=1, pair_render=lambda row, target: f"pair {row} {target};")
 
     helpful = scores.top(1).indices[:, 0]
-    assert all(f"pair {row} {target};" in Parsed(page).text for target, row in enumerate(helpful))
+    assert all(f"pair {row} {target};" in page.text for target, row in enumerate(helpful))
+
+
+def rendering(content: Any) -> dict[str, Any]:
+    return {"train_render": lambda row: content}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"targets": [4]}, "no target 4"),
-        ({"targets": []}, "one or more different numbers from 0 to 3"),
-        ({"targets": [1, -3]}, "different numbers"),
-        ({"k": 0}, "k must be an integer of at least 1"),
-        ({"figures": ["histgram"]}, "histogram"),
-        ({"train_render": lambda row: 3.5}, "gave a float. Expected an image"),
-        ({"train_render": lambda row: np.zeros((2, 3, 5))}, r"shape \(2, 3, 5\). Expected \(H, W\)"),
-        ({"train_render": lambda row: np.zeros((0, 3))}, r"shape \(0, 3\)"),
-        ({"train_render": lambda row: np.zeros((2, 2), complex)}, "complex128. Expected real"),
-        ({"train_render": lambda row: [("a", 1), "bc"]}, r"\(token, weight\) pairs"),
+        ({"targets": [4]}, InvalidInputError, "no target 4"),
+        ({"targets": []}, InvalidInputError, "one or more different numbers from 0 to 3"),
+        ({"targets": [1, -3]}, InvalidInputError, "different numbers"),
+        ({"k": 0}, InvalidInputError, "k must be an integer of at least 1"),
+        ({"figures": ["histgram"]}, InvalidInputError, "histogram"),
+        (rendering(3.5), InvalidInputError, "gave a float. Expected an image"),
+        (rendering(np.zeros((2, 3, 5))), InvalidInputError, r"shape \(2, 3, 5\). Expected \(H, W\)"),
+        (rendering(np.zeros((0, 3))), InvalidInputError, r"shape \(0, 3\)"),
+        (rendering(np.zeros((2, 2), complex)), InvalidInputError, "complex128. Expected real"),
+        (rendering([("a", 1), "bc"]), InvalidInputError, r"\(token, weight\) pairs"),
+        (rendering(np.full((2, 2), np.nan)), NonFiniteError, "train row"),
+        (rendering([("a", float("inf"))]), NonFiniteError, "train row"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_by_name(tmp_path: Path, arguments, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        write_report(drawn_scores(), tmp_path / "r.html", **{"figures": (), **arguments})
+def test_what_cannot_be_shown_is_refused_by_name(out: Path, arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        page_of(out, drawn_scores(), **arguments)
 
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("content", [np.full((2, 2), np.nan), [("a", float("inf"))]])
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, content) -> None:
-    with pytest.raises(NonFiniteError, match="train row"):
-        write_report(drawn_scores(), tmp_path / "r.html", train_render=lambda row: content)
+    assert not list(out.parent.iterdir())
 
 
-def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    scores = drawn_scores(features=np.full((3, 6), 3e38), method=GradDot())
-
+def test_scores_that_are_not_finite_and_folders_are_refused(out: Path) -> None:
     with pytest.raises(NonFiniteError, match="score is NaN"):
-        write_report(scores, tmp_path / "r.html")
-
-
-def test_a_folder_is_no_page(tmp_path: Path) -> None:
+        page_of(out, drawn_scores(features=np.full((3, 6), 3e38), method=GradDot()))
     with pytest.raises(InvalidInputError, match=r"is a folder. Name a file in it"):
-        write_report(drawn_scores(), tmp_path)
+        page_of(out.parent, drawn_scores())
 
 
 @pytest.mark.parametrize("module", ["jinja2", "PIL", "matplotlib"])
-def test_a_missing_package_is_named_with_the_extra_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+def test_a_missing_package_is_named_with_the_extra_that_installs_it_before_scores_are_read(
+    out: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     scores = drawn_scores()
     monkeypatch.setitem(sys.modules, module, None)
+    arguments = rendering(np.zeros((2, 2)))
+    if module != "PIL":  # whether there are images is known when rows are rendered
+        monkeypatch.setattr(Scores, "tiles", lambda *_: pytest.fail("the scores were read"))
+        arguments = {}
 
     with pytest.raises(
         MissingPackageError, match=rf"needs {module}.*pip install 'trak-lite\[report\]'"
     ) as caught:
-        write_report(scores, tmp_path / "r.html", train_render=lambda row: np.zeros((2, 2)))
+        write_report(scores, out, **arguments)
 
     assert isinstance(caught.value, ImportError)
     assert caught.value.name == module
-    assert not list(tmp_path.iterdir())
+    assert not list(out.parent.iterdir())
 
 
-def test_a_missing_package_is_found_before_the_scores_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = drawn_scores()
-    monkeypatch.setattr(type(scores), "tiles", lambda self, *_: pytest.fail("the scores were read"))
-    for module in ("matplotlib", "jinja2"):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(MissingPackageError, match=module):
-            write_report(scores, tmp_path / "r.html")
-
-
-def test_without_figures_and_images_jinja2_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_figures_and_images_jinja2_is_enough(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("matplotlib", "PIL"):
         monkeypatch.setitem(sys.modules, module, None)
 
-    page = write_report(drawn_scores(), tmp_path / "r.html", train_render=lambda row: {"n": row}, figures=())
-
-    assert Parsed(page).is_closed
+    assert page_of(out, drawn_scores(), train_render=lambda row: {"n": row}).is_closed
 
 
-def test_without_the_extra_the_package_is_imported_and_a_notebook_names_what_is_missing() -> None:
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['jinja2', 'markupsafe', 'PIL', 'matplotlib']))\n"
-        "import trak_lite.report\n"
-        "from report_cases import drawn_scores\n"
-        "for shown in (drawn_scores(), drawn_scores().gallery()):\n"
-        "    try: shown._repr_html_()\n"
-        "    except trak_lite.errors.MissingPackageError as error: print(error)"
-    )
+IN_A_NEW_PROCESS = """
+import sys, tempfile
+from trak_lite.report import write_report
+from trak_lite.errors import MissingPackageError
+from report_cases import drawn_scores
+names = ["jinja2", "markupsafe", "PIL", "matplotlib"]
+print(any(name in sys.modules for name in names))
+sys.modules.update(dict.fromkeys(names))
+for shown in (drawn_scores(), drawn_scores().gallery()):
+    try:
+        shown._repr_html_()
+    except MissingPackageError as error:
+        print(error)
+for name in names:
+    del sys.modules[name]
+write_report(drawn_scores(), tempfile.mkdtemp() + "/r.html", figures=["histogram"])
+print("matplotlib" in sys.modules, "matplotlib.pyplot" in sys.modules)
+"""
+
+
+def test_a_new_process_imports_packages_when_they_are_needed_and_names_what_is_missing() -> None:
+    """matplotlib is imported to draw, without its global figures; without jinja2 a notebook says what to install."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ
-    )
+    command = [sys.executable, "-c", IN_A_NEW_PROCESS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
 
     message = "This needs jinja2, which is not installed. Install it with pip install 'trak-lite[report]'."
-    assert ended.stdout.splitlines() == [message, message]
+    assert ended.stdout.splitlines() == ["False", message, message, "True False"]

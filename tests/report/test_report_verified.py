@@ -14,8 +14,6 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, verify
 from trak_lite.evaluation import subset_masks
 from trak_lite.report import write_report
-from trak_lite.retraining import calibrated
-from trak_lite.retraining import verify as verification
 
 N, M = 30, 5
 
@@ -48,17 +46,19 @@ def outputs_of(model: nn.Module) -> np.ndarray:
     return torch.log(p / (1 - p)).numpy()
 
 
-@pytest.fixture
-def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attributor:
-    monkeypatch.setattr(calibrated, "_NUM_RESAMPLES", 50)
-    monkeypatch.setattr(verification, "_KEPT_TARGETS", 3)
-    made = Attributor(train(np.arange(N), 0), "image_classification", tmp_path / "run.zarr", proj_dim=8)
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory) -> Attributor:
+    path = tmp_path_factory.mktemp("verified") / "run.zarr"
+    made = Attributor(train(np.arange(N), 0), "image_classification", path, proj_dim=8)
     made.featurize(TRAIN)
-    verify(made.score(TARGETS, "test"), train, TARGETS, budget=4, seeds=(0, 1))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 50)
+        patched.setattr("trak_lite.retraining.verify._KEPT_TARGETS", 3)
+        verify(made.score(TARGETS, "test"), train, TARGETS, budget=4, seeds=(0, 1))
     return made
 
 
-def test_predictions_are_summed_scores_beside_the_mean_outputs_of_retrained_models(
+def test_predictions_are_summed_scores_beside_mean_retrained_outputs(
     verified: Attributor,
 ) -> None:
     opened = Attributor.open(verified.path, nn.Linear(4, 3)).scores("test")
@@ -72,9 +72,7 @@ def test_predictions_are_summed_scores_beside_the_mean_outputs_of_retrained_mode
     assert verified.scores("test", dense=False).predictions is None
 
 
-def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
-    verified: Attributor, tmp_path: Path
-) -> None:
+def test_a_report_of_an_opened_store_shows_verdict_and_manifest(verified: Attributor, tmp_path: Path) -> None:
     opened = Attributor.open(verified.path, nn.Linear(4, 3)).scores("test")
 
     page = Parsed(write_report(opened, tmp_path / "r.html"))
@@ -86,9 +84,7 @@ def test_a_report_of_an_opened_store_shows_its_verdict_points_and_manifest(
     assert "Not drawn. Uncertainty needs at least 2 checkpoints" in page.text
 
 
-def test_scores_that_are_not_kept_have_the_page_of_those_that_are(
-    verified: Attributor, tmp_path: Path
-) -> None:
+def test_scores_that_are_not_kept_have_the_same_page(verified: Attributor, tmp_path: Path) -> None:
     def rows(dense: bool) -> list[str | None]:
         page = Parsed(write_report(verified.scores("test", dense=dense), tmp_path / f"{dense}.html"))
         return [found["data-row"] for found in page.all("li")]

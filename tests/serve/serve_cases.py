@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import runpy
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +20,15 @@ from cli_cases import write_case
 
 from trak_lite import cli
 from trak_lite.cli.configs import read_config
-from trak_lite.cli.records import RunRecord, last_record
+from trak_lite.cli.records import last_record
 from trak_lite.cli.serving import pages_of
+from trak_lite.serve import marks as marks_module
+from trak_lite.serve.app import application
 from trak_lite.serve.pages import Pages
+from trak_lite.serve.server import listener, server
 
+Mark, MarksFile, relabelling = marks_module.Mark, marks_module.MarksFile, marks_module.relabelling
+FORM = "application/x-www-form-urlencoded"
 TEXT = "0.5 -1 0.25 2 1"
 HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=alert(1)>"
 RECIPE = (
@@ -66,19 +73,22 @@ def predict(model, sample):
 )
 
 
-def finished_run(folder: Path) -> Path:
+def finished_run(folder: Path, recipe: str = RECIPE, **changes: str) -> Path:
     """Train, featurize and score; return the folder."""
-    assert cli.main(["run", write_case(folder, recipe=RECIPE)]) == 0
+    assert cli.main(["run", write_case(folder, recipe=recipe, **changes)]) == 0
     return folder
 
 
-def pages_in(folder: Path, *, recipe: bool = True) -> Pages:
+def pages_in(folder: Path, *, recipe: bool = True, **options: str) -> Pages:
     """Return the pages of a finished run."""
-    store = str(folder / "run.zarr")
-    record = last_record(store)
-    assert isinstance(record, RunRecord)
-    options = [("recipe", str(folder / "recipe.py"))] if recipe else []
-    return pages_of(read_config(record, options, runs=False))
+    record = last_record(str(folder / "run.zarr"))
+    given = [*options.items(), *([("recipe", str(folder / "recipe.py"))] if recipe else [])]
+    return pages_of(read_config(record, given, runs=False))
+
+
+def recipe_of(folder: Path) -> dict[str, Any]:
+    """Return the functions of the recipe."""
+    return runpy.run_path(str(folder / "recipe.py"))
 
 
 @dataclass
@@ -96,8 +106,11 @@ class Client:
         return self.request("GET", f"{path}?{urlencode(params)}" if params else path)
 
     def post(self, path: str, fields: dict[str, Any], **headers: str) -> Answer:
-        kind = {"Content-Type": "application/x-www-form-urlencoded"}
-        return self.request("POST", path, urlencode(fields).encode(), {**kind, **headers})
+        return self.request("POST", path, urlencode(fields).encode(), {"Content-Type": FORM, **headers})
+
+    def token(self) -> str:
+        """Return the token of the forms."""
+        return str(re.search('name="token" value="([^"]+)"', self.get("/review").text)[1])
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -118,9 +131,6 @@ class Client:
 @contextmanager
 def served(pages: Pages, *, patience: float = 30.0) -> Iterator[Client]:
     """Run a server of the pages in a thread."""
-    from trak_lite.serve.app import application
-    from trak_lite.serve.server import listener, server
-
     with listener(0) as listening:
         running = server(application(pages, patience=patience), patience=patience)
         thread = Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[serve]'")
-pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
-
 from browser import CHROMIUM, NO_CHROMIUM, Page, browser, contrast, luminance
-from serve_cases import HOSTILE, TEXT, Client, finished_run, marks_in, pages_in, served
+from serve_cases import HOSTILE, TEXT, Client, marks_in, pages_in, served
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
@@ -27,19 +21,6 @@ NEEDS_NAME = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("ran"))
-
-
-@pytest.fixture(scope="module")
-def client(ran: Path) -> Iterator[Client]:
-    with served(pages_in(ran)) as opened:
-        token = re.search('name="token" value="([^"]+)"', opened.get("/").text)[1]
-        assert opened.post("/ask", {"token": token, "text": TEXT}).status == 303
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     with browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
@@ -47,11 +28,36 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def url(client: Client) -> str:
+    assert client.post("/ask", {"token": client.token(), "text": TEXT}).status == 303
     return f"http://127.0.0.1:{client.port}"
+
+
+SAID = "document.getElementById('status').textContent"
+
+
+def wait_for(page: Page, text: str) -> None:
+    """Wait until the status, which a screen reader reads aloud, begins with a text."""
+    page.wait(f"{SAID}.startsWith({text!r})")
+
+
+def focus(page: Page, name: str) -> None:
+    page.run(f"document.getElementById({name!r}).focus()")
 
 
 def focused(page: Page) -> str:
     return str(page.run("document.activeElement.id || document.activeElement.textContent.trim()"))
+
+
+def focused_row(page: Page) -> str:
+    return str(page.run("document.activeElement.closest('tr').dataset.row"))
+
+
+def reviewed(page: Page) -> list[str]:
+    return list(page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)"))
+
+
+def heading(page: Page) -> str:
+    return str(page.run("document.querySelector('h1').textContent"))
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -126,6 +132,11 @@ def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: s
     assert len(found["main"]) == 1
     assert "Pages" in found["navigation"]
     assert len(found["status"]) == 1
+    ids = page.run("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(set(ids)) == len(ids)
+    assert page.run("document.documentElement.lang") == "en"
+    viewport = page.run("document.querySelector('meta[name=viewport]').content")
+    assert viewport == "width=device-width, initial-scale=1"
     levels = page.run("[...document.querySelectorAll('h1, h2, h3, h4')].map(e => Number(e.tagName[1]))")
     assert levels[0] == 1
     assert max(np.diff(levels), default=0) <= 1  # no level is left out
@@ -143,9 +154,7 @@ def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: s
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_tab_reaches_everything_in_the_order_of_the_page_and_shows_where_it_is(
-    page: Page, url: str, path: str
-) -> None:
+def test_tab_reaches_everything_in_order_and_shows_where_it_is(page: Page, url: str, path: str) -> None:
     page.open(url + path)
     selector = 'a[href], button, select, textarea, input:not([type=hidden]), [tabindex="0"]'
     everything = f"[...document.querySelectorAll({selector!r})]"
@@ -178,22 +187,22 @@ def test_a_target_is_chosen_without_a_mouse(page: Page, url: str, scripts: bool)
     else:
         page.loaded()
     assert page.run("document.querySelectorAll('li[data-row]').length") == 10
-    assert page.run("document.querySelector('h1').textContent") == "Target 2 of held-out"
+    assert heading(page) == "Target 2 of held-out"
     address = page.run("location.href")
     assert "target=2" in address
 
     page.open(address)  # what the address bar shows leads back
-    assert page.run("document.querySelector('h1').textContent") == "Target 2 of held-out"
+    assert heading(page) == "Target 2 of held-out"
     if scripts:
-        page.run("document.getElementById('permalink').focus()")
+        focus(page, "permalink")
         page.press("Enter")
         page.loaded()
-        assert page.run("document.querySelector('h1').textContent") == "Target 2 of held-out"
+        assert heading(page) == "Target 2 of held-out"
 
 
 def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
     page.open(f"{url}/")
-    page.run("document.getElementById('text').focus()")
+    focus(page, "text")
     page.type("1 2 3 4 0")
     page.press("Tab")
     assert focused(page) == "ask"
@@ -203,7 +212,7 @@ def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
     assert "logits" in page.run("document.querySelector('article').innerText")
 
     page.run("document.getElementById('text').value = 'not numbers'")
-    page.run("document.getElementById('ask').focus()")
+    focus(page, "ask")
     page.press("Enter")
     page.wait("document.querySelector('h1').textContent.startsWith('400')")
     assert "made no sample" in page.run("document.getElementById('status').textContent")
@@ -211,99 +220,96 @@ def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
 
 def test_rows_are_marked_by_keys_and_the_marks_are_on_disk(page: Page, url: str, ran: Path) -> None:
     page.open(f"{url}/review")
-    rows = page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)")
-    page.run(f"document.getElementById('keep-{rows[0]}').focus()")
+    rows = reviewed(page)
+    focus(page, f"keep-{rows[0]}")
 
     page.press("k")
-    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[0]}: keep.')")
+    wait_for(page, f"Row {rows[0]}: keep.")
     assert focused(page) == f"keep-{rows[0]}"
     assert page.run("document.activeElement.getAttribute('aria-pressed')") == "true"
     assert marks_in(ran) == {rows[0]: {"mark": "keep", "label": ""}}
 
     page.press("n")
-    assert page.run("document.activeElement.closest('tr').dataset.row") == rows[1]
+    assert focused_row(page) == rows[1]
     page.press("d")
-    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[1]}: drop.')")
+    wait_for(page, f"Row {rows[1]}: drop.")
     page.press("p")
-    assert page.run("document.activeElement.closest('tr').dataset.row") == rows[0]
+    assert focused_row(page) == rows[0]
 
-    page.run(f"document.getElementById('label-{rows[0]}').focus()")
+    focus(page, f"label-{rows[0]}")
     page.type("kdu")  # letters in the field are no keys
     assert page.run(f"document.getElementById('label-{rows[0]}').value") == "kdu"
     page.press("Enter")  # the first button of the form: a label is for a flip
-    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[0]}: flip.')")
+    wait_for(page, f"Row {rows[0]}: flip.")
     assert marks_in(ran) == {
         rows[0]: {"mark": "flip", "label": "kdu"},
         rows[1]: {"mark": "drop", "label": ""},
     }
 
     for row in rows[:2]:
-        page.run(f"document.getElementById('keep-{row}').focus()")
+        focus(page, f"keep-{row}")
         page.press("u")
-        page.wait(f"document.getElementById('status').textContent.startsWith('Row {row}: no mark.')")
+        wait_for(page, f"Row {row}: no mark.")
     assert marks_in(ran) == {}
 
 
 @pytest.mark.parametrize("show", ["all", "unmarked"])
-def test_keys_go_on_after_a_mark_wherever_the_focus_is_in_the_row(
-    page: Page, url: str, ran: Path, tmp_path: Path, show: str
-) -> None:
+def test_keys_go_on_after_a_mark_wherever_the_focus_is_in_the_row(page: Page, copy: Path, show: str) -> None:
     """The focus is on the row's text, as Tab reaches it; rows with a mark leave the list of unmarked ones."""
-    shutil.copytree(ran, tmp_path / "copy")
-    recipe = tmp_path / "copy/recipe.py"
+    recipe = copy / "recipe.py"
     recipe.write_text(recipe.read_text() + "\n\ndef render(index):\n    return f'text {index}'\n")
-    with served(pages_in(tmp_path / "copy")) as opened:
+    with served(pages_in(copy)) as opened:
         page.open(f"http://127.0.0.1:{opened.port}/review?show={show}")
         page.press("n")  # no row has the focus: the first one
-        rows = page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)")
-        assert page.run("document.activeElement.closest('tr').dataset.row") == rows[0]
+        rows = reviewed(page)
+        assert focused_row(page) == rows[0]
         page.run("document.querySelector('tr[data-row] .text').focus()")
         for key, mark, row in (("k", "keep", rows[0]), ("d", "drop", rows[1]), ("f", "flip", rows[2])):
             page.press(key)
-            page.wait(f"document.getElementById('status').textContent.startsWith('Row {row}: {mark}.')")
+            wait_for(page, f"Row {row}: {mark}.")
             assert page.run("document.activeElement.textContent").startswith("text ")
             after = row if show == "all" else rows[rows.index(row) + 1]
-            assert page.run("document.activeElement.closest('tr').dataset.row") == after
+            assert focused_row(page) == after
             if show == "all":
                 page.press("n")
                 page.run("document.activeElement.closest('tr').querySelector('.text').focus()")
-        assert {row: one["mark"] for row, one in marks_in(tmp_path / "copy").items()} == dict(
+        assert {row: one["mark"] for row, one in marks_in(copy).items()} == dict(
             zip(rows[:3], ("keep", "drop", "flip"), strict=True)
         )
 
 
 def test_keys_that_are_faster_than_the_server_lose_no_mark(page: Page, url: str, ran: Path) -> None:
     page.open(f"{url}/review")
-    rows = page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)")
+    rows = reviewed(page)
     for key in "nkndnk":
         page.press(key)
-    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[2]}: keep.')")
-    assert page.run("document.activeElement.closest('tr').dataset.row") == rows[2]
+    wait_for(page, f"Row {rows[2]}: keep.")
+    assert focused_row(page) == rows[2]
     pressed = page.run("[...document.querySelectorAll('[aria-pressed=true]')].map(e => e.id)")
     assert pressed == [f"keep-{rows[0]}", f"drop-{rows[1]}", f"keep-{rows[2]}"]
     for key in "upupu":
         page.press(key)
-    page.wait(f"document.getElementById('status').textContent.startsWith('Row {rows[0]}: no mark.')")
+    wait_for(page, f"Row {rows[0]}: no mark.")
     assert marks_in(ran) == {}
 
 
 def test_the_back_button_leads_to_the_page_before(page: Page, url: str) -> None:
     page.open(f"{url}/?target=1")
     page.run("document.getElementById('target').value = 3")
-    page.run("document.getElementById('show').focus()")
+    focus(page, "show")
     page.press("Enter")
     page.wait("document.querySelector('h1').textContent === 'Target 3 of held-out'")
 
     page.run("history.back()")
     page.loaded()
 
-    assert page.run("document.querySelector('h1').textContent") == "Target 1 of held-out"
+    assert heading(page) == "Target 1 of held-out"
 
 
 def test_a_server_that_is_gone_is_announced(page: Page, ran: Path) -> None:
     with served(pages_in(ran)) as opened:
         page.open(f"http://127.0.0.1:{opened.port}/?target=1")
-    page.run("document.getElementById('show').focus()")
+    focus(page, "show")
     page.press("Enter")
-    page.wait("document.getElementById('status').textContent.startsWith('No page came back.')")
+    wait_for(page, "No page came back.")
     assert page.run("document.querySelectorAll('li[data-row]').length") == 10

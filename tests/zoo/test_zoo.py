@@ -69,7 +69,7 @@ def test_a_published_architecture_is_right_from_featurize_to_report(name: str, t
     assert (measured["modules"] > 100) == (name in MORE_THAN_100)
 
 
-def test_a_mixture_of_experts_has_its_gradients_in_every_precision_at_an_even_and_an_odd_length() -> None:
+def test_gradients_of_a_mixture_are_right_in_every_precision_and_length() -> None:
     hub()
     from zoo_mixtures import mixtures
 

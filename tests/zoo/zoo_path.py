@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from trak_lite import Attributor, Rows, token_scores
-from trak_lite.data.batches import flatten_batch, map_tensors
 from trak_lite.errors import TrakLiteError
-from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     choose_gradient_computer,
@@ -79,6 +77,15 @@ def require(truth: bool, what: str) -> None:
         raise Wrong(what)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return a tensor, or a dict, tuple or list of them, with the function applied to each tensor."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    return type(batch)(map_tensors(function, part) for part in batch)
+
+
 def relative_errors(found: Array, expected: Array) -> Array:
     """Return the distance of each row to what it should be, relative to that row's norm; 0 where both are 0."""
     norms = np.linalg.norm(expected, axis=1)
@@ -94,9 +101,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {
         "values": {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
         "tensors": {
-            f"{name}.{key}": (id(value), type(value), getattr(value, "requires_grad", None))
-            for name, module in model.named_modules(remove_duplicate=False)
-            for key, value in module._parameters.items()
+            name: (id(value), type(value), value.requires_grad)
+            for name, value in model.named_parameters(remove_duplicate=False)
         },
         "grads": [name for name, p in model.named_parameters() if p.grad is not None],
         "modes": {name: module.training for name, module in model.named_modules()},
@@ -110,12 +116,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def left_as_it_was(model: nn.Module, *, draws: bool = False) -> Iterator[None]:
-    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model.
-
-    Args:
-        model: The model.
-        draws: Whether the model itself draws random numbers in eval mode.
-    """
+    """Raise :class:`Wrong` if the block, or an error in it, leaves a trace in the model, which may draw numbers."""
     before = state_of(model)
     try:
         yield
@@ -239,10 +240,10 @@ def gradients_by_precision(
         Engine and error, or the refusal, by precision and, where the samples have tokens, by length.
     """
     found: dict[str, Any] = {}
-    lengths = {"as drawn": samples, "one token less": one_token_less(samples)}
-    drawn, cut = (flatten_batch(rows.batch([0]))[0] for rows in lengths.values())
-    if all(map(torch.equal, drawn, cut)):
-        del lengths["one token less"]
+    lengths = {"as drawn": samples}
+    shorter = one_token_less(samples)
+    if str(shorter.samples[0]) != str(samples.samples[0]):
+        lengths["one token less"] = shorter
     for length, rows in lengths.items():
         if not runs_alone(in_float64(model), output, batch_in_float64(rows.batch([0]))):
             continue
@@ -327,14 +328,11 @@ def expected_scores(
     damping = method.kernel.damping
     weights = w if isinstance(method, GaussNewton) else np.ones(len(rows))
     total = np.zeros((len(rows), len(targets)))
-    grams: Sequence[Tensor | None] = [None] * len(attributor.layout.segments)
-    if isinstance(method, Fisher):
-        with ZarrFeatureStore.open(path) as store:
-            grams = FisherFits(store, method).grams("ckpt-0", attributor.layout, device=attributor.device)
-    for segment, gram in zip(attributor.layout.segments, grams, strict=True):
+    fitted = fisher_information(path) if isinstance(method, Fisher) else None
+    for segment in attributor.layout.segments:
         x, t = rows[:, segment.start : segment.stop], targets[:, segment.start : segment.stop]
-        if gram is not None:
-            matrix = gram.double().numpy()
+        if fitted is not None:
+            matrix = fitted[segment.start : segment.stop, : segment.width]
             if matrix.any():
                 lam = _lambda(matrix, damping, segment.width, 0.02, segment.width)
                 own = x if scored is None else scored[:, segment.start : segment.stop]
@@ -345,6 +343,13 @@ def expected_scores(
             lam = _lambda(inner, damping, segment.width, 0.2, min(segment.width, len(x)))
             total += np.linalg.solve(inner + lam * np.eye(len(x)), x @ t.T)
     return total * q[:, None]
+
+
+def fisher_information(path: Path) -> Array:
+    """Return the fitted matrices of all segments, one below the other."""
+    with ZarrFeatureStore.open(path) as store:
+        (name,) = (name for name in store.table_names("fisher/ckpt-0") if name.endswith("/gram"))
+        return store.open_table(name).read("gram").astype(np.float64)
 
 
 def _lambda(matrix: Array, damping: float | None, width: int, share: float, count: int) -> float:
@@ -433,17 +438,8 @@ def run_whole_path(
 ) -> dict[str, Any]:
     """Take a model through the public path with default settings; return what was measured.
 
-    Args:
-        build: Makes the model, the same one at each call.
-        task: As for ``Attributor``.
-        output: f of the task, written anew.
-        train: Train rows: more than one batch.
-        targets: Targets.
-        folder: Where the stores may be made.
-        batch_size: Samples per pass.
-        tokens: Whether the scores can be told apart by token.
-        draws: Whether the model draws random numbers in eval mode, so that two runs agree up to rounding alone.
-        row_tolerance: Of a stored row.
+    ``build`` makes the same model at each call; ``train`` has more than one batch. With ``tokens`` scores can be told
+    apart by token; a model that ``draws`` random numbers in eval mode agrees with itself up to rounding alone.
     """
     model = build()
     gradients = loop_gradients(model, output, train)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from zoo_cases import (
     CLASSES,
     VOCABULARY,
     Architecture,
+    MakeSample,
     classifier,
     ids,
     image,
@@ -23,6 +27,38 @@ from zoo_cases import (
 )
 
 
+class Apply(nn.Module):
+    """A function without parameters as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Joined(nn.Module):
+    """What a function makes of the input of some layers and their output."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.join, self.body = join, nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, self.body(x))
+
+
+def residual(*layers: nn.Module) -> Joined:
+    return Joined(torch.add, *layers)
+
+
+def pooled(channels: int, *features: nn.Module, norm: nn.Module | None = None) -> nn.Sequential:
+    """Features of an image, their mean over places, and a linear layer."""
+    mean = Apply(lambda x: x.mean((2, 3)))
+    return nn.Sequential(*features, mean, *([norm] if norm else []), nn.Linear(channels, CLASSES))
+
+
 def conv_norm(channels: int, out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
     padding = kernel // 2
     return nn.Sequential(
@@ -30,72 +66,36 @@ def conv_norm(channels: int, out: int, kernel: int = 3, stride: int = 1, groups:
     )
 
 
-class BasicBlock(nn.Module):
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.first, self.second = conv_norm(channels, out, 3, stride), conv_norm(out, out)
+def resnet(depths: tuple[int, ...], width: int, expansion: int) -> nn.Module:
+    """He et al., 2015 (arXiv:1512.03385), narrow: basic blocks, or bottlenecks with an ``expansion``."""
+
+    def block(channels: int, inner: int, stride: int) -> nn.Module:
+        out = expansion * inner
+        if expansion == 1:
+            body = [conv_norm(channels, out, 3, stride), nn.ReLU(inplace=True), conv_norm(out, out)]
+        else:
+            body = [conv_norm(channels, inner, 1), nn.ReLU(), conv_norm(inner, inner, 3, stride), nn.ReLU()]
+            body.append(conv_norm(inner, out, 1))
         same = stride == 1 and channels == out
-        self.shortcut = nn.Identity() if same else conv_norm(channels, out, 1, stride)
-        self.relu = nn.ReLU(inplace=True)
+        shortcut = nn.Identity() if same else conv_norm(channels, out, 1, stride)
+        return Shortcut(nn.Sequential(*body), shortcut)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(self.second(self.relu(self.first(x))) + self.shortcut(x))
+    layers = [conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    channels = width
+    for stage, depth in enumerate(depths):
+        for number in range(depth):
+            layers.append(block(channels, width * 2**stage, 2 if stage and not number else 1))
+            channels = expansion * width * 2**stage
+    return pooled(channels, *layers)
 
 
-class ResNet18(nn.Module):
-    """He et al., 2015 (arXiv:1512.03385): 8 basic blocks, at an eighth of the width."""
-
-    def __init__(self, width: int = 8) -> None:
+class Shortcut(nn.Module):
+    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
-        self.stem = nn.Sequential(conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-        blocks, channels = [], width
-        for stage in range(4):
-            for number in range(2):
-                out = width * 2**stage
-                blocks.append(BasicBlock(channels, out, 2 if stage and not number else 1))
-                channels = out
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, channels: int, inner: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            conv_norm(channels, inner, 1),
-            nn.ReLU(),
-            conv_norm(inner, inner, 3, stride),
-            nn.ReLU(),
-            conv_norm(inner, out, 1),
-        )
-        self.shortcut = (
-            conv_norm(channels, out, 1, stride) if channels != out or stride > 1 else nn.Identity()
-        )
+        self.body, self.shortcut = body, shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.body(x) + self.shortcut(x)).relu_()
-
-
-class ResNet50(nn.Module):
-    """He et al., 2015: 16 bottlenecks, 107 modules with parameters."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        blocks, channels = [], width
-        for stage, depth in enumerate((3, 4, 6, 3)):
-            for number in range(depth):
-                inner = width * 2**stage
-                blocks.append(Bottleneck(channels, inner, 4 * inner, 2 if stage and not number else 1))
-                channels = 4 * inner
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
 def vgg11() -> nn.Module:
@@ -112,35 +112,21 @@ def vgg11() -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
-class DenseNet(nn.Module):
+def densenet(growth: int = 4, depths: tuple[int, ...] = (3, 3)) -> nn.Module:
     """Huang et al., 2016 (arXiv:1608.06993): every layer reads all before it."""
 
-    def __init__(self, growth: int = 4, depths: tuple[int, ...] = (3, 3)) -> None:
-        super().__init__()
-        self.stem, channels = nn.Conv2d(3, 8, 3, padding=1), 8
-        self.layers, self.transitions = nn.ModuleList(), nn.ModuleList()
-        for depth in depths:
-            block = nn.ModuleList()
-            for _ in range(depth):
-                norms = nn.BatchNorm2d(channels), nn.BatchNorm2d(4 * growth)
-                convs = nn.Conv2d(channels, 4 * growth, 1), nn.Conv2d(4 * growth, growth, 3, padding=1)
-                block.append(nn.Sequential(norms[0], nn.ReLU(), convs[0], norms[1], nn.ReLU(), convs[1]))
-                channels += growth
-            self.layers.append(block)
-            halved = nn.Conv2d(channels, channels // 2, 1)
-            self.transitions.append(
-                nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), halved, nn.AvgPool2d(2))
-            )
-            channels //= 2
-        self.head = nn.Linear(channels, CLASSES)
+    def normed(channels: int, *conv: Any) -> list[nn.Module]:
+        return [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, *conv)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block, transition in zip(self.layers, self.transitions, strict=True):
-            for layer in block:
-                x = torch.cat([x, layer(x)], dim=1)
-            x = transition(x)
-        return self.head(x.mean((2, 3)))
+    layers, channels = [nn.Conv2d(3, 8, 3, padding=1)], 8
+    for depth in depths:
+        for _ in range(depth):
+            own = [*normed(channels, 4 * growth, 1), *normed(4 * growth, growth, 3, 1, 1)]
+            layers.append(Joined(lambda x, y: torch.cat([x, y], dim=1), *own))
+            channels += growth
+        layers += [*normed(channels, channels // 2, 1), nn.AvgPool2d(2)]
+        channels //= 2
+    return pooled(channels, *layers)
 
 
 class InvertedResidual(nn.Module):
@@ -154,17 +140,9 @@ class InvertedResidual(nn.Module):
         act: nn.Module = nn.SiLU() if squeeze else nn.ReLU6()
         self.widen = nn.Sequential(conv_norm(channels, inner, 1), act)
         self.depthwise = nn.Sequential(conv_norm(inner, inner, kernel, stride, groups=inner), act)
-        self.squeeze = (
-            nn.Sequential(
-                nn.AdaptiveAvgPool2d(1),
-                nn.Conv2d(inner, 4, 1),
-                nn.SiLU(),
-                nn.Conv2d(4, inner, 1),
-                nn.Sigmoid(),
-            )
-            if squeeze
-            else None
-        )
+        narrow, wide = nn.Conv2d(inner, 4, 1), nn.Conv2d(4, inner, 1)
+        scale = nn.AdaptiveAvgPool2d(1), narrow, nn.SiLU(), wide, nn.Sigmoid()
+        self.squeeze = nn.Sequential(*scale) if squeeze else None
         self.project = conv_norm(inner, out, 1)
         self.residual = stride == 1 and channels == out
 
@@ -176,25 +154,15 @@ class InvertedResidual(nn.Module):
         return x + hidden if self.residual else hidden
 
 
-class MobileNet(nn.Module):
+def mobilenet(squeeze: bool, depth: int = 3) -> nn.Module:
     """MobileNetV2, or EfficientNet with ``squeeze``."""
-
-    def __init__(self, squeeze: bool, *, depth: int = 3) -> None:
-        super().__init__()
-        blocks, channels = [], 8
-        for out, stride, kernel in ((8, 1, 3), (12, 2, 3), (16, 2, 5), (24, 1, 5)):
-            for number in range(depth):
-                blocks.append(
-                    InvertedResidual(
-                        channels, out, 1 if number else stride, 3, kernel if squeeze else 3, squeeze
-                    )
-                )
-                channels = out
-        self.features = nn.Sequential(conv_norm(3, 8, 3, 2), *blocks, conv_norm(channels, 32, 1), nn.SiLU())
-        self.head = nn.Linear(32, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
+    blocks, channels = [], 8
+    for out, stride, kernel in ((8, 1, 3), (12, 2, 3), (16, 2, 5), (24, 1, 5)):
+        for number in range(depth):
+            size = kernel if squeeze else 3
+            blocks.append(InvertedResidual(channels, out, 1 if number else stride, 3, size, squeeze))
+            channels = out
+    return pooled(32, conv_norm(3, 8, 3, 2), *blocks, conv_norm(channels, 32, 1), nn.SiLU())
 
 
 class MNASNet(nn.Module):
@@ -205,50 +173,42 @@ class MNASNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         blocks = [InvertedResidual(8, 8, 1, 3, 3, False), InvertedResidual(8, 16, 2, 3, 5, False)]
-        self.features = nn.Sequential(conv_norm(3, 8, 3, 2), *blocks)
-        self.head = nn.Linear(16, CLASSES)
+        self.layers = pooled(16, conv_norm(3, 8, 3, 2), *blocks)
+        self.register_load_state_dict_pre_hook(self.refuse_other_versions)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).mean((2, 3)))
+        return self.layers(x)
 
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, *others: object
+    @staticmethod
+    def refuse_other_versions(
+        module: nn.Module, state: dict, prefix: str, metadata: dict, *_: object
     ) -> None:
-        if local_metadata.get("version") not in (1, 2):
-            raise ValueError(f"Expected version 1 or 2, got {local_metadata.get('version')}.")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if metadata.get("version") not in (1, 2):
+            raise ValueError(f"Expected version 1 or 2, got {metadata.get('version')}.")
 
 
-class ConvNeXtBlock(nn.Module):
+class Scaled(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        self.norm = nn.LayerNorm(channels)
-        self.widen, self.narrow = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
         self.scale = nn.Parameter(torch.full((channels,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + (self.scale * self.narrow(F.gelu(self.widen(hidden)))).permute(0, 3, 1, 2)
+        return self.scale * x
 
 
-class ConvNeXt(nn.Module):
+def convnext() -> nn.Module:
     """Liu et al., 2022 (arXiv:2201.03545), in channels-last memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 4, 4),
-            ConvNeXtBlock(8),
-            ConvNeXtBlock(8),
-            nn.Conv2d(8, 16, 2, 2),
-            ConvNeXtBlock(16),
-        )
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, CLASSES)
+    def block(channels: int) -> nn.Module:
+        depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        widen, narrow = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+        last, first = Apply(lambda x: x.permute(0, 2, 3, 1)), Apply(lambda x: x.permute(0, 3, 1, 2))
+        mixed = nn.LayerNorm(channels), widen, nn.GELU(), narrow, Scaled(channels)
+        return residual(depthwise, last, *mixed, first)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x.contiguous(memory_format=torch.channels_last))
-        return self.head(self.norm(x.mean((2, 3))))
+    in_memory = Apply(lambda x: x.contiguous(memory_format=torch.channels_last))
+    body = nn.Conv2d(3, 8, 4, 4), block(8), block(8), nn.Conv2d(8, 16, 2, 2), block(16)
+    return pooled(16, in_memory, *body, norm=nn.LayerNorm(16))
 
 
 class UNet(nn.Module):
@@ -274,29 +234,18 @@ class UNet(nn.Module):
         return self.out(torch.cat([self.up(hidden), first], dim=1))
 
 
-class MixerBlock(nn.Module):
-    def __init__(self, patches: int, channels: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(channels), nn.LayerNorm(channels)])
-        self.tokens = nn.Sequential(nn.Linear(patches, 12), nn.GELU(), nn.Linear(12, patches))
-        self.channels = nn.Sequential(nn.Linear(channels, 24), nn.GELU(), nn.Linear(24, channels))
+def mixer(patches: int = 16, channels: int = 12) -> nn.Module:
+    """MLP-Mixer (Tolstikhin et al., 2021, arXiv:2105.01601)."""
+    transposed = Apply(lambda x: x.transpose(1, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
-        return x + self.channels(self.norms[1](x))
+    def block() -> list[nn.Module]:
+        tokens = nn.Linear(patches, 12), nn.GELU(), nn.Linear(12, patches)
+        wide = nn.Linear(channels, 24), nn.GELU(), nn.Linear(24, channels)
+        over_patches = residual(nn.LayerNorm(channels), transposed, *tokens, transposed)
+        return [over_patches, residual(nn.LayerNorm(channels), *wide)]
 
-
-class MLPMixer(nn.Module):
-    """Tolstikhin et al., 2021 (arXiv:2105.01601)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 12, 8, 8)
-        self.blocks = nn.Sequential(MixerBlock(16, 12), MixerBlock(16, 12))
-        self.head = nn.Linear(12, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x).flatten(2).transpose(1, 2)).mean(1))
+    stem = nn.Conv2d(3, channels, 8, 8), nn.Flatten(2), transposed
+    return nn.Sequential(*stem, *block(), *block(), Apply(lambda x: x.mean(1)), nn.Linear(channels, CLASSES))
 
 
 class TextCNN(nn.Module):
@@ -471,37 +420,19 @@ class SetTransformer(nn.Module):
         return attention(query, keys, keys, need_weights=False)[0]
 
 
-class Discriminator(nn.Module):
+def discriminator() -> nn.Module:
     """Of SNGAN (Miyato et al., 2018, arXiv:1802.05957): spectral normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        normed = parametrizations.spectral_norm
-        self.body = nn.Sequential(
-            normed(nn.Conv2d(3, 8, 4, 2, 1)),
-            nn.LeakyReLU(0.1, inplace=True),
-            normed(nn.Conv2d(8, 16, 4, 2, 1)),
-            nn.LeakyReLU(0.1, inplace=True),
-            nn.Flatten(),
-            normed(nn.Linear(1024, CLASSES)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+    normed = parametrizations.spectral_norm
+    layers: list[nn.Module] = []
+    for channels, out in ((3, 8), (8, 16)):
+        layers += [normed(nn.Conv2d(channels, out, 4, 2, 1)), nn.LeakyReLU(0.1, inplace=True)]
+    return nn.Sequential(*layers, nn.Flatten(), normed(nn.Linear(1024, CLASSES)))
 
 
-class SIREN(nn.Module):
+def siren() -> nn.Module:
     """Sitzmann et al., 2020 (arXiv:2006.09661)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 16), nn.Linear(16, 16)])
-        self.out = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.sin(3 * layer(x))
-        return self.out(x)
+    sine = Apply(lambda x: torch.sin(3 * x))
+    return nn.Sequential(nn.Linear(2, 16), sine, nn.Linear(16, 16), sine, nn.Linear(16, 3))
 
 
 class VAE(nn.Module):
@@ -564,8 +495,7 @@ def noise_error(call, batch) -> Tensor:
 
 
 def colour_error(call, batch) -> Tensor:
-    places, colours = batch
-    return -(call(places) - colours).square().flatten(1).sum(1)
+    return noise_error(lambda places, _: call(places), (batch[0], None, batch[1]))
 
 
 def evidence_bound(call, batch) -> Tensor:
@@ -573,6 +503,30 @@ def evidence_bound(call, batch) -> Tensor:
     decoded, mean, log_variance = call(x, noise)
     divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1)
     return -(decoded - x).square().sum(1) - divergence
+
+
+def normal(*shapes: tuple[int, ...], drawn: Callable[..., Tensor] = torch.randn) -> MakeSample:
+    """Tensors of these shapes, without a class."""
+    return lambda g, n: tuple(drawn(*shape, generator=g) for shape in shapes)
+
+
+def one_noised(generator, number):
+    images, noise = (torch.randn(3, 16, 16, generator=generator) for _ in range(2))
+    return images, torch.rand(1, generator=generator), noise
+
+
+def one_graph(generator, number):
+    edges = (torch.rand(6, 6, generator=generator) < 0.3).float()
+    return torch.randn(6, 5, generator=generator), edges, label(generator)
+
+
+def one_visit(generator, number):
+    sparse = torch.randint(20, (3, 2), generator=generator)
+    return torch.randn(4, generator=generator), sparse, label(generator)
+
+
+def one_digit(generator, number):
+    return torch.rand(16, generator=generator), torch.randn(4, generator=generator)
 
 
 def pairs(generator, number):
@@ -588,27 +542,17 @@ def one_continued(generator, number):
 
 
 PUBLISHED: list[Architecture] = [
-    classifier("resnet18", "vision", ResNet18, image()),
-    classifier("resnet50", "vision", ResNet50, image()),
+    classifier("resnet18", "vision", partial(resnet, (2, 2, 2, 2), 8, 1), image()),
+    classifier("resnet50", "vision", partial(resnet, (3, 4, 6, 3), 4, 4), image()),  # 107 modules
     classifier("vgg11-bn", "vision", vgg11, image()),
-    classifier("densenet", "vision", DenseNet, image(16)),
-    classifier("mobilenetv2", "vision", lambda: MobileNet(False), image()),
-    classifier("efficientnet-se", "vision", lambda: MobileNet(True), image()),
+    classifier("densenet", "vision", densenet, image(16)),
+    classifier("mobilenetv2", "vision", partial(mobilenet, False), image()),
+    classifier("efficientnet-se", "vision", partial(mobilenet, True), image()),
     classifier("mnasnet", "vision", MNASNet, image()),
-    classifier("convnext-channels-last", "vision", ConvNeXt, image()),
-    classifier("mlp-mixer", "vision", MLPMixer, image()),
-    classifier("sngan-discriminator", "vision", Discriminator, image()),
-    with_own_f(
-        "unet-diffusion",
-        "vision",
-        UNet,
-        lambda g, n: (
-            torch.randn(3, 16, 16, generator=g),
-            torch.rand(1, generator=g),
-            torch.randn(3, 16, 16, generator=g),
-        ),
-        noise_error,
-    ),
+    classifier("convnext-channels-last", "vision", convnext, image()),
+    classifier("mlp-mixer", "vision", mixer, image()),
+    classifier("sngan-discriminator", "vision", discriminator, image()),
+    with_own_f("unet-diffusion", "vision", UNet, one_noised, noise_error),
     classifier("textcnn", "text", TextCNN, one_text),
     classifier("bigru-attention", "text", BiGRU, one_text),
     language_model("awd-lstm", "text", AWDLSTM, one_continued),
@@ -618,35 +562,9 @@ PUBLISHED: list[Architecture] = [
     classifier("s4d", "state-space", S4D, tensors(1, 24)),
     classifier("pointnet", "sets", PointNet, tensors(10, 3)),
     classifier("set-transformer", "sets", SetTransformer, tensors(10, 3)),
-    classifier(
-        "gcn",
-        "graphs",
-        GCN,
-        lambda g, n: (
-            torch.randn(6, 5, generator=g),
-            (torch.rand(6, 6, generator=g) < 0.3).float(),
-            label(g),
-        ),
-    ),
-    classifier(
-        "dlrm",
-        "recommendation",
-        DLRM,
-        lambda g, n: (torch.randn(4, generator=g), torch.randint(20, (3, 2), generator=g), label(g)),
-    ),
-    with_own_f(
-        "siren",
-        "fields",
-        SIREN,
-        lambda g, n: (torch.rand(5, 2, generator=g), torch.rand(5, 3, generator=g)),
-        colour_error,
-    ),
-    with_own_f(
-        "vae",
-        "generative",
-        VAE,
-        lambda g, n: (torch.rand(16, generator=g), torch.randn(4, generator=g)),
-        evidence_bound,
-    ),
+    classifier("gcn", "graphs", GCN, one_graph),
+    classifier("dlrm", "recommendation", DLRM, one_visit),
+    with_own_f("siren", "fields", siren, normal((5, 2), (5, 3), drawn=torch.rand), colour_error),
+    with_own_f("vae", "generative", VAE, one_digit, evidence_bound),
     classifier("highway", "tables", HighwayMLP, tensors(6)),
 ]
