@@ -39,6 +39,7 @@ __all__ = [
     "SelfCheckError",
     "compare",
     "draws_masks",
+    "is_scheduled",
     "naming_graph_failures",
     "refuse_random",
     "structure_of",
@@ -131,6 +132,11 @@ class SelfCheck:
         """Reset the checks of a batch structure; called when its plan is made anew."""
         self._progress.pop(structure, None)
 
+    def is_due(self, structure: Any, size: int) -> bool:
+        """Whether samples of the next batch of this structure are compared on schedule."""
+        known = self._progress.get(structure)
+        return known is None or size not in known.checked_sizes or is_scheduled(known.num_batches + 1)
+
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
         """Record the data rows of the next batch."""
         self._rows = (what, rows)
@@ -157,7 +163,7 @@ class SelfCheck:
         known = self._progress.get(structure)
         if known is None or size not in known.checked_sizes:
             return list(range(size)) if whole else _spread(size, _most_samples(kept))
-        scheduled = _is_scheduled(known.num_batches + 1)
+        scheduled = is_scheduled(known.num_batches + 1)
         if not (always or scheduled):
             return []
         self._turn += 1
@@ -171,10 +177,7 @@ class SelfCheck:
         try:
             yield
         except SelfCheckError as error:
-            error.rows = self._suspected()
-            found = f"{error}{_named_rows(error.rows)}"
-            error.args = (found,)
-            self._failed[conditions] = found
+            self.fail(error, conditions, self.suspected())
             raise
         except UnsupportedModelError:
             self._rows = rows  # the batch may run again in another way
@@ -195,7 +198,17 @@ class SelfCheck:
         if len(self._progress) > _MAX_STRUCTURES:
             del self._progress[next(iter(self._progress))]
 
-    def _suspected(self) -> dict[str, NDArray[np.int64]]:
+    def fail(
+        self, error: SelfCheckError, conditions: Any, suspected: Mapping[str, NDArray[np.int64]]
+    ) -> None:
+        """Name the suspected rows in an error, and refuse all later batches under these conditions."""
+        error.rows = suspected
+        found = f"{error}{_named_rows(error.rows)}"
+        error.args = (found,)
+        self._failed[conditions] = found
+
+    def suspected(self) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of all batches since the last check of their structure that passed, by their data's name."""
         found: dict[str, list[NDArray[np.int64]]] = {}
         for batches in self._unconfirmed.values():
             for what, rows in batches:
@@ -203,7 +216,7 @@ class SelfCheck:
         return {what: np.unique(np.concatenate(parts)) for what, parts in found.items()}
 
 
-def _is_scheduled(number: int) -> bool:
+def is_scheduled(number: int) -> bool:
     """Whether the batch with this number, counted from 1, is scheduled for a check."""
     return number & (number - 1) == 0 if number <= _LONGEST_GAP else number % _LONGEST_GAP == 0
 

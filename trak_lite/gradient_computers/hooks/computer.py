@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -39,6 +39,7 @@ from trak_lite.gradient_computers.hooks.engine import (
 )
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
+from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
@@ -141,12 +142,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         )
         self.strict, self.keep_factors = strict, keep_factors
         self._plans: dict[Any, Plan] = {}
+        self._replays = Replays()
         self._sharded: ShardedModel | None = None
         """The model's shards; set in the first pass of a sharded model."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         super().load_model_params(model)
+        self._replays = Replays()
         self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
         self._sharded = None
 
@@ -155,6 +158,34 @@ class HookGradientComputer(AbstractStreamingComputer):
         again = self._unchecked()
         again._plans = {}
         yield again, batch, list(positions)
+
+    def run(
+        self,
+        batch: Batch,
+        setting: Sequence[Any],
+        work: Callable[[], Sequence[Tensor]],
+        is_scratch: Callable[[Tensor], bool],
+    ) -> Sequence[Tensor]:
+        """Return what ``work`` computes; the operations of the fourth batch of a shape are recorded and replayed.
+
+        A replay has the bits of the pass, which is checked in the next batch and on the schedule of the self-check.
+        """
+        if type(self) is not HookGradientComputer:
+            return work()
+        return self._replays.run(self, batch, setting, work, is_scratch)
+
+    def structure(self, batch: Batch) -> Any:
+        """Return the structure of a batch by which plans and checks are kept."""
+        return *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+
+    def is_fixed(self, structure: Any) -> bool:
+        """Whether batches of a structure run the same operations on the same rows, as far as its plan knows.
+
+        Not if one sample of every batch is compared, because that needs the blocks of the batch.
+        """
+        plan = self._plans.get(structure)
+        often = plan is None or plan.flattened or plan.chooses_in_python
+        return not often and self._sharded is None and self.differentiates_the_model
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
