@@ -56,6 +56,8 @@ class _Kind:
         self.recording: Recording | None = None
         self.structure: Any = None
         self.conditions: Any = None
+        self.gap = 0
+        """Largest number of batches from one comparison to the next."""
         self.confirmed = False
         self.num_replayed = 0
         self.num_other_paths = 0
@@ -104,7 +106,8 @@ class Replays:
         if kind.recording is None:
             tape = Tape(leaves, [*computer.model.parameters(), *computer.model.buffers()], is_scratch)
             return self._recorded(kind, computer, batch, leaves, tape, work)
-        if not kind.confirmed or is_scheduled(kind.count) or _is_due(computer, kind, len(leaves[0])):
+        due = kind.count % kind.gap == 0 or is_scheduled(kind.count)
+        if not kind.confirmed or due or _is_due(computer, kind, len(leaves[0])):
             return self._compared(kind, computer, leaves, work)
         found = self._replayed(kind, computer, leaves)
         if found is None:
@@ -132,8 +135,9 @@ class Replays:
     ) -> Sequence[Tensor]:
         """Run a pass and record it, if its plan says that every batch runs like it."""
         kind.structure = computer.structure(batch)
-        if not computer.is_fixed(kind.structure):
-            self._refuse(kind, computer, "one sample of every batch is compared")
+        kind.gap = computer.largest_gap(kind.structure)
+        if not (kind.gap and computer.differentiates_the_model):
+            self._refuse(kind, computer, "the model reads or moves rows by their values")
             return work()
         if _is_due(computer, kind, len(leaves[0])):
             return work()

@@ -8,7 +8,7 @@ NumPy, results whose shape depends on values, random numbers, writes into tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -24,6 +24,8 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 """Operations whose result is their argument, once autograd is out of the way."""
 _UNSEEN_READS = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", "numpy", "tolist"})
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | _UNINITIALISED
 _MOST_OPERATIONS = 50_000
 _MOST_BUFFER_BYTES = 1 << 20
 
@@ -39,13 +41,24 @@ class OtherPathError(Exception):
 class _Step:
     """One operation."""
 
-    __slots__ = ("args", "function", "kwargs", "outputs", "value", "writes")
+    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "value", "writes")
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.outputs: list[int | None] = []
+        self.reads = [variable.number for variable in _variables((args, kwargs))]
         self.writes: list[int] = []
+        self.outputs: list[int | None] = []
         self.value: Any = None
+        """What Python read."""
+
+    def note_writes(self) -> None:
+        """Find the arguments that the operation writes to."""
+        described = self.function._schema.arguments
+        by_name = {argument.name: argument for argument in described}
+        pairs = [*zip(self.args, described, strict=False)]
+        pairs += [(value, by_name[name]) for name, value in self.kwargs.items()]
+        written = [value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write]
+        self.writes = [variable.number for variable in _variables(written)]
 
 
 class _Variable:
@@ -84,17 +97,20 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By variable, the first variable of the same memory."""
         self._varies: list[bool] = []
         """By variable, whether its values may differ from replay to replay."""
+        self._memory: dict[int, int] = {}
+        """Roots of the tensors from outside, by their storage."""
         self._constants: dict[int, Tensor] = {}
+        """Tensors from outside."""
+        self._anchored: set[int] = set()
+        """Tensors from outside, accumulators, and their views: replays find them at the same place."""
         self._held: dict[int, Tensor] = {}
         """Results that are the same in every replay, unless something writes into their memory."""
         self._refusal: str | None = None
         self._reading = _UnseenReads(self)
         self._num_inputs = len(inputs)
-        for tensor in inputs:
-            self._new(tensor, varies=True)
-        for tensor in outside:
+        for tensor in (*inputs, *outside):
             if tensor not in self._numbers:
-                self._constants[self._new(tensor, varies=True)] = tensor
+                self._outside(tensor, varies=True)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,58 +148,62 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
         result = func(*args, **kwargs)
+        if func in _SAME:
+            self._numbers[result] = step.reads[0]
+            return result
         if func in _READS:
             step.value = result
-            self._steps.append(step)
-            return result
-        read = [v.number for v in _variables((step.args, step.kwargs))]
-        varies = any(self._varies[number] for number in read)
-        if func in _SAME:
-            self._numbers[result] = read[0]
-            return result
-        if func._schema.is_mutable:
-            step.writes = [
-                variable.number
-                for value, argument in _arguments(step)
-                if argument.alias_info is not None and argument.alias_info.is_write
-                for variable in _variables(value)
-            ]
-            if varies:
-                for number in step.writes:
-                    self._varies[self._roots[number]] = self._varies[number] = True
-        aliases = any(returned.alias_info is not None for returned in func._schema.returns)
-        roots = {_memory(leaf): self._numbers[leaf] for leaf in _tensors((args, kwargs))} if aliases else {}
-        for leaf in _leaves(result):
+        elif func._schema.is_mutable:
+            step.note_writes()
+        self._note_outputs(step, _leaves(result))
+        self._steps.append(step)
+        return result
+
+    def _note_outputs(self, step: _Step, results: list[Any]) -> None:
+        """Number the results of a step, and hold those that every replay may share."""
+        anchored = all(number in self._anchored for number in step.reads)
+        is_view = any(returned.alias_info is not None for returned in step.function._schema.returns)
+        varies = any(self._varies[number] for number in step.reads)
+        for number in step.writes:
+            self._varies[self._roots[number]] |= varies
+        makes_buffer = step.function.overloadpacket.__name__ in _BUFFERS
+        for leaf in results:
             if not isinstance(leaf, Tensor):
                 step.outputs.append(None)
                 continue
             number = self._numbers.get(leaf)
             if number is None:
-                root = roots.get(_memory(leaf)) if aliases else None
-                number = self._new(
-                    leaf, varies or (root is not None and self._varies[self._roots[root]]), root
-                )
-                if not self._varies[number] and leaf.numel() * leaf.element_size() <= _MOST_BUFFER_BYTES:
+                root = next((self._roots[n] for n in step.reads if is_view), None)
+                number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
+                small = leaf.numel() * leaf.element_size() <= _MOST_BUFFER_BYTES
+                if (is_view and anchored and not step.writes) or (makes_buffer and small):
+                    self._anchored.add(number)
+                    self._held[number] = leaf
+                elif not self._varies[number] and small:
                     self._held[number] = leaf
             step.outputs.append(number)
-        self._steps.append(step)
-        return result
 
     def _new(self, tensor: Tensor, varies: bool, root: int | None = None) -> int:
         number = len(self._roots)
         self._numbers[tensor] = number
-        self._roots.append(number if root is None else self._roots[root])
+        self._roots.append(number if root is None else root)
         self._varies.append(varies)
+        return number
+
+    def _outside(self, tensor: Tensor, varies: bool) -> int:
+        """Number a tensor that the computation did not make; tensors of the same memory have one root."""
+        number = self._new(tensor, varies)
+        self._roots[number] = self._memory.setdefault(tensor.untyped_storage()._cdata, number)
+        self._varies[self._roots[number]] |= varies
+        self._constants[number] = tensor
+        self._anchored.add(number)
         return number
 
     def _with_numbers(self, value: Any) -> Any:
         """Return arguments with variables in place of tensors; an unknown tensor is a constant."""
         if isinstance(value, Tensor):
             number = self._numbers.get(value)
-            if number is None:
-                number = self._new(value, varies=False)
-                self._constants[number] = value
-            return _Variable(number)
+            return _Variable(self._outside(value, varies=False) if number is None else number)
         if isinstance(value, list | tuple):
             return [self._with_numbers(entry) for entry in value]
         if isinstance(value, dict):
@@ -197,25 +217,45 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             UnrecordableError: If a replay might not repeat the computation.
         """
         written = {self._roots[number] for step in self._steps for number in step.writes}
-        for root in written:
-            if root < self._num_inputs or (
-                root in self._constants and not self._is_scratch(self._constants[root])
-            ):
-                self.refuse("it writes into a tensor that it did not make")
+        if any(root in self._constants and not self._is_scratch(self._constants[root]) for root in written):
+            self.refuse("it writes into a tensor that it did not make")
+        if not all(output in self._numbers for output in outputs):
+            self.refuse("a result is no result of an operation")
         if self._refusal is not None:
             raise UnrecordableError(self._refusal)
-        found = []
-        for output in outputs:
-            number = self._numbers.get(output)
-            if number is None:
-                raise UnrecordableError("a result is no result of an operation")
-            found.append(number)
-        fixed = {
-            number: tensor
-            for number, tensor in (*self._constants.items(), *self._held.items())
-            if number in self._constants or self._roots[number] not in written
-        }
-        return Recording(self._steps, range(self._num_inputs), fixed, found)
+        numbers = [self._numbers[output] for output in outputs]
+        fixed = self._fixed(written, {self._roots[number] for number in numbers})
+        for number in range(self._num_inputs):
+            del fixed[number]
+        return Recording(self._steps, range(self._num_inputs), fixed, numbers)
+
+    def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:
+        """Return the tensors that all replays share.
+
+        These are the tensors from outside; results that depend on constants only; accumulators of known initial
+        values, which each replay initialises again, if no result is part of them; and views of all these.
+        """
+        fixed = dict(self._constants)
+        inputs = {self._roots[number] for number in range(self._num_inputs)}
+        for step in self._steps:
+            name = step.function.overloadpacket.__name__
+            known = all(number in fixed for number in step.reads)
+            steady = known and not any(
+                self._varies[self._roots[n]] or self._roots[n] in written for n in step.reads
+            )
+            for number in step.outputs:
+                held = self._held.get(number) if number is not None else None
+                if number is None or held is None or number in fixed or step.writes:
+                    continue
+                root = self._roots[number]
+                if root == number:  # no view
+                    keeps = name in _BUFFERS and root not in returned
+                    keeps = keeps or (steady and root not in written and name not in _UNINITIALISED)
+                else:
+                    keeps = known and root in fixed and root not in inputs
+                if keeps:
+                    fixed[number] = held
+        return fixed
 
 
 class _UnseenReads(TorchFunctionMode):
@@ -239,12 +279,7 @@ class Recording:
         self, steps: Sequence[_Step], inputs: Iterable[int], fixed: dict[int, Tensor], outputs: Sequence[int]
     ) -> None:
         """Write the function that replays the steps; those whose results are ``fixed`` are left out."""
-        steps = [
-            step
-            for step in steps
-            if step.value is not None or step.writes or not all(n is None or n in fixed for n in step.outputs)
-        ]
-        steps = _needed(steps, outputs)
+        steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
         self.num_operations = len(steps)
         writer = _Writer(fixed)
         body = writer.body(steps, outputs)
@@ -264,12 +299,28 @@ class Recording:
             return self._replay(*inputs)
 
 
-def _needed(steps: Sequence[_Step], outputs: Sequence[int]) -> list[_Step]:
-    """Return the steps that outputs, conditions and writes depend on."""
-    wanted, kept = set(outputs), []
+def _is_done(step: _Step, fixed: dict[int, Tensor]) -> bool:
+    """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
+    if step.value is not None:
+        return False
+    if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
+        one, other = (fixed[number] for number in step.reads)
+        return _place(one) == _place(other)
+    if step.function.overloadpacket.__name__ in _BUFFERS - _UNINITIALISED:
+        return False  # initialised again
+    return not step.writes and all(number is None or number in fixed for number in step.outputs)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _needed(steps: Sequence[_Step], fixed: Mapping[int, Tensor], outputs: Sequence[int]) -> list[_Step]:
+    """Return the steps that outputs, conditions and writes depend on; views of fixed accumulators are not asked."""
+    wanted, kept = {*outputs, *fixed}, []
     for step in reversed(steps):
         if step.value is not None or step.writes or any(number in wanted for number in step.outputs):
-            wanted.update(variable.number for variable in _variables((step.args, step.kwargs)))
+            wanted.update(step.reads)
             kept.append(step)
     return kept[::-1]
 
@@ -285,9 +336,7 @@ class _Writer:
     def body(self, steps: Sequence[_Step], outputs: Sequence[int]) -> list[str]:
         last: dict[int, int] = {}
         for place, step in enumerate(steps):
-            for variable in _variables((step.args, step.kwargs)):
-                last[variable.number] = place
-            for number in step.outputs:
+            for number in (*step.reads, *step.outputs):
                 if number is not None:
                     last[number] = place
         for number in outputs:
@@ -301,9 +350,14 @@ class _Writer:
             lines.append(f"    {self._line(step)}")
             if dying.get(place):
                 lines.append(f"    del {', '.join(f'v{number}' for number in dying[place])}")
-        return [*lines, f"    return [{', '.join(self._name(number) for number in outputs)}]"]
+        # A fixed tensor is returned as a copy, because the caller may write into it.
+        names = [f"{self._name(n)}.clone()" if n in self._fixed else self._name(n) for n in outputs]
+        return [*lines, f"    return [{', '.join(names)}]"]
 
     def _line(self, step: _Step) -> str:
+        (made,) = step.outputs if len(step.outputs) == 1 else (None,)
+        if made in self._fixed and step.function.overloadpacket.__name__ in _BUFFERS:
+            return f"{self._name(made)}.zero_()"
         words = [self._text(value) for value in step.args]
         words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
         call = f"{self._value(step.function._op)}({', '.join(words)})"
@@ -338,14 +392,6 @@ class _Writer:
         return name
 
 
-def _arguments(step: _Step) -> Iterable[tuple[Any, Any]]:
-    """Yield the arguments of a step with their descriptions in the operation's schema."""
-    described = step.function._schema.arguments
-    yield from zip(step.args, described, strict=False)
-    by_name = {argument.name: argument for argument in described}
-    yield from ((value, by_name[name]) for name, value in step.kwargs.items())
-
-
 def _variables(value: Any) -> Iterable[_Variable]:
     if isinstance(value, _Variable):
         yield value
@@ -361,15 +407,3 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for entry in value for leaf in _leaves(entry)]
     return [value]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    if isinstance(value, list | tuple):
-        return [leaf for entry in value for leaf in _tensors(entry)]
-    return [value] if isinstance(value, Tensor) else []
-
-
-def _memory(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata

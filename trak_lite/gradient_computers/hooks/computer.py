@@ -178,14 +178,15 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Return the structure of a batch by which plans and checks are kept."""
         return *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
 
-    def is_fixed(self, structure: Any) -> bool:
-        """Whether batches of a structure run the same operations on the same rows, as far as its plan knows.
+    def largest_gap(self, structure: Any) -> int:
+        """Return the largest number of batches of a structure from one compared with the pass to the next.
 
-        Not if one sample of every batch is compared, because that needs the blocks of the batch.
+        0 if its batches may run other operations, or the same ones on other rows, as far as its plan knows.
         """
         plan = self._plans.get(structure)
-        often = plan is None or plan.flattened or plan.chooses_in_python
-        return not often and self._sharded is None and self.differentiates_the_model
+        if plan is None or plan.routed or plan.chooses_in_python or self._sharded is not None:
+            return 0
+        return 8 if plan.flattened else 64
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
