@@ -89,9 +89,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_scratch: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         """Start with nothing recorded."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._is_scratch = is_scratch
-        self._numbers: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._numbers: Any = WeakTensorKeyDictionary()
         self._steps: list[_Step] = []
         self._roots: list[int] = []
         """By variable, the first variable of the same memory."""
@@ -136,14 +136,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._refusal is not None:
             return func(*args, **kwargs)
-        if (
-            not isinstance(func, OpOverload)
-            or func.namespace not in ("aten", "prims")
-            or torch.Tag.dynamic_output_shape in func.tags
-            or torch.Tag.inplace_view in func.tags
-            or torch.Tag.nondeterministic_seeded in func.tags
-            or len(self._steps) >= _MOST_OPERATIONS
-        ):
+        if len(self._steps) >= _MOST_OPERATIONS or not _is_repeatable(func, args, kwargs):
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
         step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
@@ -297,6 +290,17 @@ class Recording:
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return self._replay(*inputs)
+
+
+def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation gives results of the same shapes for other values, and does not change what it is given."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+        return False
+    if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
+        return False
+    if func is torch.ops.aten.index.Tensor:  # a mask selects as many rows as it has true entries
+        return all(index is None or index.dtype in (torch.int32, torch.int64) for index in args[1])
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}.intersection(func.tags)
 
 
 def _is_done(step: _Step, fixed: dict[int, Tensor]) -> bool:
