@@ -67,7 +67,7 @@ class RowNormalizer:
     @property
     def setting(self) -> list[Any]:
         """What the normalised rows depend on besides the gradients."""
-        return [self._normalization, *self._adam.values()]
+        return [repr(self._normalization), *self._adam.values()]
 
     def stream(self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the blocks of the batch to ``sink``; see :meth:`AbstractGradientComputer.stream_gradients`."""

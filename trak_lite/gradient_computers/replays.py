@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import logging
 import random
@@ -85,7 +86,7 @@ class Replays:
         Args:
             computer: The gradient computer that ``work`` uses.
             batch: The batch, on the model's device.
-            setting: Everything else that ``work`` depends on, compared by identity.
+            setting: Everything else that ``work`` depends on, compared by identity, numbers and text by value.
             work: Streams the batch through the computer and returns tensors that depend on the batch.
             is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
 
@@ -95,8 +96,9 @@ class Replays:
         leaves, flags = _leaves_of(batch)
         if leaves is None or _is_watched():
             return work()
-        alive: list[Any] = [computer, *setting]
+        alive: list[Any] = [computer]
         state = _state(computer, alive)
+        alive += setting
         kind = self._kind(
             (_layout(leaves), flags, _surroundings(leaves[0]), *map(_identity, setting), state), alive
         )
@@ -137,7 +139,7 @@ class Replays:
         kind.structure = computer.structure(batch)
         kind.gap = computer.largest_gap(kind.structure)
         if not (kind.gap and computer.differentiates_the_model):
-            self._refuse(kind, computer, "the model reads or moves rows by their values")
+            self._refuse(kind, computer, "the model moves rows by their values")
             return work()
         if _is_due(computer, kind, len(leaves[0])):
             return work()
@@ -366,7 +368,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
         return value
     if isinstance(value, Tensor):
         return id(value), value._version
-    if depth == 0 or id(value) in seen or isinstance(value, nn.Module):
+    if depth == 0 or id(value) in seen or isinstance(value, nn.Module | logging.Filterer | io.IOBase):
         return id(value)
     seen[id(value)] = value
     described = functools.partial(_described, seen=seen, depth=depth - 1)
@@ -385,7 +387,9 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [described(one) for one in value]
     if hasattr(value, "__next__"):
-        raise _IteratorError
+        if depth >= _DEPTH - 2:
+            raise _IteratorError
+        return id(value)  # of code that a library runs elsewhere
     if hasattr(value, "__dict__"):
         return [(name, described(one)) for name, one in vars(value).items()]
     return repr(value)

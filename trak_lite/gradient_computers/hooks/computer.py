@@ -181,12 +181,12 @@ class HookGradientComputer(AbstractStreamingComputer):
     def largest_gap(self, structure: Any) -> int:
         """Return the largest number of batches of a structure from one compared with the pass to the next.
 
-        0 if its batches may run other operations, or the same ones on other rows, as far as its plan knows.
+        0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
         """
         plan = self._plans.get(structure)
-        if plan is None or plan.routed or plan.chooses_in_python or self._sharded is not None:
+        if plan is None or plan.routed or self._sharded is not None:
             return 0
-        return 8 if plan.flattened else 64
+        return 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
