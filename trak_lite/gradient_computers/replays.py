@@ -16,7 +16,7 @@ import random
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
@@ -25,13 +25,10 @@ from torch.nn.modules import module as torch_module
 
 from trak_lite._devices import rng_state
 from trak_lite.errors import MODEL_FAILURES
-from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
+from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled
 from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
-
-if TYPE_CHECKING:
-    from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 
 __all__ = ["Replays"]
 
@@ -45,6 +42,25 @@ _MOST_OTHER_PATHS: Final = 4
 _ROUNDING: Final = 1e-4
 """Relative difference of a replayed row that is no defect: kernels round by the alignment of memory."""
 _DEPTH: Final = 6
+
+
+class ReplayedComputer(Protocol):
+    """Interface of a gradient computer whose passes can be replayed."""
+
+    model: nn.Module
+    modelout_fn: AbstractModelOutput
+    self_check: bool
+    checks: SelfCheck
+
+    @property
+    def differentiates_the_model(self) -> bool:
+        """Whether the gradients are those of the model with its own weights."""
+
+    def structure(self, batch: Batch, /) -> Any:
+        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch."""
+
+    def largest_gap(self, structure: Any, /) -> int:
+        """Return the largest number of batches from one comparison to the next; 0 if they cannot be replayed."""
 
 
 class _Kind:
@@ -75,7 +91,7 @@ class Replays:
 
     def run(
         self,
-        computer: HookGradientComputer,
+        computer: ReplayedComputer,
         batch: Batch,
         setting: Sequence[Any],
         work: Callable[[], Sequence[Tensor]],
@@ -129,7 +145,7 @@ class Replays:
     def _recorded(
         self,
         kind: _Kind,
-        computer: HookGradientComputer,
+        computer: ReplayedComputer,
         batch: Batch,
         leaves: Sequence[Tensor],
         tape: Tape,
@@ -167,7 +183,7 @@ class Replays:
         return found
 
     def _replayed(
-        self, kind: _Kind, computer: HookGradientComputer, leaves: Sequence[Tensor]
+        self, kind: _Kind, computer: ReplayedComputer, leaves: Sequence[Tensor]
     ) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
@@ -184,7 +200,7 @@ class Replays:
     def _compared(
         self,
         kind: _Kind,
-        computer: HookGradientComputer,
+        computer: ReplayedComputer,
         leaves: Sequence[Tensor],
         work: Callable[[], Sequence[Tensor]],
     ) -> Sequence[Tensor]:
@@ -209,12 +225,12 @@ class Replays:
         return found
 
     @staticmethod
-    def _refuse(kind: _Kind, computer: HookGradientComputer, reason: str) -> None:
+    def _refuse(kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
         kind.refusal, kind.recording = reason, None
         logger.info("Passes of %s are not replayed: %s.", type(computer.model).__name__, reason)
 
 
-def _is_due(computer: HookGradientComputer, kind: _Kind, size: int) -> bool:
+def _is_due(computer: ReplayedComputer, kind: _Kind, size: int) -> bool:
     return computer.self_check and computer.checks.is_due(kind.structure, size)
 
 
@@ -287,7 +303,7 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
     return (leaves if usable else None), tuple(flags)
 
 
-def _state(computer: HookGradientComputer, alive: list[Any]) -> tuple[int, ...]:
+def _state(computer: ReplayedComputer, alive: list[Any]) -> tuple[int, ...]:
     """Return the identity of all that the model, the task and the computer hold; ``alive`` takes the values."""
     for held in (computer.modelout_fn, computer):
         alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())

@@ -89,6 +89,13 @@ class HookGradientComputer(AbstractStreamingComputer):
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
+    In :meth:`run`, which the package's own loops use, the torch operations of the fourth batch of a shape are recorded
+    and replayed for later ones, without hooks, rules and autograd's graph. The first replay is compared bit by bit with
+    the pass; later ones are compared in batches number 8, 16, 32, 64 of a shape and every 64th after that, and in every
+    8th if samples are flattened into one axis or the forward pass reads values. A batch in which Python would read
+    another value runs the pass. Models with hooks, random numbers, or Python state that a pass changes are not
+    replayed; the log says why (level INFO).
+
     The model runs more than once per batch: two to four times more for a new structure, and once for every compared
     sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
     written each time; in train mode buffers are restored.
