@@ -817,12 +817,15 @@ def structure_of(batch: Batch) -> Any:
 
 
 def _flags(batch: Batch) -> Any:
-    """Return a batch's numbers, booleans and strings, which may control the model; lists hold per-sample data."""
+    """Return a batch's numbers, booleans and strings, which may control the model.
+
+    A list without tensors holds per-sample data.
+    """
     if isinstance(batch, Mapping):
         return tuple((key, _flags(value)) for key, value in batch.items())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
-    if isinstance(batch, tuple):
+    if isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
         return tuple(map(_flags, batch))
     return batch if isinstance(batch, bool | int | float | str) else None
 
