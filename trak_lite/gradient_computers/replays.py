@@ -89,6 +89,10 @@ class Replays:
         """Start with nothing recorded."""
         self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
 
+    def __reduce__(self) -> Any:
+        """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
+        return Replays, ()
+
     def run(
         self,
         computer: ReplayedComputer,

@@ -27,7 +27,7 @@ _UNSEEN_READS = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | _UNINITIALISED
 _MOST_OPERATIONS = 50_000
-_MOST_BUFFER_BYTES = 1 << 20
+_MOST_BUFFER_BYTES, _MOST_HELD_BYTES = 1 << 20, 1 << 25
 
 
 class UnrecordableError(Exception):
@@ -105,6 +105,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tensors from outside, accumulators, and their views: replays find them at the same place."""
         self._held: dict[int, Tensor] = {}
         """Results that are the same in every replay, unless something writes into their memory."""
+        self._bytes_left = _MOST_HELD_BYTES
         self._refusal: str | None = None
         self._reading = _UnseenReads(self)
         self._num_inputs = len(inputs)
@@ -168,12 +169,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if number is None:
                 root = next((self._roots[n] for n in step.reads if is_view), None)
                 number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
-                small = leaf.numel() * leaf.element_size() <= _MOST_BUFFER_BYTES
-                if (is_view and anchored and not step.writes) or (makes_buffer and small):
+                num_bytes = leaf.numel() * leaf.element_size()
+                small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
+                if is_view and anchored and not step.writes:
                     self._anchored.add(number)
                     self._held[number] = leaf
-                elif not self._varies[number] and small:
+                elif small and (makes_buffer or not self._varies[number]):
+                    if makes_buffer:
+                        self._anchored.add(number)
                     self._held[number] = leaf
+                    self._bytes_left -= num_bytes
             step.outputs.append(number)
 
     def _new(self, tensor: Tensor, varies: bool, root: int | None = None) -> int:
