@@ -582,9 +582,10 @@ class TRAKer:
 
         def compute() -> tuple[Tensor, OutputTerms]:
             model_id = int(cursor.spec.fingerprint["model_id"])
-            return compute_features(
+            features, terms, _ = compute_features(
                 self.gradient_computer, self.projector, batch, model_id=model_id, rows=rows, what=cursor.label
             )
+            return features, terms
 
         try:
             return compute()

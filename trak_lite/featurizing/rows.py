@@ -30,6 +30,7 @@ from trak_lite.models.sharded import Turns
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.projectors import AbstractProjector
+from trak_lite.projectors._scratch import is_scratch
 from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.store import TableSpec
 from trak_lite.types import Batch, OutputTerms
@@ -77,8 +78,8 @@ def compute_features(
     rows: NDArray[np.int64],
     what: str,
     normalizer: RowNormalizer | None = None,
-) -> tuple[Tensor, OutputTerms]:
-    """Return the feature rows of a batch and its f, q and w.
+) -> tuple[Tensor, OutputTerms, Tensor | None]:
+    """Return the feature rows of a batch, its f, q and w, and the norms of its gradients.
 
     Args:
         computer: Computes the gradient blocks.
@@ -91,24 +92,37 @@ def compute_features(
             neither.
 
     Returns:
-        Features ``(B, K)`` in float32 or better, and terms of shape ``(B,)``, which are never normalised.
+        Features ``(B, K)`` in float32 or better; terms of shape ``(B,)``, which are never normalised; and the norms
+        ``(B,)`` of the gradients before normalisation, ``None`` without a normalizer.
 
     Raises:
         InvalidInputError: If a sample is not what the task or the model expects; names its row.
         UnsupportedModelError: If the gradient computer does not support the batch. If its self-check fails, the error
             and its ``rows`` name the rows of all batches since the last check that passed.
     """
-    accumulator = projector.accumulator(batch_size(batch), model_id=model_id, parameters=computer.parameters)
     computer.name_rows(f"{what} (model id {model_id})", rows)
     device = next(computer.model.parameters()).device
-    with float32_products(device, computer.float32_products), deferring_checks():
-        with naming_rows(computer.model, computer.modelout_fn, batch, rows, what):
-            if normalizer is None:
-                terms = computer.stream_gradients(batch, accumulator.add)
-            else:
-                terms = normalizer.stream(computer, batch, accumulator.add)
-        features = accumulator.features().detach()
-    return features if normalizer is None else normalizer.scale(features), terms
+
+    def work() -> list[Tensor]:
+        accumulator = projector.accumulator(
+            batch_size(batch), model_id=model_id, parameters=computer.parameters
+        )
+        if normalizer is None:
+            terms = computer.stream_gradients(batch, accumulator.add)
+            return [accumulator.features().detach(), *terms]
+        terms = normalizer.stream(computer, batch, accumulator.add)
+        return [normalizer.scale(accumulator.features().detach()), *terms, normalizer.norms()]
+
+    setting = [projector, model_id, *vars(projector).values()]
+    if normalizer is not None:
+        setting += normalizer.setting
+    with (
+        float32_products(device, computer.float32_products),
+        deferring_checks(),
+        naming_rows(computer.model, computer.modelout_fn, batch, rows, what),
+    ):
+        features, output, q, w, *norms = computer.run(batch, setting, work, is_scratch)
+    return features, OutputTerms(output, q, w), norms[0] if norms else None
 
 
 def featurize_rows(
@@ -308,7 +322,7 @@ class RowWork:
         normalizer = None
         if has_norms or self.normalization.kind != "none":
             normalizer = RowNormalizer(self.normalization, len(wanted), self.adam)
-        features, terms = compute_features(
+        features, terms, norms = compute_features(
             computer,
             self.projector,
             batch,
@@ -317,8 +331,8 @@ class RowWork:
             what=self.rows.what,
             normalizer=normalizer,
         )
-        norms = {GRADIENT_NORM: normalizer.norms().float()} if has_norms and normalizer else {}
-        return _Computed(batch, computer, features, terms, norms)
+        columns = {GRADIENT_NORM: norms.float()} if has_norms and norms is not None else {}
+        return _Computed(batch, computer, features, terms, columns)
 
     def computed(
         self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns

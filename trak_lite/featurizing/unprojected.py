@@ -209,7 +209,7 @@ class GradientPass:
         settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self.rows.what}
         if self.normalization.kind != "none":
             settings["normalizer"] = RowNormalizer(self.normalization, len(rows))
-        features, terms = compute_features(computer, projector, batch, **settings)
+        features, terms, _ = compute_features(computer, projector, batch, **settings)
         finite = finite_numbers(features, terms).cpu().numpy()
         refuse_non_finite(finite, rows, self.rows.what, computer, batch)
         return features, terms

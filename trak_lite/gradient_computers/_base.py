@@ -155,6 +155,26 @@ class AbstractGradientComputer(ABC):
         """
         return
 
+    def run(
+        self,
+        batch: Batch,
+        setting: Sequence[Any],
+        work: Callable[[], Sequence[Tensor]],
+        is_scratch: Callable[[Tensor], bool],
+    ) -> Sequence[Tensor]:
+        """Return the tensors that ``work`` computes from a batch by :meth:`stream_gradients`.
+
+        A computer may run recorded operations instead of ``work`` if these give the same bits.
+
+        Args:
+            batch: The batch, on the model's device.
+            setting: Everything else that ``work`` depends on, compared by identity.
+            work: Streams the gradients of the batch, and returns what it computes from them.
+            is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
+        """
+        del batch, setting, is_scratch
+        return work()
+
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink`` as they are computed, in any order.
 

@@ -39,6 +39,7 @@ __all__ = [
     "SelfCheckError",
     "compare",
     "draws_masks",
+    "is_scheduled",
     "naming_graph_failures",
     "refuse_random",
     "structure_of",
@@ -131,6 +132,11 @@ class SelfCheck:
         """Reset the checks of a batch structure; called when its plan is made anew."""
         self._progress.pop(structure, None)
 
+    def is_due(self, structure: Any, size: int) -> bool:
+        """Whether samples of the next batch of this structure are compared on schedule."""
+        known = self._progress.get(structure)
+        return known is None or size not in known.checked_sizes or is_scheduled(known.num_batches + 1)
+
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
         """Record the data rows of the next batch."""
         self._rows = (what, rows)
@@ -157,7 +163,7 @@ class SelfCheck:
         known = self._progress.get(structure)
         if known is None or size not in known.checked_sizes:
             return list(range(size)) if whole else _spread(size, _most_samples(kept))
-        scheduled = _is_scheduled(known.num_batches + 1)
+        scheduled = is_scheduled(known.num_batches + 1)
         if not (always or scheduled):
             return []
         self._turn += 1
@@ -171,10 +177,7 @@ class SelfCheck:
         try:
             yield
         except SelfCheckError as error:
-            error.rows = self._suspected()
-            found = f"{error}{_named_rows(error.rows)}"
-            error.args = (found,)
-            self._failed[conditions] = found
+            self.fail(error, conditions, self.suspected())
             raise
         except UnsupportedModelError:
             self._rows = rows  # the batch may run again in another way
@@ -195,7 +198,17 @@ class SelfCheck:
         if len(self._progress) > _MAX_STRUCTURES:
             del self._progress[next(iter(self._progress))]
 
-    def _suspected(self) -> dict[str, NDArray[np.int64]]:
+    def fail(
+        self, error: SelfCheckError, conditions: Any, suspected: Mapping[str, NDArray[np.int64]]
+    ) -> None:
+        """Name the suspected rows in an error, and refuse all later batches under these conditions."""
+        error.rows = suspected
+        found = f"{error}{_named_rows(error.rows)}"
+        error.args = (found,)
+        self._failed[conditions] = found
+
+    def suspected(self) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of all batches since the last check of their structure that passed, by their data's name."""
         found: dict[str, list[NDArray[np.int64]]] = {}
         for batches in self._unconfirmed.values():
             for what, rows in batches:
@@ -203,7 +216,7 @@ class SelfCheck:
         return {what: np.unique(np.concatenate(parts)) for what, parts in found.items()}
 
 
-def _is_scheduled(number: int) -> bool:
+def is_scheduled(number: int) -> bool:
     """Whether the batch with this number, counted from 1, is scheduled for a check."""
     return number & (number - 1) == 0 if number <= _LONGEST_GAP else number % _LONGEST_GAP == 0
 
@@ -804,12 +817,15 @@ def structure_of(batch: Batch) -> Any:
 
 
 def _flags(batch: Batch) -> Any:
-    """Return a batch's numbers, booleans and strings, which may control the model; lists hold per-sample data."""
+    """Return a batch's numbers, booleans and strings, which may control the model.
+
+    A list without tensors holds per-sample data.
+    """
     if isinstance(batch, Mapping):
         return tuple((key, _flags(value)) for key, value in batch.items())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
-    if isinstance(batch, tuple):
+    if isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
         return tuple(map(_flags, batch))
     return batch if isinstance(batch, bool | int | float | str) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -10,11 +11,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-__all__ = ["FeatureRows", "Scratch", "empty_buffer", "form", "scratch_bytes", "sum_dtype"]
+__all__ = ["FeatureRows", "Scratch", "empty_buffer", "form", "is_scratch", "scratch_bytes", "sum_dtype"]
 
 _CPU_SCRATCH_BYTES = 8 << 20  # fits into a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the cost of kernel launches
 _MOST_VIEWS = 1 << 16
+_SCRATCH: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 def empty_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,6 +64,7 @@ class Scratch:
         flat = self._flat.get((use, dtype, device))
         if flat is None or len(flat) < count:
             flat = self._flat[use, dtype, device] = empty_buffer(count, dtype=dtype, device=device)
+            _SCRATCH.add(flat.untyped_storage())
             self._views.clear()  # they point to the old memory
         return flat[:count].view(shape)
 
@@ -80,6 +83,11 @@ class Scratch:
                 self._views.clear()
             self._views[key] = [whole[:, start : start + width] for start in starts]
         return self._views[key]
+
+
+def is_scratch(tensor: Tensor) -> bool:
+    """Whether a tensor is scratch memory, which holds no values from one batch to the next."""
+    return tensor.untyped_storage() in _SCRATCH
 
 
 def scratch_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -39,6 +39,7 @@ from trak_lite.gradient_computers.hooks.engine import (
 )
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
+from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
@@ -87,6 +88,13 @@ class HookGradientComputer(AbstractStreamingComputer):
     If rows are selected, sorted or moved by values (routed experts, masks, sorted or ragged samples), additional
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
+
+    In :meth:`run`, which the package's own loops use, the torch operations of the fourth batch of a shape are recorded
+    and replayed for later ones, without hooks, rules and autograd's graph. The first replay is compared bit by bit with
+    the pass; later ones are compared in batches number 8, 16, 32, 64 of a shape and every 64th after that, and in every
+    8th if samples are flattened into one axis or the forward pass reads values. A batch in which Python would read
+    another value runs the pass. Models with hooks, random numbers, or Python state that a pass changes are not
+    replayed; the log says why (level INFO).
 
     The model runs more than once per batch: two to four times more for a new structure, and once for every compared
     sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
@@ -141,12 +149,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         )
         self.strict, self.keep_factors = strict, keep_factors
         self._plans: dict[Any, Plan] = {}
+        self._replays = Replays()
         self._sharded: ShardedModel | None = None
         """The model's shards; set in the first pass of a sharded model."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         super().load_model_params(model)
+        self._replays = Replays()
         self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
         self._sharded = None
 
@@ -155,6 +165,35 @@ class HookGradientComputer(AbstractStreamingComputer):
         again = self._unchecked()
         again._plans = {}
         yield again, batch, list(positions)
+
+    def run(
+        self,
+        batch: Batch,
+        setting: Sequence[Any],
+        work: Callable[[], Sequence[Tensor]],
+        is_scratch: Callable[[Tensor], bool],
+    ) -> Sequence[Tensor]:
+        """Return what ``work`` computes; the operations of the fourth batch of a shape are recorded and replayed.
+
+        A replay has the bits of the pass, which is checked in the next batch and on the schedule of the self-check.
+        """
+        if type(self) is not HookGradientComputer:
+            return work()
+        return self._replays.run(self, batch, setting, work, is_scratch)
+
+    def structure(self, batch: Batch) -> Any:
+        """Return the structure of a batch by which plans and checks are kept."""
+        return *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+
+    def largest_gap(self, structure: Any) -> int:
+        """Return the largest number of batches of a structure from one compared with the pass to the next.
+
+        0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
+        """
+        plan = self._plans.get(structure)
+        if plan is None or plan.routed or self._sharded is not None:
+            return 0
+        return 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink

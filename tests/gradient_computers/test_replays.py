@@ -1,0 +1,461 @@
+"""Replays of recorded passes: the same bits as the pass, or the pass itself."""
+
+import itertools
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trak_lite.errors import UnsupportedModelError
+from trak_lite.gradient_computers import (
+    HookGradientComputer,
+    IterativeGradientComputer,
+    collect_gradients,
+)
+from trak_lite.modelout_functions import resolve_task
+
+NUM_BATCHES = 24
+TASK = resolve_task("image_classification")
+READ_OUTSIDE = {"factor": 1.0, "calls": 0}
+
+
+class Net(nn.Module):
+    """A perceptron; its children do something that a recording of operations might miss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.set_up()
+
+    def set_up(self):
+        pass
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Conv(Net):
+    def set_up(self):
+        self.first, self.last = nn.Conv1d(1, 4, 3), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x[:, None])).flatten(1))
+
+
+class Attention(Net):
+    def set_up(self):
+        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 3)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, x):
+        return self.last(self.block(self.first(x[:, :, None])).mean(1))
+
+
+class Recurrent(Net):
+    def set_up(self):
+        self.first, self.last = nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
+class Looked(Net):
+    def set_up(self):
+        self.first, self.last = nn.Embedding(9, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x.abs().long().clamp(max=8)).mean(1))
+
+
+class NormalisedByBuffers(Net):
+    def set_up(self):
+        self.norm = nn.BatchNorm1d(7)
+        self.norm.running_mean.normal_()
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+class WithoutGradInPart(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            gate = torch.sigmoid(self.first(x)).mean(1, keepdim=True)
+        return super().forward(x) * gate
+
+
+class WritesIntoItsOwnCopy(Net):
+    def forward(self, x):
+        x = x.clone()
+        x[:, 0] = 0
+        return super().forward(x.mul_(2))
+
+
+class CachesByShape(Net):
+    def set_up(self):
+        self.cache = {}
+
+    def forward(self, x):
+        if x.shape not in self.cache:
+            self.cache[x.shape] = torch.full((len(x), 1), 2.0)
+        return super().forward(x) * self.cache[x.shape]
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        return self.last(torch.tanh(checkpoint(self.first, x, use_reentrant=False)))
+
+
+class Compiled(Net):
+    def set_up(self):
+        self.compiled = torch.compile(self.first, backend="eager")
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.compiled(x)))
+
+
+class Sorted(Net):
+    def forward(self, x):
+        logits = super().forward(x)
+        values, order = logits.topk(2, 1)
+        return logits.scatter(1, order, values * 2)
+
+
+class ReadsSameValue(Net):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if bool((x < 100).all()) else 3.0)
+
+
+class CountsInItself(Net):
+    def set_up(self):
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class CountsOutside(Net):
+    def forward(self, x):
+        READ_OUTSIDE["calls"] += 1
+        return super().forward(x)
+
+
+class CountsInATensor(Net):
+    def set_up(self):
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class ReplacesABuffer(Net):
+    def set_up(self):
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class KeepsAList(Net):
+    def set_up(self):
+        self.sizes = []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        return super().forward(x)
+
+
+class KeepsItsInput(Net):
+    def forward(self, x):
+        self.input = x
+        return super().forward(x)
+
+
+class MovesAnIterator(Net):
+    def set_up(self):
+        self.ones = itertools.cycle([1.0])
+
+    def forward(self, x):
+        return super().forward(x) * next(self.ones)
+
+
+class DrawsInPython(Net):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if random.random() >= 0 else 0.0)
+
+
+class DrawsInNumPy(Net):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if np.random.rand() >= 0 else 0.0)  # noqa: NPY002
+
+
+class Dropped(Net):
+    def forward(self, x):
+        return super().forward(x) + 0 * nn.functional.dropout(x, 0.5).sum()
+
+
+class ReadsThroughNumPy(Net):
+    def forward(self, x):
+        return super().forward(x) * torch.from_numpy(x.detach().numpy().max(1, keepdims=True).copy())
+
+
+class ReadsAList(Net):
+    def forward(self, x):
+        return super().forward(x) * torch.tensor([[max(row)] for row in x.tolist()])
+
+
+class SelectsByMask(Net):
+    def forward(self, x):
+        logits = super().forward(x)
+        doubled = logits.clone()
+        doubled[logits > 0] = doubled[logits > 0] * 2
+        return doubled
+
+
+class HasAHook(Net):
+    def set_up(self):
+        self.first.register_forward_hook(lambda module, args, result: result * 2)
+
+
+class OwnFunction(Net):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.from_numpy(x.detach().numpy() * 2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def forward(self, x):
+        return self.Double.apply(super().forward(x))
+
+
+REPLAYED = [
+    *(Net, Conv, Attention, Recurrent, Looked, NormalisedByBuffers, WithoutGradInPart, WritesIntoItsOwnCopy),
+    *(CachesByShape, Checkpointed, Compiled, Sorted, ReadsSameValue),
+]
+NOT_REPLAYED = [
+    *(CountsInItself, CountsOutside, CountsInATensor, ReplacesABuffer, KeepsAList, KeepsItsInput),
+    *(MovesAnIterator, DrawsInPython, DrawsInNumPy, ReadsThroughNumPy, ReadsAList, SelectsByMask),
+    *(HasAHook, OwnFunction),
+]
+
+
+class Run:
+    """Streams batches through one computer, and counts how often the pass itself runs."""
+
+    def __init__(self, model, **settings):
+        self.computer = HookGradientComputer(model, TASK, **settings)
+        self.passes = 0
+
+    def __call__(self, batch):
+        def work():
+            self.passes += 1
+            sums = {}
+
+            def sink(block):
+                sums[block.name] = sums.get(block.name, 0) + block.dense()
+
+            terms = self.computer.stream_gradients(batch, sink)
+            return [torch.cat([sums[name] for name in self.computer.parameters], 1), *terms]
+
+        return self.computer.run(batch, [], work, lambda _: False)
+
+
+def batches(count=NUM_BATCHES, size=4):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        x = torch.randn(size, 5, generator=generator)
+        yield x, torch.randint(3, (size,), generator=generator)
+
+
+def reference(model, batch):
+    grads = collect_gradients(IterativeGradientComputer(model, TASK, self_check=False), batch)
+    return torch.cat([grad.flatten(1) for grad in grads.values()], 1)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", REPLAYED, ids=lambda kind: kind.__name__)
+def test_replays_have_the_bits_of_the_pass(kind):
+    run = Run(made(kind))
+    for batch in batches():
+        alone = Run(made(kind), self_check=False)  # its first batch is never a replay
+        for found, expected in zip(run(batch), alone(batch), strict=True):
+            assert torch.equal(found, expected)
+    assert run.passes < 14, "most batches are replayed"
+
+
+@pytest.mark.parametrize("kind", NOT_REPLAYED, ids=lambda kind: kind.__name__)
+def test_what_a_recording_cannot_see_runs_the_pass(kind):
+    model = made(kind)
+    run = Run(model)
+    for batch in batches():
+        torch.testing.assert_close(run(batch)[0], reference(model, batch), rtol=1e-4, atol=1e-6)
+    assert run.passes == NUM_BATCHES
+
+
+def test_the_log_says_why_passes_are_not_replayed(caplog):
+    run = Run(made(CountsInATensor))
+    with caplog.at_level(logging.INFO, "trak_lite"):
+        for batch in batches(6):
+            run(batch)
+    assert "CountsInATensor are not replayed: it writes into a tensor" in caplog.text
+
+
+def test_a_batch_in_which_python_reads_another_value_runs_the_pass():
+    class Reads(Net):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if bool((x < 100).all()) else 3.0)
+
+    model = made(Reads)
+    run = Run(model)
+    for batch in batches():
+        run(batch)
+    x, y = next(batches(1))
+    x = x + 1000
+    before = run.passes
+    torch.testing.assert_close(run((x, y))[0], reference(model, (x, y)))
+    assert run.passes == before + 1
+
+
+def change_weights(model):
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+
+
+def replace_data(model):
+    model.first.weight.data = model.first.weight.data * 3
+
+
+def replace_parameter(model):
+    model.first.weight = nn.Parameter(model.first.weight.detach() * 4)
+
+
+def load_other_weights(model):
+    model.load_state_dict({name: value * 5 for name, value in model.state_dict().items()})
+
+
+def change_attribute(model):
+    model.scale = 6.0
+
+
+def freeze(model):
+    model.last.weight.requires_grad_(False)
+
+
+def add_hook(model):
+    model.first.register_forward_hook(lambda module, args, result: result * 7)
+
+
+def replace_module(model):
+    model.first = nn.Linear(5, 7)
+
+
+def exchange_layers(model):
+    model.layers = nn.ModuleList(reversed(model.layers))
+
+
+CHANGES = (
+    *(
+        change_weights,
+        replace_data,
+        replace_parameter,
+        load_other_weights,
+        change_attribute,
+        freeze,
+        add_hook,
+    ),
+    *(replace_module, exchange_layers),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_the_model_between_batches_counts_at_once(change):
+    class Changing(Net):
+        def set_up(self):
+            self.scale = 1.0
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+        def forward(self, x):
+            x = super().forward(x) * self.scale
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    model = made(Changing)
+    run = Run(model)
+    for batch in batches():
+        run(batch)
+    change(model)
+    for batch in batches(3):
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+
+
+def test_a_value_outside_the_model_that_changes_ends_the_run_with_the_rows_since_the_last_comparison():
+    class ReadsOutside(Net):
+        def forward(self, x):
+            return super().forward(x) * READ_OUTSIDE["factor"]
+
+    READ_OUTSIDE["factor"] = 1.0
+    run = Run(made(ReadsOutside))
+    for number, batch in enumerate(batches(31)):
+        run.computer.name_rows("train", np.arange(4 * number, 4 * number + 4))
+        run(batch)
+    READ_OUTSIDE["factor"] = 2.0
+    run.computer.name_rows("train", np.arange(4 * 31, 4 * 32))
+    with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value") as caught:
+        run(next(batches(1)))
+    np.testing.assert_array_equal(caught.value.rows["train"], np.arange(4 * 16, 4 * 31))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 3), (4, 7)], ids=str)
+def test_batches_of_other_sizes_have_their_own_recording(sizes):
+    model = made(Conv)
+    run = Run(model)
+    for number, size in enumerate(sizes * 12):
+        (batch,) = [list(batches(number + 1, size))[-1]]
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert run.passes < len(sizes) * 12
+
+
+def test_autocast_and_modes_of_the_caller_run_the_pass():
+    model = made(Net)
+    run = Run(model)
+    for batch in batches():
+        run(batch)
+    before = run.passes
+    batch = next(batches(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        run(batch)
+    with torch.overrides.BaseTorchFunctionMode():
+        run(batch)
+    assert run.passes == before + 2
+
+
+def test_a_bad_label_is_refused_in_a_replayed_kind_of_batch():
+    run = Run(made(Net))
+    for batch in batches():
+        run(batch)
+    x, _ = next(batches(1))
+    with pytest.raises(ValueError, match="sample 1: labels"):
+        run((x, torch.tensor([0, 5, 1, 1])))
+
+
+def test_results_are_not_overwritten_by_the_next_batch():
+    run = Run(made(Conv))
+    found = [run(batch) for batch in batches()]
+    again = Run(made(Conv), self_check=False)
+    for batch, values in zip(batches(), found, strict=True):
+        assert torch.equal(values[0], again(batch)[0])

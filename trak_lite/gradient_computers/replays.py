@@ -1,0 +1,422 @@
+"""Replay of the pass over a batch, from the samples to their features, for batches that run the same operations.
+
+A recorded pass costs its torch operations; the pass that is recorded also costs hooks, autograd's graph and rules in
+Python. A recording belongs to the shapes of a batch and to the state of the model, the task and the projector. It is
+used after a second pass, over another batch, had the same bits, and compared again on the schedule of the self-check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import itertools
+import logging
+import random
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from trak_lite._devices import rng_state
+from trak_lite.errors import MODEL_FAILURES
+from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled
+from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.types import Batch
+
+__all__ = ["Replays"]
+
+logger = logging.getLogger(__name__)
+
+_RECORDED: Final = 4
+"""The batch of a kind, counted from 1, whose pass is recorded: for fewer batches a recording does not pay."""
+_MOST_KINDS: Final = 256
+_MOST_RECORDINGS: Final = 8
+_MOST_OTHER_PATHS: Final = 4
+_ROUNDING: Final = 1e-4
+"""Relative difference of a replayed row that is no defect: kernels round by the alignment of memory."""
+_DEPTH: Final = 6
+
+
+class ReplayedComputer(Protocol):
+    """Interface of a gradient computer whose passes can be replayed."""
+
+    model: nn.Module
+    modelout_fn: AbstractModelOutput
+    self_check: bool
+    checks: SelfCheck
+
+    @property
+    def differentiates_the_model(self) -> bool:
+        """Whether the gradients are those of the model with its own weights."""
+
+    def structure(self, batch: Batch, /) -> Any:
+        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch."""
+
+    def largest_gap(self, structure: Any, /) -> int:
+        """Return the largest number of batches from one comparison to the next; 0 if they cannot be replayed."""
+
+
+class _Kind:
+    """What is known of the batches of one kind."""
+
+    def __init__(self, alive: Sequence[Any]) -> None:
+        self.alive = alive
+        """What the key names by ``id``."""
+        self.count = 0
+        self.recording: Recording | None = None
+        self.structure: Any = None
+        self.conditions: Any = None
+        self.gap = 0
+        """Largest number of batches from one comparison to the next."""
+        self.confirmed = False
+        self.num_replayed = 0
+        self.num_other_paths = 0
+        self.refusal: str | None = None
+
+
+@final
+class Replays:
+    """Runs passes, and replays those that are known to run the same operations. Not thread-safe."""
+
+    def __init__(self) -> None:
+        """Start with nothing recorded."""
+        self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
+
+    def __reduce__(self) -> Any:
+        """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
+        return Replays, ()
+
+    def run(
+        self,
+        computer: ReplayedComputer,
+        batch: Batch,
+        setting: Sequence[Any],
+        work: Callable[[], Sequence[Tensor]],
+        is_scratch: Callable[[Tensor], bool],
+    ) -> Sequence[Tensor]:
+        """Return what ``work`` returns for a batch, possibly by a replay.
+
+        Args:
+            computer: The gradient computer that ``work`` uses.
+            batch: The batch, on the model's device.
+            setting: Everything else that ``work`` depends on, compared by identity, numbers and text by value.
+            work: Streams the batch through the computer and returns tensors that depend on the batch.
+            is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
+
+        Raises:
+            SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
+        """
+        leaves, flags = _leaves_of(batch)
+        if leaves is None or _is_watched():
+            return work()
+        alive: list[Any] = [computer]
+        state = _state(computer, alive)
+        alive += setting
+        kind = self._kind(
+            (_layout(leaves), flags, _surroundings(leaves[0]), *map(_identity, setting), state), alive
+        )
+        kind.count += 1
+        if kind.refusal is not None or kind.count < _RECORDED:
+            return work()
+        if kind.recording is None:
+            tape = Tape(leaves, [*computer.model.parameters(), *computer.model.buffers()], is_scratch)
+            return self._recorded(kind, computer, batch, leaves, tape, work)
+        due = kind.count % kind.gap == 0 or is_scheduled(kind.count)
+        if not kind.confirmed or due or _is_due(computer, kind, len(leaves[0])):
+            return self._compared(kind, computer, leaves, work)
+        found = self._replayed(kind, computer, leaves)
+        if found is None:
+            return work()
+        with computer.checks.batch(kind.structure, kind.conditions, len(leaves[0]), ()):
+            kind.num_replayed += 1
+        return found
+
+    def _kind(self, key: Hashable, alive: list[Any]) -> _Kind:
+        """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
+        kind = self._kinds.pop(key, None) or _Kind(alive)
+        self._kinds[key] = kind
+        if len(self._kinds) > _MOST_KINDS:
+            self._kinds.popitem(last=False)
+        return kind
+
+    def _recorded(
+        self,
+        kind: _Kind,
+        computer: ReplayedComputer,
+        batch: Batch,
+        leaves: Sequence[Tensor],
+        tape: Tape,
+        work: Callable[[], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:
+        """Run a pass and record it, if its plan says that every batch runs like it."""
+        kind.structure = computer.structure(batch)
+        kind.gap = computer.largest_gap(kind.structure)
+        if not (kind.gap and computer.differentiates_the_model):
+            self._refuse(kind, computer, "the model moves rows by their values")
+            return work()
+        if _is_due(computer, kind, len(leaves[0])):
+            return work()
+        kind.conditions = kind.structure[-1]
+        model, task = computer.model, computer.modelout_fn
+        before = _python_state(model, task, leaves[0].device)
+        checks, computer.self_check = computer.self_check, False  # its operations are no part of the pass
+        try:
+            with tape:
+                found = work()
+        finally:
+            computer.self_check = checks
+        after = _python_state(model, task, leaves[0].device)
+        if before is None or before != after:
+            tape.refuse(
+                "a pass runs hooks, draws random numbers, or changes what the model or the task holds"
+            )
+        try:
+            kind.recording = tape.finish(found)
+        except UnrecordableError as error:
+            self._refuse(kind, computer, str(error))
+        recorded = [known for known in self._kinds.values() if known.recording is not None]
+        if len(recorded) > _MOST_RECORDINGS:
+            recorded[0].recording, recorded[0].confirmed = None, False
+        return found
+
+    def _replayed(
+        self, kind: _Kind, computer: ReplayedComputer, leaves: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Return the results of a replay, ``None`` if the pass has to run."""
+        assert kind.recording is not None
+        try:
+            return kind.recording(*leaves)
+        except OtherPathError:
+            kind.num_other_paths += 1
+            if kind.num_other_paths > _MOST_OTHER_PATHS:
+                self._refuse(kind, computer, "Python reads other values in other batches")
+        except MODEL_FAILURES:  # the pass names the cause, or succeeds
+            pass
+        return None
+
+    def _compared(
+        self,
+        kind: _Kind,
+        computer: ReplayedComputer,
+        leaves: Sequence[Tensor],
+        work: Callable[[], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:
+        """Run the pass, and compare the replay with it."""
+        replayed = self._replayed(kind, computer, leaves)
+        suspected = computer.checks.suspected()
+        found = work()
+        if replayed is None:
+            return found
+        if all(map(_same_bits, found, replayed)):
+            kind.confirmed = True
+            return found
+        self._refuse(kind, computer, "a replay has other bits")
+        if kind.num_replayed and not all(map(_close, found, replayed)):
+            error = SelfCheckError(
+                f"{type(computer.model).__name__} or its task gave other rows than the operations that it ran in an "
+                "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
+                "cache, a global value). Expected rows that depend on the sample and the weights only."
+            )
+            computer.checks.fail(error, kind.conditions, suspected)
+            raise error
+        return found
+
+    @staticmethod
+    def _refuse(kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
+        kind.refusal, kind.recording = reason, None
+        logger.info("Passes of %s are not replayed: %s.", type(computer.model).__name__, reason)
+
+
+def _is_due(computer: ReplayedComputer, kind: _Kind, size: int) -> bool:
+    return computer.self_check and computer.checks.is_due(kind.structure, size)
+
+
+def _identity(value: Any) -> Hashable:
+    return value if isinstance(value, bool | int | float | str) else id(value)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    wide = one.double(), other.double()
+    return bool((wide[0] - wide[1]).norm() <= _ROUNDING * wide[0].norm())
+
+
+def _is_watched() -> bool:
+    """Whether a mode of torch sees or changes operations, or autocast of the caller does."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+def _surroundings(leaf: Tensor) -> tuple[Any, ...]:
+    """Return settings of the process that choose kernels."""
+    return (
+        leaf.device,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        len(torch_module._global_forward_hooks),
+        len(torch_module._global_forward_pre_hooks),
+        len(torch_module._global_backward_hooks),
+    )
+
+
+def _layout(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype, leaf.stride(), leaf.device) for leaf in leaves)
+
+
+def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
+    """Return the tensors of a batch, and what else it holds; no tensors if that may differ from sample to sample."""
+    leaves: list[Tensor] = []
+    flags: list[Hashable] = []
+
+    def walk(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            leaves.append(value)
+            flags.append("tensor")
+            return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+        if isinstance(value, Mapping):
+            flags.append((type(value), *value))
+            return all(map(walk, value.values()))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            flags.append((type(value), "dataclass"))
+            return all(walk(getattr(value, field.name)) for field in dataclasses.fields(value))
+        if isinstance(value, tuple | list):
+            flags.append((type(value), len(value)))
+            return all(map(walk, value))
+        flags.append(value if value is None or isinstance(value, bool | int | float | str) else None)
+        return flags[-1] is not None or value is None
+
+    usable = walk(batch) and bool(leaves) and all(leaf.dim() for leaf in leaves)
+    return (leaves if usable else None), tuple(flags)
+
+
+def _state(computer: ReplayedComputer, alive: list[Any]) -> tuple[int, ...]:
+    """Return the identity of all that the model, the task and the computer hold; ``alive`` takes the values."""
+    for held in (computer.modelout_fn, computer):
+        alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
+    places: list[int] = []
+    for module in computer.model.modules():
+        alive.append(module)
+        alive.extend(vars(module).values())
+        places += (
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._backward_hooks),
+            len(module._backward_pre_hooks),
+        )
+        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if tensor is not None:
+                alive.append(tensor)
+                places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
+    return *map(id, alive), *places
+
+
+def _python_state(model: nn.Module, task: AbstractModelOutput, device: torch.device) -> Any:
+    """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators."""
+    for module in model.modules():
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        if any(hooks) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
+            return None
+    seen: dict[int, Any] = {}
+    described = functools.partial(_described, seen=seen)
+    try:
+        held = [
+            (name, described(value, depth=_DEPTH))
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if name not in ("_parameters", "_buffers", "_modules")
+        ]
+        code = [described(value, depth=_DEPTH) for value in _code_of(model, task)]
+    except _IteratorError:
+        return None
+    generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]
+    return held, code, generators, random.getstate(), repr(np.random.get_state())  # noqa: NPY002 (read only)
+
+
+class _IteratorError(Exception):
+    """An iterator: looking at it would move it."""
+
+
+def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
+    """Yield the task and the methods of the model's classes that are not torch's."""
+    yield task
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        if not found.__module__.startswith("torch.") and found.__module__ != "builtins":
+            yield from (value for value in vars(found).values() if isinstance(value, types.FunctionType))
+
+
+_ATOMS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+)
+
+
+def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
+    """Return values that change if something that code reads is changed in place or replaced."""
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if depth == 0 or id(value) in seen or isinstance(value, nn.Module | logging.Filterer | io.IOBase):
+        return id(value)
+    seen[id(value)] = value
+    described = functools.partial(_described, seen=seen, depth=depth - 1)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, value.tobytes() if value.dtype != object else None
+    if isinstance(value, types.MethodType):
+        return described(value.__func__), described(value.__self__)
+    if isinstance(value, types.FunctionType):
+        if value.__module__ is not None and value.__module__.partition(".")[0] == "torch":
+            return id(value)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        read = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        return [described(one) for one in (*cells, *read, *vars(value).values(), value.__defaults__)]
+    if isinstance(value, Mapping):
+        return [(described(key), described(one)) for key, one in list(value.items())]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [described(one) for one in value]
+    if hasattr(value, "__next__"):
+        if depth >= _DEPTH - 2:
+            raise _IteratorError
+        return id(value)  # of code that a library runs elsewhere
+    if hasattr(value, "__dict__"):
+        return [(name, described(one)) for name, one in vars(value).items()]
+    return repr(value)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,418 @@
+"""Recording of the torch operations of a computation, and their replay without Python, autograd or hooks.
+
+A tape records the operations below autograd, of the forward and of the backward pass, in the order in which they ran.
+The recording is one generated function that calls them again with other inputs. A value that Python read becomes a
+condition: a replay that reads another value raises :class:`OtherPathError`. What a tape cannot see (values read through
+NumPy, results whose shape depends on values, random numbers, writes into tensors from outside) it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["OtherPathError", "Recording", "Tape", "UnrecordableError"]
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
+"""Operations whose result is their argument, once autograd is out of the way."""
+_UNSEEN_READS = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", "numpy", "tolist"})
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | _UNINITIALISED
+_MOST_OPERATIONS = 50_000
+_MOST_BUFFER_BYTES, _MOST_HELD_BYTES = 1 << 20, 1 << 25
+
+
+class UnrecordableError(Exception):
+    """A computation that a replay might not repeat; the message says why."""
+
+
+class OtherPathError(Exception):
+    """Python would read other values in this batch than in the recorded one, and might run other operations."""
+
+
+class _Step:
+    """One operation."""
+
+    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "value", "writes")
+
+    def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.reads = [variable.number for variable in _variables((args, kwargs))]
+        self.writes: list[int] = []
+        self.outputs: list[int | None] = []
+        self.value: Any = None
+        """What Python read."""
+
+    def note_writes(self) -> None:
+        """Find the arguments that the operation writes to."""
+        described = self.function._schema.arguments
+        by_name = {argument.name: argument for argument in described}
+        pairs = [*zip(self.args, described, strict=False)]
+        pairs += [(value, by_name[name]) for name, value in self.kwargs.items()]
+        written = [value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write]
+        self.writes = [variable.number for variable in _variables(written)]
+
+
+class _Variable:
+    """A tensor, in place of which arguments hold its number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@final
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations that run inside the block.
+
+    Args:
+        inputs: The tensors that differ from replay to replay.
+        outside: Tensors whose values may change between replays (parameters, buffers), which replays read anew.
+        is_scratch: Whether a tensor is memory whose values nobody reads later, so that replays may write there.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        outside: Iterable[Tensor],
+        is_scratch: Callable[[Tensor], bool] = lambda _: False,
+    ) -> None:
+        """Start with nothing recorded."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_scratch = is_scratch
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._steps: list[_Step] = []
+        self._roots: list[int] = []
+        """By variable, the first variable of the same memory."""
+        self._varies: list[bool] = []
+        """By variable, whether its values may differ from replay to replay."""
+        self._memory: dict[int, int] = {}
+        """Roots of the tensors from outside, by their storage."""
+        self._constants: dict[int, Tensor] = {}
+        """Tensors from outside."""
+        self._anchored: set[int] = set()
+        """Tensors from outside, accumulators, and their views: replays find them at the same place."""
+        self._held: dict[int, Tensor] = {}
+        """Results that are the same in every replay, unless something writes into their memory."""
+        self._bytes_left = _MOST_HELD_BYTES
+        self._refusal: str | None = None
+        self._reading = _UnseenReads(self)
+        self._num_inputs = len(inputs)
+        for tensor in (*inputs, *outside):
+            if tensor not in self._numbers:
+                self._outside(tensor, varies=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch._dynamo is imported at the first operation
+
+    def __enter__(self) -> Tape:
+        """Start to record."""
+        self._reading.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def refuse(self, reason: str) -> None:
+        """Note why a replay might not repeat what runs; the computation goes on."""
+        self._refusal = self._refusal or reason
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record it."""
+        kwargs = kwargs or {}
+        if self._refusal is not None:
+            return func(*args, **kwargs)
+        if len(self._steps) >= _MOST_OPERATIONS or not _is_repeatable(func, args, kwargs):
+            self.refuse(f"it runs {func}")
+            return func(*args, **kwargs)
+        step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
+        result = func(*args, **kwargs)
+        if func in _SAME:
+            self._numbers[result] = step.reads[0]
+            return result
+        if func in _READS:
+            step.value = result
+        elif func._schema.is_mutable:
+            step.note_writes()
+        self._note_outputs(step, _leaves(result))
+        self._steps.append(step)
+        return result
+
+    def _note_outputs(self, step: _Step, results: list[Any]) -> None:
+        """Number the results of a step, and hold those that every replay may share."""
+        anchored = all(number in self._anchored for number in step.reads)
+        is_view = any(returned.alias_info is not None for returned in step.function._schema.returns)
+        varies = any(self._varies[number] for number in step.reads)
+        for number in step.writes:
+            self._varies[self._roots[number]] |= varies
+        makes_buffer = step.function.overloadpacket.__name__ in _BUFFERS
+        for leaf in results:
+            if not isinstance(leaf, Tensor):
+                step.outputs.append(None)
+                continue
+            number = self._numbers.get(leaf)
+            if number is None:
+                root = next((self._roots[n] for n in step.reads if is_view), None)
+                number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
+                num_bytes = leaf.numel() * leaf.element_size()
+                small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
+                if is_view and anchored and not step.writes:
+                    self._anchored.add(number)
+                    self._held[number] = leaf
+                elif small and (makes_buffer or not self._varies[number]):
+                    if makes_buffer:
+                        self._anchored.add(number)
+                    self._held[number] = leaf
+                    self._bytes_left -= num_bytes
+            step.outputs.append(number)
+
+    def _new(self, tensor: Tensor, varies: bool, root: int | None = None) -> int:
+        number = len(self._roots)
+        self._numbers[tensor] = number
+        self._roots.append(number if root is None else root)
+        self._varies.append(varies)
+        return number
+
+    def _outside(self, tensor: Tensor, varies: bool) -> int:
+        """Number a tensor that the computation did not make; tensors of the same memory have one root."""
+        number = self._new(tensor, varies)
+        self._roots[number] = self._memory.setdefault(tensor.untyped_storage()._cdata, number)
+        self._varies[self._roots[number]] |= varies
+        self._constants[number] = tensor
+        self._anchored.add(number)
+        return number
+
+    def _with_numbers(self, value: Any) -> Any:
+        """Return arguments with variables in place of tensors; an unknown tensor is a constant."""
+        if isinstance(value, Tensor):
+            number = self._numbers.get(value)
+            return _Variable(self._outside(value, varies=False) if number is None else number)
+        if isinstance(value, list | tuple):
+            return [self._with_numbers(entry) for entry in value]
+        if isinstance(value, dict):
+            return {key: self._with_numbers(entry) for key, entry in value.items()}
+        return value
+
+    def finish(self, outputs: Sequence[Tensor]) -> Recording:
+        """Return the recording, whose replays return these tensors.
+
+        Raises:
+            UnrecordableError: If a replay might not repeat the computation.
+        """
+        written = {self._roots[number] for step in self._steps for number in step.writes}
+        if any(root in self._constants and not self._is_scratch(self._constants[root]) for root in written):
+            self.refuse("it writes into a tensor that it did not make")
+        if not all(output in self._numbers for output in outputs):
+            self.refuse("a result is no result of an operation")
+        if self._refusal is not None:
+            raise UnrecordableError(self._refusal)
+        numbers = [self._numbers[output] for output in outputs]
+        fixed = self._fixed(written, {self._roots[number] for number in numbers})
+        for number in range(self._num_inputs):
+            del fixed[number]
+        return Recording(self._steps, range(self._num_inputs), fixed, numbers)
+
+    def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:
+        """Return the tensors that all replays share.
+
+        These are the tensors from outside; results that depend on constants only; accumulators of known initial
+        values, which each replay initialises again, if no result is part of them; and views of all these.
+        """
+        fixed = dict(self._constants)
+        inputs = {self._roots[number] for number in range(self._num_inputs)}
+        for step in self._steps:
+            name = step.function.overloadpacket.__name__
+            known = all(number in fixed for number in step.reads)
+            steady = known and not any(
+                self._varies[self._roots[n]] or self._roots[n] in written for n in step.reads
+            )
+            for number in step.outputs:
+                held = self._held.get(number) if number is not None else None
+                if number is None or held is None or number in fixed or step.writes:
+                    continue
+                root = self._roots[number]
+                if root == number:  # no view
+                    keeps = name in _BUFFERS and root not in returned
+                    keeps = keeps or (steady and root not in written and name not in _UNINITIALISED)
+                else:
+                    keeps = known and root in fixed and root not in inputs
+                if keeps:
+                    fixed[number] = held
+        return fixed
+
+
+class _UnseenReads(TorchFunctionMode):
+    """Refuses methods by which Python reads values without an operation."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _UNSEEN_READS:
+            self._tape.refuse(f"Python reads values by {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+@final
+class Recording:
+    """The operations of a computation; call it with new inputs to run them again."""
+
+    def __init__(
+        self, steps: Sequence[_Step], inputs: Iterable[int], fixed: dict[int, Tensor], outputs: Sequence[int]
+    ) -> None:
+        """Write the function that replays the steps; those whose results are ``fixed`` are left out."""
+        steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
+        self.num_operations = len(steps)
+        writer = _Writer(fixed)
+        body = writer.body(steps, outputs)
+        names = [f"v{number}" for number in inputs]
+        text = "\n".join([f"def replay({', '.join(names)}):", *body])
+        namespace = {**writer.values, "OtherPathError": OtherPathError}
+        exec(compile(text, "<recorded operations>", "exec"), namespace)
+        self._replay: Callable[..., list[Tensor]] = namespace["replay"]
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Run the operations.
+
+        Raises:
+            OtherPathError: If Python would read other values than in the recorded batch.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return self._replay(*inputs)
+
+
+def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation gives results of the same shapes for other values, and does not change what it is given."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+        return False
+    if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
+        return False
+    if func is torch.ops.aten.index.Tensor:  # a mask selects as many rows as it has true entries
+        return all(index is None or index.dtype in (torch.int32, torch.int64) for index in args[1])
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}.intersection(func.tags)
+
+
+def _is_done(step: _Step, fixed: dict[int, Tensor]) -> bool:
+    """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
+    if step.value is not None:
+        return False
+    if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
+        one, other = (fixed[number] for number in step.reads)
+        return _place(one) == _place(other)
+    if step.function.overloadpacket.__name__ in _BUFFERS - _UNINITIALISED:
+        return False  # initialised again
+    return not step.writes and all(number is None or number in fixed for number in step.outputs)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _needed(steps: Sequence[_Step], fixed: Mapping[int, Tensor], outputs: Sequence[int]) -> list[_Step]:
+    """Return the steps that outputs, conditions and writes depend on; views of fixed accumulators are not asked."""
+    wanted, kept = {*outputs, *fixed}, []
+    for step in reversed(steps):
+        if step.value is not None or step.writes or any(number in wanted for number in step.outputs):
+            wanted.update(step.reads)
+            kept.append(step)
+    return kept[::-1]
+
+
+class _Writer:
+    """Writes the text of a replay; ``values`` are its global names."""
+
+    def __init__(self, fixed: dict[int, Tensor]) -> None:
+        self._fixed = fixed
+        self.values: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+
+    def body(self, steps: Sequence[_Step], outputs: Sequence[int]) -> list[str]:
+        last: dict[int, int] = {}
+        for place, step in enumerate(steps):
+            for number in (*step.reads, *step.outputs):
+                if number is not None:
+                    last[number] = place
+        for number in outputs:
+            last[number] = len(steps)
+        dying: dict[int, list[int]] = {}
+        for number, place in last.items():
+            if number not in self._fixed:
+                dying.setdefault(place, []).append(number)
+        lines = []
+        for place, step in enumerate(steps):
+            lines.append(f"    {self._line(step)}")
+            if dying.get(place):
+                lines.append(f"    del {', '.join(f'v{number}' for number in dying[place])}")
+        # A fixed tensor is returned as a copy, because the caller may write into it.
+        names = [f"{self._name(n)}.clone()" if n in self._fixed else self._name(n) for n in outputs]
+        return [*lines, f"    return [{', '.join(names)}]"]
+
+    def _line(self, step: _Step) -> str:
+        (made,) = step.outputs if len(step.outputs) == 1 else (None,)
+        if made in self._fixed and step.function.overloadpacket.__name__ in _BUFFERS:
+            return f"{self._name(made)}.zero_()"
+        words = [self._text(value) for value in step.args]
+        words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
+        call = f"{self._value(step.function._op)}({', '.join(words)})"
+        if step.value is not None:
+            return f"if {call} != {self._value(step.value)}: raise OtherPathError"
+        names = ["_" if n is None or n in self._fixed else f"v{n}" for n in step.outputs]
+        if not names or set(names) == {"_"}:
+            return call
+        returns = step.function._schema.returns
+        is_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+        joined = ", ".join(names)
+        return f"{joined if len(names) > 1 else f'{joined},' if is_list else joined} = {call}"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, _Variable):
+            return self._name(value.number)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        return self._value(value)
+
+    def _name(self, number: int) -> str:
+        return self._value(self._fixed[number]) if number in self._fixed else f"v{number}"
+
+    def _value(self, value: Any) -> str:
+        """Return the global name of a value."""
+        name = self._known.get(id(value))
+        if name is None:
+            name = self._known[id(value)] = f"k{len(self.values)}"
+            self.values[name] = value
+        return name
+
+
+def _variables(value: Any) -> Iterable[_Variable]:
+    if isinstance(value, _Variable):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _variables(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _variables(entry)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for entry in value for leaf in _leaves(entry)]
+    return [value]
