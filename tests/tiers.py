@@ -24,8 +24,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "projectors/test_countsketch_statistics.py",
         "projectors/test_mask_projectors.py::test_every_entry_is_equally_likely",
         "store/test_store_check.py::test_what_is_called_sound_is_right_and_a_repair_makes_it_sound",
-        "store/test_store_check.py::test_whatever_is_harmed_there_is_a_report",
-        "store/test_store_sharing.py::test_any_history_ends_in_the_same_rows",
     ),
     "memory, and hundreds of modules": (
         "attributor/test_many_modules.py",
@@ -37,7 +35,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "device/test_stand_in.py::test_the_product_runs_on_an_accelerator",
     ),
     "rounds of faults and kills": (
-        "faults/test_fault_machine.py",
+        "store/test_store_machine.py::test_many_histories_end_as_a_dict_says",
         "faults/test_fault_rounds.py::test_no_fault_breaks_a_promise",
         "parallel/test_killed_ranks.py",
         "serve/test_serve_killed.py",
@@ -122,7 +120,7 @@ SOME: dict[str, int] = {
     "scoring/test_token_scores.py": 1,
     "scoring/test_unprojected.py": 1,
     "scoring/test_views.py": 1,
-    "store/test_store_kill.py": 3,
+    "store/test_store_kill.py": 4,
     "traker/test_traker_original_calls.py::test_five_rows_are_scored": 4,
     "unrolled/test_blocks.py": 2,
     "unrolled/test_derivatives.py": 5,
