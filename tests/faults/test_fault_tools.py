@@ -1,17 +1,11 @@
 """The tools that imitate faults do what they say, and see what they are there to see."""
 
-import errno
 import os
 import random
 
-import numpy as np
 import pytest
-from fault_cases import Case, Violated, check_as_reader, check_rows, fill, final_scores, open_for_writing
-from fault_damage import drawn_bytes, kind_of
-from fault_disk import Failing
+from fault_cases import Case, Violated, check_as_reader, check_rows, fill, open_for_writing
 from fault_power import EXTREMES, SECTOR, Cut, Disk, Recorder, Synced, plant, tree
-
-from trak_lite.errors import StoreError
 
 NOTHING, ALL = Cut(0.0, 0.0, journal=False), Cut(1.0, 1.0, journal=False)
 CASE = Case(5, 2, 2, "float32")
@@ -156,28 +150,6 @@ def test_power_cuts_show_a_store_that_does_not_sync(tmp_path):
     assert seen == [1]
 
 
-def test_a_failing_call_fails_as_often_as_planned(tmp_path):
-    failing, fd, failed = (
-        Failing(["pwrite"], 2, 3, errno.ENOSPC),
-        os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT),
-        [],
-    )
-    with failing:
-        for number in range(8):
-            try:
-                os.pwrite(fd, b"x", number)
-            except OSError as error:
-                failed.append((number, error.errno))
-    os.pwrite(fd, b"x", 0)
-    os.close(fd)
-    assert failed == [(2, errno.ENOSPC), (3, errno.ENOSPC), (4, errno.ENOSPC)]
-
-
-def test_an_error_of_another_name_is_seen():
-    with pytest.raises(Violated, match="ENOSPC became StoreError"):
-        Failing(["pwrite"], 0, 1, errno.ENOSPC).check_name_of(StoreError("full"))
-
-
 def test_a_wrong_row_and_a_lost_row_are_seen(tmp_path):
     store, table = open_for_writing(str(tmp_path / "run.zarr"), CASE)
     wrong = CASE.values([0, 1])
@@ -190,39 +162,3 @@ def test_a_wrong_row_and_a_lost_row_are_seen(tmp_path):
     with pytest.raises(Violated, match=r"acknowledged rows \[2\] are pending") as caught:
         check_as_reader(str(tmp_path / "run.zarr"), CASE, {0, 2})
     assert caught.value.counts["lost"] == 1
-
-
-def test_final_scores_see_a_changed_bit_of_any_feature(tmp_path):
-    scores = []
-    for number in range(2):
-        store, table = open_for_writing(str(tmp_path / f"{number}.zarr"), CASE)
-        given = CASE.values(range(CASE.num_rows))
-        if number:
-            given["features"][3, 1] = np.nextafter(given["features"][3, 1], np.float32(1e9))
-        table.put(0, given)
-        scores.append(final_scores(store, table))
-        store.close()
-    assert not np.array_equal(*scores)
-
-
-def test_every_file_of_a_store_has_a_kind(tmp_path):
-    store, table = open_for_writing(str(tmp_path / "run.zarr"), CASE)
-    table.put(0, CASE.values(range(CASE.num_rows)))
-    final_scores(store, table)
-    store.close()
-    store, table = open_for_writing(str(tmp_path / "half.zarr"), CASE)
-    table.put(0, CASE.values([0]))
-    store.close()
-    kinds = {kind_of(path) for path, content in tree(tmp_path).items() if content is not None}
-    rows = {"chunk", "staged rows", "row log", "commit log"}
-    assert kinds == {*rows, "metadata", "list of tables", "derived array"}
-
-
-def test_drawn_damage_is_repeatable_and_mostly_no_copy():
-    content = bytes(range(100))
-    drawn = [[drawn_bytes(content, random.Random(seed), [b"other"]) for seed in range(200)] for _ in range(2)]
-    assert drawn[0] == drawn[1]
-    assert sum(changed == content for _, changed in drawn[0]) < 20
-    assert {how for how, _ in drawn[0]} == {
-        "flip", "cut", "set", "empty", "extend", "remove", "insert", "zero", "foreign", "gone",
-    }  # fmt: skip

@@ -78,11 +78,12 @@ def reading(path):
         yield store.open_table(NAME)
 
 
-def remote_place(folder, staging="staging"):
+def remote_place(folder, staging="staging", objects="objects"):
     """A folder that obstore takes for a bucket; another staging is another machine."""
     from obstore.store import LocalStore
 
-    return RemotePlace(LocalStore(f"{folder}/objects", mkdir=True), staging=f"{folder}/{staging}")
+    beside = f"{folder}-{staging}" if objects == "." else f"{folder}/{staging}"
+    return RemotePlace(LocalStore(f"{folder}/{objects}", mkdir=True), staging=beside)
 
 
 @contextlib.contextmanager
