@@ -1,11 +1,10 @@
 """The fault campaign: random faults in real stores and real processes, for a given number of minutes.
 
-Rounds of every kind alternate: kill -9 at random moments and at every named step; Ctrl-C and SIGTERM inside a write;
-power cuts (replayed from a record of every file change, and, where mounting is allowed, copies of a live ext4
-image); full or failing disks; racing writers with a polling reader; forks; racing creators with wrong clocks;
-refused and read-only writes; flipped, torn, cut, foreign and hostile bytes in every kind of file; stores mutated by
-hypothesis; every bit of all metadata flipped (with --size 500); files and folders exchanged, copied, removed and
-edited. After each fault the run is resumed to its end. No acknowledged row is lost, none is wrong, and the final
+Rounds of every kind alternate: kill -9 at random moments; Ctrl-C and SIGTERM inside a write; power cuts (replayed from
+a record of every file change, and, where mounting is allowed, copies of a live ext4 image); full disks; racing writers
+with a polling reader; forks; racing creators with wrong clocks; read-only stores; stores mutated by hypothesis (flipped,
+torn, cut, foreign and hostile bytes in every kind of file); every bit of all metadata flipped (with --size 500). Kills
+at every named step, failing calls and exchanged files are in tests/store. After each fault the run is resumed to its end. No acknowledged row is lost, none is wrong, and the final
 scores equal those of an undisturbed run bitwise. A mutated store gives a named error or exactly the right numbers.
 tests/faults runs a quick part of the same rounds, and its README lists the tests of each fault.
 
@@ -13,8 +12,8 @@ The exit status is 1 if a guarantee was broken. The round is then printed with t
 
 Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
       python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (only mutations)
-      python -m benchmarks.fault_campaign --minutes 0.01 --size 500 --kinds metadata_flips exchange
-          --out benchmarks/results/fault_metadata.json      (all bits of metadata, 1,000 exchanges)
+      python -m benchmarks.fault_campaign --minutes 0.01 --size 500 --kinds metadata_flips
+          --out benchmarks/results/fault_metadata.json      (all bits of metadata)
       python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (only whole runs, on every public path;
                                                                               resumes an earlier campaign)
 """

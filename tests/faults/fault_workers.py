@@ -184,15 +184,16 @@ def write_and_fork(path, case, acks, seed, dies):
 
 def live_on(table, case, pick, noted):
     """Do what a forked child does: sleep (without ``noted``) or write; never returns."""
+    status = 1
     try:
         if noted is None:
             time.sleep(1)
         else:
             fill(table, case, pick, noted)
+        status = 0
     except BaseException:  # nothing may get past the end of a forked child
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    os._exit(status)
 
 
 def poll(path, case, acks):

@@ -1,11 +1,12 @@
 """The tools that imitate faults do what they say, and see what they are there to see."""
 
+import copy
 import os
 import random
 
 import pytest
 from fault_cases import Case, Violated, check_as_reader, check_rows, fill, open_for_writing
-from fault_power import EXTREMES, SECTOR, Cut, Disk, Recorder, Synced, plant, tree
+from fault_power import EXTREMES, SECTOR, Cut, Recorder, Synced, plant, tree
 
 NOTHING, ALL = Cut(0.0, 0.0, journal=False), Cut(1.0, 1.0, journal=False)
 CASE = Case(5, 2, 2, "float32")
@@ -139,7 +140,9 @@ def test_power_cuts_show_a_store_that_does_not_sync(tmp_path):
         store.close()
 
     disk = record(tmp_path / "disk", changes)
-    unsynced = Disk([step for step in disk.steps if not isinstance(step, Synced)], 0, disk._folders)
+    unsynced = copy.copy(disk)
+    unsynced.steps = [step for step in disk.steps if not isinstance(step, Synced)]
+    unsynced.moments = range(len(unsynced.steps) + 1)
     pick, seen = random.Random(0), []
     for honest, number in ((disk, 0), (unsynced, 1)):
         plant(honest.after(honest.moments[-1], NOTHING, pick), tmp_path / f"{number}")

@@ -83,7 +83,7 @@ def remote_place(folder, staging="staging", objects="objects"):
     from obstore.store import LocalStore
 
     beside = f"{folder}-{staging}" if objects == "." else f"{folder}/{staging}"
-    return RemotePlace(LocalStore(f"{folder}/{objects}", mkdir=True), staging=beside)
+    return RemotePlace(LocalStore(os.path.normpath(f"{folder}/{objects}"), mkdir=True), staging=beside)
 
 
 @contextlib.contextmanager
@@ -240,18 +240,16 @@ def do_harm(path, harm, number):
 # Faults of the system.
 
 
-def on_the_way(call, *arguments):
-    """Whether a call opens a folder only to reach a file below it: of these there are many, and all are alike."""
-    return call.__name__ == "open" and bool(arguments[1] & os.O_PATH)
-
-
 @contextlib.contextmanager
 def failing_call(name, count, error):
-    """Make the ``count``-th call of a function in ``os`` fail; yield a list that is empty once it did."""
+    """Make the ``count``-th call of a function in ``os`` fail; yield a list that is empty once it did.
+
+    Folders that are opened on the way to a file below are not counted: there are many, and all are alike.
+    """
     call, left = getattr(os, name), [count]
 
     def fail(*arguments, **keywords):
-        if left and not on_the_way(call, *arguments):
+        if left and not (name == "open" and arguments[1] & os.O_PATH):
             left[0] -= 1
             if left[0] == 0:
                 left.clear()

@@ -60,7 +60,7 @@ def die_before_a_child(path, row):
     if os.fork() == 0:
         os.close(ANSWERS)
         time.sleep(3)
-        os._exit(0)
+        return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -147,14 +147,15 @@ def run(order, pipe):
     """Carry out one order in a forked child; never returns."""
     global ANSWERS
     ANSWERS = pipe
+    status = 1
     try:
         os.environ.update(order["environment"])
         answer = globals()[order["action"]](*order["arguments"])
         os.write(pipe, json.dumps(answer).encode())
-        os._exit(0)
+        status = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+    os._exit(status)
 
 
 if __name__ == "__main__":

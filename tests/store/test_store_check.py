@@ -149,7 +149,7 @@ DAMAGE = {
 @pytest.mark.quick
 @pytest.mark.parametrize(("place", "harm", "expected", "lost"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_repair_costs_exactly_the_damaged_rows(mixed, place, harm, expected, lost):
-    """Damage is named by table, chunk, rows and column; a repair deletes nothing, and a second one has nothing to do."""
+    """Damage is named by table, chunk, rows and column; a repair deletes nothing, a second one has nothing to do."""
     harm(place(mixed))
     report = check_store(mixed)
     assert not report.ok

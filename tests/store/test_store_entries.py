@@ -104,9 +104,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in ("own", "other"):
         made = attributor(folder / name)
-        made.featurize(data(120), columns={"source": ["web", "book"][:: 1 if name == "own" else -1] * 60})
+        made.featurize(data(200), columns={"source": ["web", "book"][:: 1 if name == "own" else -1] * 100})
         verify(made.score(data(5, 1)), trained, data(5, 1), budget=4)
-        made.score(data(130, 2), "many", dense=False, k=2, recall=0.5)
+        made.score(data(150, 2), "many", dense=False, k=2, recall=0.5)
     return folder / "own", folder / "other"
 
 
@@ -114,7 +114,7 @@ READS = {
     "verdicts": lambda made: made.scores().verdict,
     "predictions": lambda made: made.scores().predictions,
     "columns": lambda made: made.scores().top(5, where={"source": "web"}),
-    "index": lambda made: made.score(data(130, 2), "many", dense=False, k=1, recall=0.5),
+    "index": lambda made: made.score(data(150, 2), "many", dense=False, k=1, recall=0.5),
 }
 
 

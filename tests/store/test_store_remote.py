@@ -366,7 +366,7 @@ def test_a_slow_creator_does_not_drop_what_another_has_staged(bucket, here):
 
 
 def test_a_dropper_does_not_take_what_another_has_created(bucket, here):
-    """One drops a table and is slow to remove its objects; another creates it anew meanwhile, and waits for its turn."""
+    """One drops a table and is slow to remove its objects; another creates it anew, and waits for its turn."""
     here.table().put(0, values(range(11)))
     began, order = threading.Event(), []
 
