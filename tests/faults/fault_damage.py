@@ -11,15 +11,7 @@ import shutil
 import stat
 import struct
 
-from fault_cases import (
-    NAME,
-    Violated,
-    check_rows,
-    fill,
-    final_scores,
-    open_for_writing,
-    undisturbed,
-)
+from fault_cases import NAME, Violated, check_rows, fill, final_scores, open_for_writing, undisturbed
 from fault_power import tree
 
 from trak_lite.errors import IncompleteStoreError, StoreError

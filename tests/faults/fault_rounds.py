@@ -25,7 +25,6 @@ from fault_cases import (
     finish,
     open_for_writing,
 )
-from fault_flips import flip_many
 from fault_mounts import command, mounted
 from fault_power import EXTREMES, Cut, Recorder, plant, tree
 from fault_workers import Acknowledgements, Workers
@@ -33,7 +32,6 @@ from fault_workers import Acknowledgements, Workers
 from trak_lite.errors import ManifestMismatchError, StoreError
 from trak_lite.store import Manifest, ZarrFeatureStore
 
-ALL_FLIPS = 500  # from this size of rounds on, every bit is flipped
 _ENDED = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -388,11 +386,6 @@ def mutation(this):
         )
 
 
-def metadata_flips(this):
-    """Single bits of metadata, records and kept arrays: in the long campaign each of them, once."""
-    flip_many(this.folder, this.totals, this.pick, None if this.size >= ALL_FLIPS else 10 * this.size)
-
-
 def _error_line(trace):
     """Return the line of a traceback that says what was raised, without what tells one example from another."""
     lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "Traceback"))]
@@ -411,4 +404,4 @@ _ALL = (
     creation,
     read_only,
 )
-KINDS = {action.__name__: action for action in (*_ALL, mutation, metadata_flips)}
+KINDS = {action.__name__: action for action in (*_ALL, mutation)}

@@ -42,25 +42,40 @@ def sync_folder(path):
     os.close(fd)
 
 
-def test_a_file_of_which_nothing_was_synced_is_lost_empty_or_torn(tmp_path):
-    data = b"a" * SECTOR + b"b"
-    disk = record(tmp_path / "disk", lambda root: write(f"{root}/x", data))
-    zeros = bytes(SECTOR)
-    parts = {b"", zeros + b"\0", b"a" * SECTOR, b"a" * SECTOR + b"\0", zeros + b"b", data}
-    assert states(disk) == {(), *((("x", content),) for content in parts)}
+def unsynced(root):
+    write(f"{root}/x", DATA)
 
 
-def test_synced_bytes_under_a_synced_name_are_kept(tmp_path):
-    def changes(root):
-        write(f"{root}/x", b"kept", sync=True)
-        sync_folder(root)
-
-    assert states(record(tmp_path / "disk", changes)) == {(("x", b"kept"),)}
+def synced(root):
+    write(f"{root}/x", b"kept", sync=True)
 
 
-def test_synced_bytes_under_a_name_that_is_not_may_be_gone(tmp_path):
-    disk = record(tmp_path / "disk", lambda root: write(f"{root}/x", b"kept", sync=True))
-    assert states(disk) == {(), (("x", b"kept"),)}
+def synced_with_its_name(root):
+    synced(root)
+    sync_folder(root)
+
+
+def renamed_and_removed(root):
+    write(f"{root}/x", b"1", sync=True)
+    os.rename(f"{root}/x", f"{root}/y")
+    os.unlink(f"{root}/y")
+
+
+DATA, ZEROS = b"a" * SECTOR + b"b", bytes(SECTOR)
+TORN = {b"", ZEROS + b"\0", b"a" * SECTOR, b"a" * SECTOR + b"\0", ZEROS + b"b", DATA}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (unsynced, {(), *((("x", content),) for content in TORN)}),
+        (synced, {(), (("x", b"kept"),)}),
+        (synced_with_its_name, {(("x", b"kept"),)}),
+        (renamed_and_removed, {(), (("x", b"1"),), (("y", b"1"),)}),  # each change needs the earlier ones
+    ],
+)
+def test_what_a_cut_leaves_of_a_file(tmp_path, changes, expected):
+    assert states(record(tmp_path / "disk", changes)) == expected
 
 
 @pytest.mark.parametrize("journal", [False, True])
@@ -87,15 +102,6 @@ def test_without_a_journal_names_survive_in_any_order_with_one_in_theirs(tmp_pat
     a, b = ("a", None), ("b", None)
     assert states(disk) == {(), (a,), (b,), (a, b)}
     assert states(disk, journal=True) == {(), (a,), (a, b)}
-
-
-def test_later_changes_of_a_name_need_the_earlier_ones(tmp_path):
-    def changes(root):
-        write(f"{root}/x", b"1", sync=True)
-        os.rename(f"{root}/x", f"{root}/y")
-        os.unlink(f"{root}/y")
-
-    assert states(record(tmp_path / "disk", changes)) == {(), (("x", b"1"),), (("y", b"1"),)}
 
 
 def test_what_was_there_at_the_start_is_kept(tmp_path):

@@ -291,10 +291,7 @@ def dying(failpoint, last_look):
         last_look()
         raise Killed
 
-    with (
-        mock.patch.dict(os.environ, {"TRAK_LITE_FAILPOINT": failpoint}),
-        mock.patch.object(os, "kill", die),
-    ):
+    with mock.patch.dict(os.environ, {"TRAK_LITE_FAILPOINT": failpoint}), mock.patch.object(os, "kill", die):
         yield
 
 

@@ -257,14 +257,6 @@ def test_any_call_of_a_growth_may_fail(tmp_path, call):
 # Dropping.
 
 
-def test_a_dropped_table_leaves_nothing_on_the_disk(full):
-    with ZarrFeatureStore.open(full, "r+") as store:
-        store.drop_table(NAME)
-        assert store.table_names() == []
-    assert os.listdir(f"{full}/targets") == ["zarr.json"]
-    assert check_store(full).findings == ()
-
-
 def test_a_table_that_another_writer_fills_is_not_dropped(path):
     store, table = open_for_writing(path)
     table.put(0, values([0]))
@@ -324,11 +316,7 @@ def made_anew(path, fingerprint):
 def test_no_row_goes_into_and_none_comes_from_another_table_under_the_old_name(path):
     with writing(path) as writer, reading(path) as reader:
         made_anew(path, {"checkpoint": "another"})
-        for use in (
-            lambda: writer.put(0, values(range(4))),
-            reader.done,
-            lambda: reader.read_chunk(1, "q"),
-        ):
+        for use in (lambda: writer.put(0, values(range(4))), reader.done, lambda: reader.read_chunk(1, "q")):
             with pytest.raises(StateError, match="created again for other rows"):
                 use()
 
@@ -357,23 +345,6 @@ def test_a_commit_is_never_recorded_in_a_log_that_was_moved_away(path):
 
 
 # Merging.
-
-
-def test_parts_of_killed_workers_are_merged_and_finished(tmp_path, victims):
-    """Each was killed at another step; not one row that they acknowledged is computed again."""
-    parts = []
-    for failpoint in ("rows_recorded:2", "commit_synced:1", "column_published:2", "chunk_settled:2"):
-        parts.append(str(tmp_path / f"{failpoint}.zarr"))
-        assert victims.killed(failpoint, "write", parts[-1], str(tmp_path / "done"), 3)
-    path = str(tmp_path / "run.zarr")
-    stores = [ZarrFeatureStore.open(part) for part in parts]
-    with ZarrFeatureStore.create(path, MANIFEST) as store:
-        store.merge(stores)
-        assert set(done_rows(path)) == set().union(*map(done_rows, parts))
-        assert store.diff(stores[0])
-    for each in stores:
-        each.close()
-    finish(path, 11)
 
 
 def test_a_merge_that_was_interrupted_is_repeated(tmp_path, full):

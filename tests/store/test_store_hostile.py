@@ -181,7 +181,7 @@ def folder_renamed(name):
     return lambda path: os.rename(folder(path), os.path.join(path, name))
 
 
-BAD_NAMES = (
+BAD_NAMES = [
     "",
     ".",
     "..",
@@ -196,8 +196,8 @@ BAD_NAMES = (
     "a\0",
     "ä",
     "a\n",
-)
-BAD_NAMES += ("x" * 65, "zarr.json", "a/zarr.json", "ZARR.JSON", "a\\b", "~", "$HOME", "a:b", "%2e%2e")
+]
+BAD_NAMES += ["x" * 65, "zarr.json", "a/zarr.json", "ZARR.JSON", "a\\b", "~", "$HOME", "a:b", "%2e%2e"]
 NO_TABLE = "does not describe a table"
 NOT_THAT = "is another table than the one"
 NOT_LISTED = "is another table than the one that the store lists"

@@ -171,7 +171,7 @@ def test_a_list_that_is_lost_is_named_and_made_anew(several):
 
 
 def test_a_flipped_bit_of_metadata_is_named_or_harmless(several):
-    """Every bit of one byte in sixteen; ``tests/faults`` draws more, and the campaign flips each."""
+    """One bit of one byte in sixteen; ``benchmarks/hostile_store.py`` flips each."""
     right, outcomes = contents_of(several), set()
     names = [os.path.join(at, "zarr.json") for at, _, files in os.walk(several) if "zarr.json" in files]
     for number, name in enumerate([*names, *(f"{several}/.tables/{entry_name(each)}" for each in SPECS)]):

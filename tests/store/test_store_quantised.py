@@ -5,18 +5,7 @@ import os
 import numpy as np
 import pytest
 import zarr
-from store_cases import (
-    MANIFEST,
-    NAME,
-    content,
-    edit,
-    edit_document,
-    flip,
-    folder,
-    reading,
-    staged,
-    writing,
-)
+from store_cases import MANIFEST, NAME, content, edit, edit_document, flip, folder, reading, staged, writing
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, check_store
