@@ -4,7 +4,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from store_cases import Bucket
 
 from trak_lite.errors import UnsupportedStoreError
 from trak_lite.store import MemoryFeatureStore, RemotePlace, ZarrFeatureStore, create_store, open_store
@@ -39,7 +38,7 @@ class RemoteStoreTests(StoreTests):
 
     @pytest.fixture(autouse=True)
     def _places(self, tmp_path):
-        self.folder, self.objects, self.bucket = tmp_path, {}, uuid.uuid4().hex
+        self.folder, self.bucket = tmp_path, uuid.uuid4().hex
 
     def objects_at(self, path):
         raise NotImplementedError
@@ -65,13 +64,6 @@ class RemoteStoreTests(StoreTests):
             store.grow_table("ckpt-0", table.spec.num_rows + 1)
         with pytest.raises(UnsupportedStoreError, match="append the rows there and copy it back"):
             store.replace_fingerprint({}, {"seed": 1})
-
-
-class TestObjectsOfAUser(RemoteStoreTests):
-    """A class of one's own, as :class:`~trak_lite.store.AbstractObjects` describes it."""
-
-    def objects_at(self, path):
-        return self.objects.setdefault(path, Bucket())
 
 
 class TestMemoryThroughFsspec(RemoteStoreTests):
