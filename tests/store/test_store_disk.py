@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
@@ -42,7 +43,7 @@ from trak_lite.errors import (
     StoreError,
     StoreFullError,
 )
-from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store
+from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 
 COLUMNS = ("features", "q", "w")
 
@@ -65,7 +66,7 @@ def path_of(fd):
 @pytest.mark.parametrize("call", ["open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink"])
 def test_any_call_may_fail_once(tmp_path, call, error, expected):
     """Whichever call it is: rows already put stay done, the rest can be put at once by the same process."""
-    for count in itertools.count(1):
+    for count in itertools.count(1, 3 if call == "open" else 1):  # of some seventy, every third
         path = str(tmp_path / f"{count}.zarr")
         store, table = open_for_writing(path)
         table.put(0, values(range(3)))
@@ -289,8 +290,6 @@ def test_a_refused_put_writes_not_one_byte(path):
 
 def test_what_a_killed_creation_left_is_removed_later(tmp_path, victims):
     """Once it is old, and unless somebody is still at it."""
-    import fcntl
-
     path = str(tmp_path / "run.zarr")
     assert victims.killed("folder_built:1", "create", path, 0)
     (abandoned,) = (name for name in os.listdir(tmp_path) if ".new-" in name)
@@ -417,7 +416,7 @@ OPTIONS = [
         for spec, message in (
             (TableSpec((1 << 32) + 1, SPEC.columns, 4), r"up to \d+, got \d+"),
             (TableSpec(4, SPEC.columns, (1 << 26) + 1), r"up to \d+, got \d+"),
-            (TableSpec(4, (SPEC.columns[0].__class__("f", 1 << 45, "float32"),), 4), r"up to \d+, got \d+"),
+            (TableSpec(4, (Column("f", 1 << 45, "float32"),), 4), r"up to \d+, got \d+"),
         )
     ),
     (

@@ -237,7 +237,7 @@ def test_of_two_who_grow_a_table_at_once_one_is_told(full):
 
 @pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "rename"])
 def test_any_call_of_a_growth_may_fail(tmp_path, call):
-    for count in itertools.count(1):
+    for count in itertools.count(1, 3 if call == "open" else 1):  # of many, every third
         path = str(tmp_path / f"{count}.zarr")
         make(path, 11)
         with ZarrFeatureStore.open(path, "r+") as store:

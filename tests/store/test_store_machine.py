@@ -570,7 +570,7 @@ KINDS = pytest.mark.parametrize("kind", [Folder, Memory, Objects, Faulty])
 
 @KINDS
 def test_a_store_holds_what_a_dict_says(kind):
-    run(kind, 5, 16)
+    run(kind, 4, 14)
 
 
 @KINDS

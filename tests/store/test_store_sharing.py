@@ -26,6 +26,7 @@ from store_cases import (
 
 from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.parallel import sharing
+from trak_lite.store import TableSpec
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_a_commit_record_cut_off_by_ctrl_c_hides_no_later_one(path, monkeypatch)
 
 def test_rows_may_be_scattered_over_more_chunks_than_stay_open(path, monkeypatch):
     """Files are closed and locks dropped beyond the limit, nothing is lost by it, and claimed chunks stay held."""
-    spec = LONG.__class__(160, LONG.columns, 2)
+    spec = TableSpec(160, LONG.columns, 2)
     order = np.random.default_rng(0).permutation(spec.num_rows)
     opened = len(os.listdir("/proc/self/fd"))
     with writing(path, spec) as table:
