@@ -364,6 +364,11 @@ class StoreMachine(RuleBasedStateMachine):
                 self.put(writer, rows)
         except StoreError as error:
             named = isinstance(error, StoreFullError)
+            if not self.place.repairs:  # the stage of a remote store is looked at by the next run
+                self.close_all()
+                self.interrupted = True
+                self.settle("put", rows, before, {self.size}, self.attempt)
+                return
             done = set(np.flatnonzero(table.done()).tolist())
             new = [row for row in rows if row in done and row not in before]
             self.known = before | dict.fromkeys(new, self.attempt)
