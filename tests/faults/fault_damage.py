@@ -1,43 +1,31 @@
-"""Damaged bytes: any file of a store, changed in any way; then a reader, a resumed run, and the advice of the errors.
+"""Damaged bytes: any file of a store, changed in any way; and a reader, who is told right rows or an error by name.
 
-A damage is either harmless, or costs rows that become pending and are computed again, or is refused with a
-``StoreError`` that names the place and whose advice, followed, repairs the store.
+The layout on disk is known here and nowhere else in this folder.
 """
 
 import json
 import os
-import random
 import re
 import resource
 import shutil
-import signal
 import stat
 import struct
-import traceback
-from collections import Counter
 
-from fault_cases import (
-    NAME,
-    Case,
-    Violated,
-    check_rows,
-    fill,
-    final_scores,
-    finish,
-    open_for_writing,
-    undisturbed,
-)
-from fault_power import plant, tree
+from fault_cases import NAME, Violated, check_rows, fill, final_scores, open_for_writing, undisturbed
+from fault_power import tree
 
 from trak_lite.errors import IncompleteStoreError, StoreError
 from trak_lite.store import ZarrFeatureStore
+from trak_lite.store import _failpoints as failpoints
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._failpoints import FAILPOINTS
+from trak_lite.store.disk.documents import sealed
 from trak_lite.store.disk.listing import entry_name
+
+__all__ = ["failpoints", "sealed"]
 
 SECONDS = 20  # that one example may take, on a busy machine too
 ROOM = 512 << 20  # bytes that one example may allocate
-HALF_DONE = FAILPOINTS[FAILPOINTS.index("column_written") :]
+HALF_DONE = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("column_written") :]
 
 
 def kind_of(path):
@@ -321,41 +309,6 @@ def check_names_place(error, root):
         raise Violated(f"an error does not name its place: {error}")
 
 
-def repair(root, case, pick, path, original):
-    """Resume the run, doing what errors say, until it ends; return how often something had to be done."""
-    for steps in range(2 * case.num_chunks + 3):
-        try:
-            finish(root, case, pick)
-        except StoreError as error:
-            check_names_place(error, root)
-            remove = re.search(r"Remove (.+?): the rows become pending", str(error))
-            if remove and not isinstance(error, IncompleteStoreError):
-                for name in remove[1].split(", "):
-                    replace(name, None)
-            else:
-                replace(os.path.join(root, path), original)
-        else:
-            return steps
-    raise Violated("following the advice does not lead to a whole store")
-
-
-def examine(folder, case, states, pick, *, crafted):
-    """Damage one store and see what becomes of it; return (kind of file, what was done, outcome)."""
-    before, done = pick.choice(states)
-    root = os.path.join(folder, "damaged.zarr")
-    plant(before, root)
-    kind, how, path = (craft if crafted else damage)(root, pick)
-    try:
-        refusals = look(root, case, done)
-        steps = repair(root, case, pick, path, before.get(path))
-    except Exception as error:
-        error.add_note(f"{kind}; {how}; {path}")
-        raise
-    finally:
-        replace(root, None)
-    return kind, how, "refused" if refusals or steps else "harmless, or pending"
-
-
 def built_states(folder, case, pick):
     """Return stores to damage, as (tree, mask of done rows)."""
     states = []
@@ -373,29 +326,3 @@ def limit_memory():
     with open("/proc/self/statm") as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM, resource.RLIM_INFINITY))
-
-
-def damage_many(folder, case, seed, first, count, crafted):
-    """Damage a store in ``count`` ways; each example's number is noted first, so that one that kills has a name.
-
-    Returns:
-        How often each outcome was seen, and the examples that broke a promise.
-    """
-    case = Case(**case)
-    states = built_states(folder, case, random.Random(f"{seed}/states"))
-    limit_memory()
-    tally, broken = Counter(), []
-    for number in range(first, first + count):
-        replace(os.path.join(folder, "example"), str(number).encode())
-        signal.alarm(SECONDS)
-        try:
-            found = examine(
-                folder, case, states, random.Random(f"{seed}/{crafted}/{number}"), crafted=crafted
-            )
-        except Exception as error:  # any other than a StoreError is what is looked for
-            counts = error.counts if isinstance(error, Violated) else {}
-            broken.append({"number": number, "trace": traceback.format_exc(), **counts})
-        else:
-            tally["; ".join(found)] += 1
-    signal.alarm(0)
-    return {"tally": tally, "broken": broken}

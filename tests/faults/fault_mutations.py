@@ -28,13 +28,13 @@ from fault_damage import (
     limit_memory,
     look,
     replace,
+    sealed,
 )
 from fault_power import plant
 from hypothesis import HealthCheck, Phase, settings
 
 from trak_lite.errors import MissingStoreError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
-from trak_lite.store.disk.documents import sealed
 
 _UNFIT = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What a way runs into where another one was before it."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from fault_damage import failpoints
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -34,15 +35,7 @@ from trak_lite import Attributor, TRAKer, verify
 from trak_lite import cli as command_line
 from trak_lite.errors import InvalidInputError, MissingStoreError
 from trak_lite.methods import EKFAC, Fisher
-from trak_lite.store import RemotePlace, check_store, open_store
-from trak_lite.store._failpoints import (
-    DROP_FAILPOINTS,
-    FAILPOINTS,
-    GROWTH_FAILPOINTS,
-    REMOTE_FAILPOINTS,
-)
-from trak_lite.store.disk.zarr_table import ZarrRowTable
-from trak_lite.store.remote.table import RemoteRowTable
+from trak_lite.store import AbstractRowTable, RemotePlace, check_store, open_store
 from trak_lite.unrolled import Adam, Recipe, unrolled
 
 __all__ = ["PATHS", "Kills"]
@@ -52,7 +45,12 @@ PATIENCE = 150
 MOST_ATTEMPTS = 6
 """Kills of one run; then it is let go on to its end."""
 N, M, CLASSES = 96, 5, 3
-_ALL_FAILPOINTS = (*FAILPOINTS, *DROP_FAILPOINTS, *GROWTH_FAILPOINTS, *REMOTE_FAILPOINTS)
+_ALL_FAILPOINTS = (
+    *failpoints.FAILPOINTS,
+    *failpoints.DROP_FAILPOINTS,
+    *failpoints.GROWTH_FAILPOINTS,
+    *failpoints.REMOTE_FAILPOINTS,
+)
 
 
 def samples(count, seed):
@@ -186,6 +184,7 @@ def verified(folder):
 RECIPE = """
 import numpy as np
 import torch
+from fault_damage import failpoints
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -338,8 +337,8 @@ def record_acknowledged(file):
 
         table_class.put = noted
 
-    noting(ZarrRowTable)
-    noting(RemoteRowTable)
+    for table_class in AbstractRowTable.__subclasses__():
+        noting(table_class)
 
 
 def _name_of(table):
@@ -363,19 +362,14 @@ def lost_rows(folder):
     stores = [f"{folder}/run.zarr", f"{folder}/trak.zarr"]
     if os.path.isdir(f"{folder}/staging"):
         stores += [f"{folder}/staging/{name}" for name in os.listdir(f"{folder}/staging")]
+    if os.path.isdir(f"{folder}/objects"):
+        from obstore.store import LocalStore
+
+        stores.append(RemotePlace(LocalStore(f"{folder}/objects"), staging=f"{folder}/staging"))
     noted = acknowledged(f"{folder}/acknowledged")
     done, names = {}, {}
     for path in stores:
         with contextlib.suppress(MissingStoreError), open_store(path) as store:
-            for name in store.table_names():
-                table = store.open_table(name)
-                names[_name_of(table)] = name
-                done.setdefault(_name_of(table), set()).update(np.flatnonzero(table.done()).tolist())
-    if os.path.isdir(f"{folder}/objects"):
-        from obstore.store import LocalStore
-
-        place = RemotePlace(LocalStore(f"{folder}/objects"), staging=f"{folder}/staging")
-        with contextlib.suppress(MissingStoreError), open_store(place) as store:
             for name in store.table_names():
                 table = store.open_table(name)
                 names[_name_of(table)] = name

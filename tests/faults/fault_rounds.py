@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import os
 import random
@@ -15,12 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from fault_cases import (
-    MANIFEST,
     NAME,
     ROOTS,
     Case,
     Violated,
-    check_acknowledged,
     check_as_reader,
     check_with_plain_zarr,
     fill,
@@ -28,17 +25,13 @@ from fault_cases import (
     finish,
     open_for_writing,
 )
-from fault_disk import Failing
-from fault_exchanges import exchange_many, flip_many
 from fault_mounts import command, mounted
 from fault_power import EXTREMES, Cut, Recorder, plant, tree
 from fault_workers import Acknowledgements, Workers
 
-from trak_lite.errors import ManifestMismatchError, StateError, StoreError
+from trak_lite.errors import ManifestMismatchError, StoreError
 from trak_lite.store import Manifest, ZarrFeatureStore
-from trak_lite.store._failpoints import FAILPOINTS
 
-ALL_FLIPS = 500  # from this size of rounds on, every bit is flipped
 _ENDED = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -109,16 +102,6 @@ def kill(this):
     """kill -9 at random moments, again and again."""
     for _ in range(this.pick.randint(1, 4)):
         this.kill_sometime(this.start_writer(), within=this.pick.choice([0.01, 0.05]))
-        this.check_as_reader()
-    this.finish()
-
-
-def failpoint(this):
-    """kill -9 at named steps, the recovery from one being killed at the next."""
-    for _ in range(this.pick.randint(1, 4)):
-        name = f"{this.pick.choice(FAILPOINTS)}:{int(this.pick.expovariate(0.3)) + 1}"
-        status, _ = this.workers.wait(this.start_writer(failpoint=name), may_die_by=_ENDED)
-        this.totals["kills"] += status < 0
         this.check_as_reader()
     this.finish()
 
@@ -258,20 +241,6 @@ def _stopped(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-def failing_disk(this):
-    """Calls fail with ENOSPC, EDQUOT, EIO, EROFS or EACCES at random, for a while."""
-    plans = [Failing.plan(this.pick) for _ in range(this.pick.randint(1, 4))]
-    _, failures = this.workers.wait(this.start_writer("write_on_failing_disk", [*plans, _WELL]))
-    this.totals["failed calls"] += failures
-    this.totals["full disks"] += any(plan["code"] in _FULL for plan in plans)
-    this.check_as_reader()
-    this.finish()
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_WELL = {"calls": [], "after": 0, "times": 0, "code": errno.EIO}
-
-
 def full_disk(this):
     """A real full disk (a small tmpfs) or a limit on the size of files; room comes back piece by piece."""
     if not this.mounts or this.pick.random() < 0.3:
@@ -362,44 +331,6 @@ def _refuse_all_but_one(this):
         raise Violated(f"creating again succeeds with the seeds {made}")
 
 
-def refused_put(this):
-    """Wrong arguments write not one byte."""
-    store, table = open_for_writing(this.path, this.case)
-    with store:
-        rows = this.pick.sample(range(this.case.num_rows), this.case.num_rows // 2)
-        table.put(rows, this.case.values(rows))
-        before = tree(os.path.realpath(this.path))
-        for given in _wrong_puts(this, rows):
-            try:
-                table.put(*given)
-            except (ValueError, StateError):
-                continue
-            raise Violated(f"a wrong put is accepted: {given}")
-        if tree(os.path.realpath(this.path)) != before:
-            raise Violated("a refused put has changed the store")
-        this.totals["refused puts"] += 6
-        check_acknowledged(table, rows)
-    try:
-        ZarrFeatureStore.create(this.path, Manifest({**MANIFEST.fingerprint, "seed": 1}))
-    except ManifestMismatchError as error:
-        if "seed is 0 there, 1 here" not in str(error):
-            raise Violated(f"the mismatch is not named: {error}") from error
-    else:
-        raise Violated("a store opens with other settings")
-    this.finish()
-
-
-def _wrong_puts(this, rows):
-    pending = next(row for row in range(this.case.num_rows) if row not in rows)
-    values = this.case.values([pending])
-    yield rows[0], this.case.values([rows[0]])
-    yield this.case.num_rows, values
-    yield [pending, pending], this.case.values([pending, pending])
-    yield pending, {**values, "features": values["features"][:, :0]}
-    yield pending, {**values, "q": np.array([this.pick.choice([np.nan, np.inf])], "f4")}
-    yield pending, {**values, "w": values["w"].astype("i4")}
-
-
 def read_only(this):
     """A mount or a user that may only read: reading works, writing is refused; what may not be read is named."""
     fill_partly = this.start_writer()
@@ -435,41 +366,6 @@ def _check_unreadable(this, real, case):
         raise Violated(f"{name} cannot be read, and no error says so: {refusals}")
 
 
-def damage(this):
-    """Flipped bits, torn, cut, extended, removed, foreign and edited files of every kind."""
-    _damage(this, crafted=False)
-
-
-def hostile_bytes(this):
-    """Valid checksums over nonsense, giant files, links, pipes and folders in place of files."""
-    _damage(this, crafted=True)
-
-
-def _damage(this, *, crafted):
-    this.case = Case.drawn(this.pick, most_rows=24)
-    case, seed, broken = dataclasses.asdict(this.case), this.pick.randrange(2**32), []
-    number, stop = 0, 2 * this.size
-    while number < stop:
-        try:
-            found = this.workers.run("damage_many", this.folder, case, seed, number, stop - number, crafted)
-        except Violated as error:  # the process is dead: go on behind the example that killed it
-            with open(os.path.join(this.folder, "example")) as file:
-                number = int(file.read()) + 1
-            shutil.rmtree(os.path.join(this.folder, "damaged.zarr"), ignore_errors=True)
-            broken.append({"number": number - 1, "trace": str(error)})
-        else:
-            number = stop
-            broken += found["broken"]
-            _count(this.totals, found["tally"], crafted=crafted)
-    if broken:
-        listed = "\n".join(
-            f"example {each['number']} of {seed}, {this.case}: {each['trace']}" for each in broken
-        )
-        sums = {key: sum(each.get(key, 0) for each in broken) for key in ("lost", "wrong", "unequal")}
-        kinds = sorted({_error_line(each["trace"]) for each in broken})
-        raise Violated(f"{len(broken)} of {stop} damages: {'; '.join(kinds)}\n{listed}", **sums)
-
-
 def mutation(this):
     """One to three mutations of any files, drawn and shrunk by hypothesis: a named error, or the right numbers."""
     this.case = Case.drawn(this.pick, most_rows=24)
@@ -490,52 +386,22 @@ def mutation(this):
         )
 
 
-def metadata_flips(this):
-    """Single bits of metadata, records and kept arrays: in the long campaign each of them, once."""
-    flip_many(this.folder, this.totals, this.pick, None if this.size >= ALL_FLIPS else 10 * this.size)
-
-
-def exchange(this):
-    """Files and folders exchanged, copied over each other, removed, renamed and edited."""
-    exchange_many(this.folder, this.totals, this.pick, 2 * this.size)
-
-
 def _error_line(trace):
     """Return the line of a traceback that says what was raised, without what tells one example from another."""
     lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "Traceback"))]
     return re.sub(r"/\S+|0x\w+", "...", lines[0] if lines else trace)[:90]
 
 
-def _count(totals, tally, *, crafted):
-    for name, times in tally.items():
-        kind, how, outcome = name.split("; ")
-        totals["hostile files" if crafted else "damaged files"] += times
-        totals["damages refused or repaired" if outcome == "refused" else "damages without effect"] += times
-        totals["bit flips"] += times * (how == "flip")
-        totals["torn logs"] += times * (kind.endswith("log") and how in ("cut", "zero", "empty"))
-        totals["final scores bitwise equal"] += times
-
-
-KINDS = {
-    action.__name__: action
-    for action in (
-        kill,
-        failpoint,
-        interrupt,
-        power_cut,
-        every_power_cut,
-        power_cut_image,
-        failing_disk,
-        full_disk,
-        race,
-        fork,
-        creation,
-        refused_put,
-        read_only,
-        damage,
-        hostile_bytes,
-        mutation,
-        metadata_flips,
-        exchange,
-    )
-}
+_ALL = (
+    kill,
+    interrupt,
+    power_cut,
+    every_power_cut,
+    power_cut_image,
+    full_disk,
+    race,
+    fork,
+    creation,
+    read_only,
+)
+KINDS = {action.__name__: action for action in (*_ALL, mutation)}

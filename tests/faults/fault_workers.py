@@ -32,12 +32,10 @@ from fault_cases import (
     check_as_reader,
     check_rows,
     fill,
-    finish,
     open_for_writing,
 )
-from fault_damage import damage_many, look
-from fault_disk import Failing
-from fault_mutations import mutate_many
+from fault_damage import look
+from fault_mutations import mutate_many  # noqa: F401  (an action)
 from forking import serve
 
 from trak_lite.errors import (
@@ -131,29 +129,6 @@ def write_stubbornly(path, case, acks, seed):
     return interrupts.count
 
 
-def write_on_failing_disk(path, case, acks, seed, plans):
-    """Likewise, on a disk that fails as planned; each failure has its name, and the same process goes on."""
-    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
-    seen, handle = 0, None
-    for plan in plans:
-        failing = Failing(**plan)
-        for _ in range(500):
-            try:
-                with failing:
-                    handle = handle or open_for_writing(path, case)
-                    fill(handle[1], case, pick, noted)
-            except StoreError as error:
-                failing.check_name_of(error)
-                seen += 1
-                check_as_reader(path, case, noted.rows)
-            else:
-                break
-        else:
-            raise Violated(f"the disk is well again and the run does not go on: {plan}")
-    handle[0].close()
-    return seen
-
-
 def write_within_limit(path, case, acks, seed, limit):
     """Likewise, under a limit on the size of files that is lifted after some failures."""
     case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
@@ -209,15 +184,16 @@ def write_and_fork(path, case, acks, seed, dies):
 
 def live_on(table, case, pick, noted):
     """Do what a forked child does: sleep (without ``noted``) or write; never returns."""
+    status = 1
     try:
         if noted is None:
             time.sleep(1)
         else:
             fill(table, case, pick, noted)
+        status = 0
     except BaseException:  # nothing may get past the end of a forked child
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    os._exit(status)
 
 
 def poll(path, case, acks):
@@ -296,31 +272,9 @@ def check_read_only(path, case):
     return "refused"
 
 
-def resume(path, case, seed):
-    """Finish and check a run in this process."""
-    return finish(path, Case(**case), random.Random(seed))
+ANSWERS = -1
 
 
-ACTIONS = {
-    action.__name__: action
-    for action in (
-        write,
-        write_slowly,
-        write_stubbornly,
-        write_on_failing_disk,
-        write_within_limit,
-        write_on_full_disk,
-        write_and_fork,
-        poll,
-        create,
-        refuse_nobody,
-        look_as_nobody,
-        check_read_only,
-        resume,
-        damage_many,
-        mutate_many,
-    )
-}
 ANSWERS = -1
 
 
@@ -335,7 +289,7 @@ def run(order, pipe):
         os.environ.update(order["environment"])
         if order["synced"]:
             os.fsync = SYNC
-        answer = ACTIONS[order["action"]](*order["arguments"])
+        answer = globals()[order["action"]](*order["arguments"])
     except Violated as error:
         answer, status = {"violated": str(error), **error.counts}, 3
     except BaseException:  # whatever it is, it is what the campaign wants to know

@@ -67,5 +67,5 @@ def path(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch):
-    """A sync matters to a power cut alone; ``test_store_order`` records the syncs instead of waiting for them."""
+    """A sync matters to a power cut alone; ``test_store_disk`` records the syncs instead of waiting for them."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)

@@ -1,14 +1,34 @@
-"""A small table, its values as a function of the row, and what a test wants to know of a folder."""
+"""Small tables, values that tell their row, places of every kind, and what a test does to the files of a store.
+
+The layout on disk (names of files, checksums over records) is known here and nowhere else in this folder.
+"""
 
 import contextlib
 import json
 import os
+import shutil
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 
-from trak_lite.store import Column, Manifest, RemotePlace, TableSpec, ZarrFeatureStore
-from trak_lite.store.disk.documents import sealed
-from trak_lite.store.remote.remote_store import RemoteFeatureStore
+from trak_lite.errors import StoreError
+from trak_lite.store import (
+    AbstractObjects,
+    Column,
+    Manifest,
+    RemotePlace,
+    TableSpec,
+    ZarrFeatureStore,
+    create_store,
+    open_store,
+)
+from trak_lite.store import _failpoints as failpoints
+from trak_lite.store._checksums import crc32c
+from trak_lite.store.disk.documents import sealed, table_identity
+from trak_lite.store.disk.listing import entry_name
+
+__all__ = ["crc32c", "entry_name", "failpoints", "sealed", "table_identity"]
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"
@@ -19,19 +39,23 @@ SPEC = TableSpec(
     fingerprint={"checkpoint": "abc"},
 )
 PACKED = TableSpec(11, (Column("features", 5, "int4"), Column("q", None, "float32")), 4)
-LONG = TableSpec(256, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
+LONG = TableSpec(64, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
 
 
-def values(rows, spec=SPEC):
-    """Values that no other row has, exact in float16."""
+def sized(num_rows):
+    """The same table with another number of rows."""
+    return replace(SPEC, num_rows=num_rows)
+
+
+def values(rows, spec=SPEC, attempt=0):
+    """Values that no other row and no other of ten attempts has, exact in float16."""
     rows = np.asarray(rows, dtype=np.int64)
     made = {}
     for place, column in enumerate(spec.columns):
         shape = (len(rows),) if column.width is None else (len(rows), column.width)
         ramp = np.arange(np.prod(shape[1:], dtype=int)).reshape(shape[1:])
-        made[column.name] = ((1 + rows.reshape(-1, *[1] * (len(shape) - 1))) * 8 + ramp + place / 4).astype(
-            column.value_dtype
-        )
+        first = (1 + rows.reshape(-1, *[1] * (len(shape) - 1))) * 8 + 192 * (attempt % 10)
+        made[column.name] = (first + ramp + place / 4).astype(column.value_dtype)
     return made
 
 
@@ -54,37 +78,63 @@ def reading(path):
         yield store.open_table(NAME)
 
 
-@contextlib.contextmanager
-def open_remote(folder, mode="r+", staging="staging"):
-    """A store and its table below a folder that obstore takes for a bucket; another staging is another machine."""
+def remote_place(folder, staging="staging", objects="objects"):
+    """A folder that obstore takes for a bucket; another staging is another machine."""
     from obstore.store import LocalStore
 
-    place = RemotePlace(LocalStore(f"{folder}/objects", mkdir=True), staging=f"{folder}/{staging}")
-    with (
-        RemoteFeatureStore.create(place, MANIFEST)
-        if mode == "r+"
-        else RemoteFeatureStore.open(place) as store
-    ):
+    beside = f"{folder}-{staging}" if objects == "." else f"{folder}/{staging}"
+    return RemotePlace(LocalStore(os.path.normpath(f"{folder}/{objects}"), mkdir=True), staging=beside)
+
+
+@contextlib.contextmanager
+def open_remote(folder, mode="r+", staging="staging"):
+    place = remote_place(folder, staging)
+    with create_store(place, MANIFEST) if mode == "r+" else open_store(place) as store:
         yield store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME)
+
+
+def put_pending(table, batch=2):
+    """Put what is pending, some rows at a time."""
+    pending = table.pending()
+    for start in range(0, len(pending), batch):
+        table.put(pending[start : start + batch], values(pending[start : start + batch], table.spec))
+
+
+def check_rows(table, expected=values):
+    """Every row is there and right."""
+    assert table.complete
+    for name, array in expected(range(table.spec.num_rows), table.spec).items():
+        np.testing.assert_array_equal(table.read(name), array)
+
+
+def check_committed(table):
+    """What is committed is right."""
+    for chunk in table.committed_chunks():
+        for name, expected in values(range(*table.chunk_range(chunk)), table.spec).items():
+            np.testing.assert_array_equal(table.read_chunk(chunk, name), expected)
 
 
 def check_all(path, spec=SPEC):
     """Every row is there and right, and nothing is left over in the stage."""
     with reading(path) as table:
-        assert table.complete
-        for name, expected in values(range(spec.num_rows), spec).items():
-            np.testing.assert_array_equal(table.read(name), expected)
+        assert table.spec == spec
+        check_rows(table)
     assert os.listdir(folder(path, "features", ".stage")) == []
 
 
 def finish(path, spec=SPEC, batch=2):
     """Resume: put what is pending, and check every row."""
     with writing(path, spec) as table:
-        pending = table.pending()
-        for start in range(0, len(pending), batch):
-            rows = pending[start : start + batch]
-            table.put(rows, values(rows, spec))
+        put_pending(table, batch)
     check_all(path, spec)
+
+
+def done_rows(path):
+    with reading(path) as table:
+        return np.flatnonzero(table.done()).tolist()
+
+
+# Files.
 
 
 def folder(path, *parts):
@@ -104,15 +154,14 @@ def commit_log(path):
     return folder(path, "features", ".commits", name)
 
 
+def files_below(path):
+    return sorted(os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names)
+
+
 def snapshot(path):
-    """Every file below a folder with its bytes."""
-    found = {}
-    for parent, folders, files in os.walk(path):
-        found.update({os.path.join(parent, name): None for name in folders})
-        for name in files:
-            with open(os.path.join(parent, name), "rb") as file:
-                found[os.path.join(parent, name)] = file.read()
-    return found
+    """Every file below a folder with its bytes; folders with ``None``."""
+    found = {os.path.join(parent, name): None for parent, names, _ in os.walk(path) for name in names}
+    return found | {name: content(name) for name in files_below(path)}
 
 
 def overwrite(path, content):
@@ -125,12 +174,24 @@ def content(path):
         return file.read()
 
 
+def edit_document(path, change):
+    """Change a ``zarr.json``, under a checksum that is right."""
+    document = json.loads(content(path))
+    change(document)
+    record = document["attributes"].get("trak_lite", {})
+    if "checksum" in record:
+        document["attributes"]["trak_lite"] = sealed(record)
+    overwrite(path, json.dumps(document).encode())
+
+
 def edit(path, change):
     """Change what trak_lite records in a ``zarr.json``, under a checksum that is right."""
-    document = json.loads(content(path))
-    change(document["attributes"]["trak_lite"])
-    document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
-    overwrite(path, json.dumps(document).encode())
+
+    def seal(document):
+        change(document["attributes"]["trak_lite"])
+        document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
+
+    edit_document(path, seal)
 
 
 def flipped(data, byte, bit):
@@ -141,13 +202,97 @@ def flipped(data, byte, bit):
 
 
 def flip(path, byte=0):
-    """Turn one bit of a file over."""
     overwrite(path, flipped(content(path), byte, 3))
 
 
-def done_rows(path):
-    with reading(path) as table:
-        return np.flatnonzero(table.done()).tolist()
+def exchange(one, other):
+    os.rename(one, f"{one}-aside")
+    os.rename(other, one)
+    os.rename(f"{one}-aside", other)
+
+
+def copy_over(one, other):
+    shutil.rmtree(other) if os.path.isdir(other) else os.unlink(other)
+    shutil.copytree(one, other) if os.path.isdir(one) else shutil.copyfile(one, other)
+
+
+def link_away(path, outside):
+    """Put a link in the place of a file or folder, which is moved away."""
+    shutil.move(path, outside)
+    os.symlink(outside, path)
+
+
+HARMS = ("flip", "cut", "remove", "zero", "append")
+
+
+def do_harm(path, harm, number):
+    whole = content(path)
+    at = number % max(len(whole), 1)
+    if harm == "remove":
+        os.unlink(path)
+    elif harm == "flip" and whole:
+        overwrite(path, flipped(whole, at, number % 8))
+    else:
+        changed = {"cut": whole[:at], "zero": bytes(len(whole))}.get(harm, whole + b"x" * (1 + number % 99))
+        overwrite(path, changed)
+
+
+# Faults of the system.
+
+
+@contextlib.contextmanager
+def failing_call(name, count, error):
+    """Make the ``count``-th call of a function in ``os`` fail; yield a list that is empty once it did.
+
+    Folders that are opened on the way to a file below are not counted: there are many, and all are alike.
+    """
+    call, left = getattr(os, name), [count]
+
+    def fail(*arguments, **keywords):
+        if left and not (name == "open" and arguments[1] & os.O_PATH):
+            left[0] -= 1
+            if left[0] == 0:
+                left.clear()
+                raise error
+        return call(*arguments, **keywords)
+
+    with mock.patch.object(os, name, fail):
+        yield left
+
+
+@contextlib.contextmanager
+def first_call(owner, name, before):
+    """Do something just before the first call of a function: what another process does between two steps."""
+    real = getattr(owner, name)
+
+    def late(*arguments, **keywords):
+        patched.stop()
+        before(*arguments, **keywords)
+        return real(*arguments, **keywords)
+
+    patched = mock.patch.object(owner, name, late)
+    patched.start()
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is late:
+            patched.stop()
+
+
+class Killed(BaseException):
+    """The process is gone; what the disk held at that moment is all that is left."""
+
+
+@contextlib.contextmanager
+def dying(failpoint, last_look):
+    """End what is done at a failpoint; ``last_look()`` keeps what is on the disk then."""
+
+    def die(pid, number):
+        last_look()
+        raise Killed
+
+    with mock.patch.dict(os.environ, {"TRAK_LITE_FAILPOINT": failpoint}), mock.patch.object(os, "kill", die):
+        yield
 
 
 def allow_reading_alone(monkeypatch):
@@ -167,6 +312,60 @@ def allow_reading_alone(monkeypatch):
     monkeypatch.setattr("fcntl.flock", forbidden)
 
 
-def on_the_way(call, *arguments):
-    """Whether a call opens a folder only to reach a file below it: of these there are many, and all are alike."""
-    return call.__name__ == "open" and bool(arguments[1] & os.O_PATH)
+class Bucket(AbstractObjects):
+    """Objects in a dict, with a hook before and after each request, and a listing that can be held back."""
+
+    url = "bucket://run.zarr"
+
+    def __init__(self, kept=()):
+        self.kept = dict(kept)
+        self.before = self.after = lambda request, key: None
+        self.listing = None
+        self.requests = []
+
+    def _asked(self, request, key):
+        self.requests.append((request, key))
+        self.before(request, key)
+
+    def get(self, key):
+        self._asked("get", key)
+        return self.kept.get(key)
+
+    def put(self, key, content):
+        self._asked("put", key)
+        self.kept[key] = bytes(content)
+        self.after("put", key)
+
+    def create(self, key, content):
+        self._asked("create", key)
+        if key in self.kept:
+            return False
+        self.kept[key] = bytes(content)
+        self.after("create", key)
+        return True
+
+    def sizes(self, folder):
+        kept = self.kept if self.listing is None else self.listing
+        start = f"{folder}/" if folder else ""
+        return {key: len(content) for key, content in kept.items() if key.startswith(start)}
+
+    def folders(self, folder):
+        start = f"{folder}/" if folder else ""
+        below = [key[len(start) :] for key in self.kept if key.startswith(start)]
+        return sorted({key.partition("/")[0] for key in below if "/" in key})
+
+    def delete(self, key):
+        self._asked("delete", key)
+        self.kept.pop(key, None)
+
+    @contextlib.contextmanager
+    def failing(self, request, key, moment="before"):
+        """Let a request of one object fail, before or after it has done its work."""
+
+        def fail(seen, at):
+            if (seen, at) == (request, key):
+                raise StoreError("the line is dead")
+
+        setattr(self, moment, fail)
+        yield
+        setattr(self, moment, lambda request, key: None)

@@ -20,53 +20,35 @@ from forking import serve
 from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
-from trak_lite.store import Manifest, ZarrFeatureStore, check_store
+from trak_lite.store import Manifest, check_store, create_store, open_store
 
 ANSWERS = -1
+SPECS = {"plain": SPEC, "packed": PACKED}
 
 
-def write(path, done, batch):
+def put_all(table, spec, done, batch):
     """Put all pending rows; note each batch after ``put`` has returned."""
-    _, table = open_for_writing(path)
     pending = table.pending()
     for start in range(0, len(pending), batch):
         rows = pending[start : start + batch]
-        table.put(rows, values(rows))
+        table.put(rows, values(rows, spec))
         with open(done, "a") as file:
             file.write("".join(f"{row}\n" for row in rows))
 
 
-def write_packed(path):
-    """Put the rows of a quantised table, five at a time."""
-    _, table = open_for_writing(path, PACKED)
-    for rows in (range(5), range(5, 10), range(10, 11)):
-        table.put(rows.start, values(rows, PACKED))
-
-
-def write_long(path, part, parts):
-    """Put the pending rows of every ``parts``-th chunk, three rows at a time."""
-    _, table = open_for_writing(path, LONG)
-    for chunk in range(part, table.num_chunks, parts):
-        start, stop = table.chunk_range(chunk)
-        pending = [row for row in table.pending().tolist() if start <= row < stop]
-        for at in range(0, len(pending), 3):
-            table.put(pending[at : at + 3], values(pending[at : at + 3], LONG))
+def write(path, done, batch, spec="plain"):
+    put_all(open_for_writing(path, SPECS[spec])[1], SPECS[spec], done, batch)
 
 
 def write_remote(folder, done, batch):
     """The same into a store below a folder of objects, staged beside it."""
     with open_remote(folder) as (_, table):
-        pending = table.pending()
-        for start in range(0, len(pending), batch):
-            rows = pending[start : start + batch]
-            table.put(rows, values(rows))
-            with open(done, "a") as file:
-                file.write("".join(f"{row}\n" for row in rows))
+        put_all(table, SPEC, done, batch)
 
 
 def store_entry(path):
     """Replace an entry, then drop it."""
-    with ZarrFeatureStore.open(path, "r+") as store:
+    with open_store(path, "r+") as store:
         store.put_entry("a", "key", np.ones(3))
         store.drop_entry("a")
 
@@ -78,15 +60,14 @@ def die_before_a_child(path, row):
     if os.fork() == 0:
         os.close(ANSWERS)
         time.sleep(3)
-        os._exit(0)
+        return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def create(path, seed):
     """Create a store and a table beside others who do the same."""
     try:
-        store = ZarrFeatureStore.create(path, Manifest({"seed": seed}))
-        store.create_table(NAME, SPEC)
+        create_store(path, Manifest({"seed": seed})).create_table(NAME, SPEC)
     except StoreError as error:
         return type(error).__name__
     return "made"
@@ -103,17 +84,19 @@ def put_row(path, row):
 
 
 def share(path, batch):
-    """Take part in filling the table; return the rows that were put here."""
-    from trak_lite.parallel.sharing import SharedRows
-
+    """Claim chunk by chunk what nobody else holds, until all is committed; return the rows that were put here."""
     _, table = open_for_writing(path, LONG)
     put = []
-    with SharedRows(table, batch, label="rows", progress=False) as work:
-        for batches in work.rounds():
-            for rows in batches:
-                before = work.written
-                work.put(rows, values(rows, LONG))
-                put += rows.tolist()[: work.written - before]
+    while not table.complete:
+        for chunk in range(table.num_chunks):
+            try:
+                with table.claim(chunk) as pending:
+                    for start in range(0, len(pending), batch):
+                        rows = pending[start : start + batch]
+                        table.put(rows, values(rows, LONG))
+                        put += rows.tolist()
+            except BusyError:
+                continue
     return put
 
 
@@ -140,18 +123,16 @@ def fill_disk(path):
 
 
 def repair(path):
-    """Set damaged chunks aside."""
     return str(check_store(path, repair=True))
 
 
 def drop(path, name):
-    """Drop a table."""
-    ZarrFeatureStore.open(path, "r+").drop_table(name)
+    open_store(path, "r+").drop_table(name)
 
 
 def grow(path, num_rows):
     """Give the table more rows and put those that are pending."""
-    table = ZarrFeatureStore.open(path, "r+").grow_table(NAME, num_rows)
+    table = open_store(path, "r+").grow_table(NAME, num_rows)
     for row in table.pending().tolist():
         table.put(row, values([row]))
 
@@ -166,14 +147,15 @@ def run(order, pipe):
     """Carry out one order in a forked child; never returns."""
     global ANSWERS
     ANSWERS = pipe
+    status = 1
     try:
         os.environ.update(order["environment"])
         answer = globals()[order["action"]](*order["arguments"])
         os.write(pipe, json.dumps(answer).encode())
-        os._exit(0)
+        status = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,30 @@
-"""A disk that is full, broken or not writable: a named error, rows that stay pending, a store that goes on."""
+"""The disk: what is made on it and in which order, and one that is full, broken, shared or not writable."""
 
+import contextlib
 import errno
+import fcntl
 import itertools
+import logging
 import os
 import threading
 import time
 
 import numpy as np
 import pytest
+import zarr
 from store_cases import (
     MANIFEST,
     NAME,
     SPEC,
     allow_reading_alone,
     check_all,
+    commit_log,
     content,
+    entry_name,
+    failing_call,
     finish,
-    on_the_way,
+    first_call,
+    folder,
     open_for_writing,
     reading,
     snapshot,
@@ -25,96 +33,96 @@ from store_cases import (
     writing,
 )
 
-from trak_lite.errors import ReadOnlyStoreError, StateError, StoreError, StoreFullError
-from trak_lite.store import ZarrFeatureStore
-from trak_lite.store.disk import files
-from trak_lite.store.disk.files import named_errors
+from trak_lite.errors import (
+    CorruptStoreError,
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+    StoreFullError,
+)
+from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 
-pytestmark = pytest.mark.quick
-
-
-class Fault:
-    """Makes one call of a function in ``os`` fail, but no folder that is opened on the way to a file."""
-
-    def __init__(self, monkeypatch, name):
-        self.left = 0
-        self.error = None
-        self._call = getattr(os, name)
-        monkeypatch.setattr(os, name, self)
-
-    def __call__(self, *arguments, **keywords):
-        if not on_the_way(self._call, *arguments):
-            self.left -= 1
-            if self.left == 0:
-                raise self.error
-        return self._call(*arguments, **keywords)
+COLUMNS = ("features", "q", "w")
 
 
-def is_refused(table, error):
-    """Put rows 3 to 10 and return whether that failed as it should where the system fails with ``error``."""
-    if isinstance(error, KeyboardInterrupt):
-        expected = KeyboardInterrupt
-    else:
-        expected = StoreFullError if error.errno == errno.ENOSPC else StoreError
-    try:
-        table.put(3, values(range(3, 11)))
-    except expected:
-        return True
-    return False
+def path_of(fd):
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def check_nothing_else_is_done(path, table, rows):
-    """Done are the rows that were put before, and committed chunks: for this handle and for a new one."""
-    for chunk in table.committed_chunks():
-        rows = rows | set(range(*table.chunk_range(chunk)))
-    with reading(path) as reader:
-        for seen in (table, reader):
-            assert set(np.flatnonzero(seen.done()).tolist()) == rows
+# Faults.
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "broken"), OSError(errno.ENOSPC, "full"), KeyboardInterrupt()]
+    ("error", "expected"),
+    [
+        (OSError(errno.EIO, "broken"), StoreError),
+        (OSError(errno.ENOSPC, "full"), StoreFullError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
 )
 @pytest.mark.parametrize("call", ["open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink"])
-def test_any_call_may_fail_once(tmp_path, monkeypatch, call, error):
+def test_any_call_may_fail_once(tmp_path, call, error, expected):
     """Whichever call it is: rows already put stay done, the rest can be put at once by the same process."""
-    fault = Fault(monkeypatch, call)
-    for count in itertools.count(1):
+    for count in itertools.count(1, 3 if call == "open" else 1):  # of some seventy, every third
         path = str(tmp_path / f"{count}.zarr")
         store, table = open_for_writing(path)
         table.put(0, values(range(3)))
-        fault.left, fault.error = count, error
-        fired = is_refused(table, error)
-        fault.left = 0
-        check_nothing_else_is_done(path, table, {0, 1, 2} if fired else set(range(11)))
-        pending = table.pending()
-        if len(pending):
+        refused = False
+        with failing_call(call, count, error) as left:
+            try:
+                table.put(3, values(range(3, 11)))
+            except expected:
+                refused = True
+        done = set(range(3 if refused else 11))
+        for chunk in table.committed_chunks():
+            done |= set(range(*table.chunk_range(chunk)))
+        with reading(path) as reader:
+            for seen in (table, reader):
+                assert set(np.flatnonzero(seen.done()).tolist()) == done
+        if len(pending := table.pending()):
             table.put(pending, values(pending))
         store.close()
         finish(path)
-        if not fired:
+        if left:  # there is no such call any more
+            assert not refused
             break
     assert count >= 2
 
 
-def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path, monkeypatch):
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        *((code, StoreFullError) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        *((code, ReadOnlyStoreError) for code in (errno.EROFS, errno.EACCES, errno.EPERM)),
+        (errno.EIO, StoreError),
+    ],
+)
+def test_an_error_of_the_system_gets_a_name_and_keeps_its_cause(path, code, error):
+    _, table = open_for_writing(path)
+    with failing_call("pwrite", 1, OSError(code, os.strerror(code))), pytest.raises(StoreError) as caught:
+        table.put(0, values([0]))
+    assert type(caught.value) is error
+    assert f"Writing rows to {path}/{NAME} failed: {os.strerror(code)}." in str(caught.value)
+    assert caught.value.__cause__.errno == code
+    table.put(0, values([0]))
+
+
+@pytest.mark.quick
+def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path):
     store, table = open_for_writing(path)
     before = snapshot(path)
-    real, calls = os.posix_fallocate, []
-
-    def full_at_the_second_chunk(fd, offset, size):
-        calls.append(size)
-        if len(calls) > 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(fd, offset, size)
-
-    monkeypatch.setattr(os, "posix_fallocate", full_at_the_second_chunk)
-    with pytest.raises(StoreFullError, match=r"No space left on device.*stay pending.*Free some space"):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        failing_call("posix_fallocate", 5, full),
+        pytest.raises(StoreFullError, match=r"No space left on device.*stay pending.*Free some space"),
+    ):
         table.put(0, values(range(8)))
     assert not table.done().any()
     assert not any("1-" in name for name in set(snapshot(path)) - set(before))
-
-    monkeypatch.setattr(os, "posix_fallocate", real)
     table.put(0, values(range(11)))
     store.close()
     check_all(path)
@@ -141,23 +149,21 @@ def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
         monkeypatch.delattr(os, "posix_fallocate")
     else:
         monkeypatch.setattr(os, "posix_fallocate", unsupported)
-    store, table = open_for_writing(path)
-    table.put(0, values([0]))
-    assert len(content(staged(path, 0, "q"))) == 16
-    assert table.pending().tolist() == list(range(2, 11))
-    store.close()
+    with writing(path) as table:
+        table.put(0, values([0]))
+        assert len(content(staged(path, 0, "q"))) == 16
+        assert table.pending().tolist() == list(range(2, 11))
     finish(path)
 
 
 def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
     """Their descriptors are closed afterwards."""
     _, table = open_for_writing(path)
-    sync, join, synced, interrupts = os.fsync, threading.Thread.join, [], [KeyboardInterrupt()]
+    join, synced, interrupts = threading.Thread.join, [], [KeyboardInterrupt()]
 
     def slow(fd):
-        name = os.readlink(f"/proc/self/fd/{fd}")
+        name = path_of(fd)
         time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
-        sync(fd)
         synced.append(name)
 
     def interrupted(thread, timeout=None):
@@ -169,96 +175,47 @@ def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         table.put(0, values(range(4)))
+    assert sorted(synced) == [staged(path, 0, name) for name in COLUMNS]
 
-    assert sorted(synced) == [staged(path, 0, name) for name in ("features", "q", "w")]
 
-
-@pytest.mark.parametrize("broken", [["features"], ["q"], ["features", "q", "w"]])
+@pytest.mark.parametrize("broken", [["features"], ["q"], COLUMNS])
 def test_bytes_whose_sync_failed_are_written_again(path, monkeypatch, broken):
     """Otherwise a second sync succeeds without writing anything."""
     _, table = open_for_writing(path)
-    written = written_after_failed_syncs(path, monkeypatch, broken)
-    with pytest.raises(StoreError, match="broken"):
-        table.put(0, values(range(4)))
-
-    assert written == {staged(path, 0, name): [(0, values(range(4))[name].tobytes())] for name in broken}
-
-
-def test_bytes_are_written_again_beside_a_file_that_cannot_be(path, monkeypatch):
-    _, table = open_for_writing(path)
-    written = written_after_failed_syncs(path, monkeypatch, ["features", "q", "w"])
-    mapped = files.map_file
-
-    def unreadable(name, size, **how):
-        if name == staged(path, 0, "features"):
-            raise OSError(errno.EIO, "unreadable")
-        return mapped(name, size, **how)
-
-    monkeypatch.setattr(files, "map_file", unreadable)
-    with pytest.raises(StoreError, match="unreadable"):
-        table.put(0, values(range(4)))
-
-    for name in ("q", "w"):
-        assert written[staged(path, 0, name)] == [(0, values(range(4))[name].tobytes())]
-
-
-def written_after_failed_syncs(path, monkeypatch, broken):
-    """Let syncs of these columns fail; return the list of what is written to each file afterwards."""
-    written, real, sync = {}, os.pwrite, os.fsync
+    written, real = {}, os.pwrite
 
     def failing(fd):
-        name = os.readlink(f"/proc/self/fd/{fd}")
-        if name in [staged(path, 0, column) for column in broken]:
-            written[name] = []
+        if path_of(fd) in [staged(path, 0, column) for column in broken]:
+            written[path_of(fd)] = []
             raise OSError(errno.EIO, "broken")
-        sync(fd)
 
     def record(fd, data, at):
-        name = os.readlink(f"/proc/self/fd/{fd}")
-        if name in written:
-            written[name].append((at, bytes(data)))
+        if path_of(fd) in written:
+            written[path_of(fd)].append((at, bytes(data)))
         return real(fd, data, at)
 
     monkeypatch.setattr(os, "fsync", failing)
     monkeypatch.setattr(os, "pwrite", record)
-    return written
+    with pytest.raises(StoreError, match="broken"):
+        table.put(0, values(range(4)))
+    assert written == {staged(path, 0, name): [(0, values(range(4))[name].tobytes())] for name in broken}
 
 
 def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
-    synced, sync = [], os.fsync
+    synced = []
+
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
     with monkeypatch.context() as patched, writing(path) as table:
-
-        def none_left(thread):
-            raise RuntimeError("can't start new thread")
-
         patched.setattr(threading.Thread, "start", none_left)
-        patched.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or sync(fd))
+        patched.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)))
         table.put(0, values(range(4)))
-    assert [staged(path, 0, name) for name in ("features", "q", "w")] == synced[:3]
+    assert [staged(path, 0, name) for name in COLUMNS] == synced[:3]
     finish(path)
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (errno.ENOSPC, StoreFullError),
-        (errno.EDQUOT, StoreFullError),
-        (errno.EFBIG, StoreFullError),
-        (errno.EROFS, ReadOnlyStoreError),
-        (errno.EACCES, ReadOnlyStoreError),
-        (errno.EPERM, ReadOnlyStoreError),
-        (errno.EIO, StoreError),
-    ],
-)
-def test_an_error_of_the_system_gets_a_name_and_keeps_its_cause(code, error):
-    with pytest.raises(error, match=r"Writing x failed: .*\.") as caught, named_errors("Writing", "x"):
-        raise OSError(code, os.strerror(code))
-    assert caught.value.__cause__.errno == code
-
-
-def test_an_error_that_has_a_name_keeps_it():
-    with pytest.raises(StateError), named_errors("Writing", "x"):
-        raise StateError("seen")
+# Who may write, and what.
 
 
 def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatch):
@@ -271,34 +228,29 @@ def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatc
     assert ZarrFeatureStore.open(path).table_names() == [NAME]
 
 
-@pytest.mark.skipif(
-    os.geteuid() == 0, reason="root may write everywhere; the test above imitates the refusal"
+@pytest.mark.parametrize(
+    ("denied", "asked"), [(os.R_OK, "to read"), (os.X_OK, "to read"), (None, "mode='r'")]
 )
-def test_a_write_protected_folder_is_refused_for_writing(path):
+def test_a_file_that_may_not_be_read_asks_for_the_right_to_read_it(path, monkeypatch, denied, asked):
+    """Not for a folder that can be written, nor for mode='r'; one that may be read, for the right to write."""
     with writing(path):
         pass
-    os.chmod(path, 0o500)
-    with pytest.raises(ReadOnlyStoreError):
-        ZarrFeatureStore.open(path, "r+")
-    os.chmod(path, 0o700)
-
-
-def test_a_disk_that_turns_read_only_is_an_error_of_its_own(path, monkeypatch):
-    _, table = open_for_writing(path)
     real = os.open
 
-    def refuse_writing(name, flags, *mode, **keywords):
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(errno.EROFS, "Read-only file system")
+    def refused(name, flags, *mode, **keywords):
+        if name == "zarr.json":
+            raise PermissionError(13, "Permission denied", f"{path}/zarr.json")
         return real(name, flags, *mode, **keywords)
 
-    monkeypatch.setattr(os, "open", refuse_writing)
-    with pytest.raises(ReadOnlyStoreError, match="Read-only file system"):
-        table.put(0, values([0]))
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "access", lambda name, mode: mode != denied)
+    with pytest.raises(StoreError, match=rf"Permission denied.*{asked}") as caught:
+        ZarrFeatureStore.open(path)
+    assert isinstance(caught.value, ReadOnlyStoreError) == (denied is None)
 
 
 def test_a_reader_writes_nothing_and_takes_no_lock(path, monkeypatch):
-    """On a store with a committed chunk, a staged one and one that a writer left half published."""
+    """On a store with a committed chunk and a staged one."""
     with writing(path) as table:
         table.put(0, values(range(6)))
     before = snapshot(path)
@@ -308,32 +260,318 @@ def test_a_reader_writes_nothing_and_takes_no_lock(path, monkeypatch):
         assert table.pending().tolist() == [6, 7, 8, 9, 10]
         assert (table.read_chunk(0, "q") == values(range(4))["q"]).all()
     with ZarrFeatureStore.open(path) as store:
-        assert store.cached("gram", "key") is None
         store.cache("gram", "key", values([0])["q"])
+        assert store.cached("gram", "key") is None
     assert snapshot(path) == before
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2, 12], [0, 0], -1, 9])
-def test_a_refused_put_writes_not_one_byte(path, rows):
+@pytest.mark.quick
+def test_a_refused_put_writes_not_one_byte(path):
     store, table = open_for_writing(path)
-    table.put(4, values([4]))
-    before = snapshot(path)
-    for given in (values(range(4)), {"features": values(range(4))["features"]}):
-        with pytest.raises(ValueError, match=r"."):
-            table.put(rows, given)
+    table.put(4, values(range(4, 8)))
+    table.put(8, values([8]))
+    before, four = snapshot(path), values(range(4))
+    wide = {**four, "features": four["features"].astype("f8") + 1e5}
+    for rows in ([0, 1, 2, 12], [0, 0], -1, 9):
+        for given in (four, {"features": four["features"]}, wide):
+            with pytest.raises(ValueError, match=r"."):
+                table.put(rows, given)
     with pytest.raises(ValueError, match="float32"):
-        table.put(0, {**values(range(4)), "features": values(range(4))["features"].astype("f8") + 1e5})
-    assert snapshot(path) == before
-    assert table.spec == SPEC
-    store.close()
-
-
-def test_a_put_onto_a_committed_chunk_leaves_the_disk_alone(path):
-    store, table = open_for_writing(path)
-    table.put(0, values(range(4)))
-    before = snapshot(path)
-    for rows in (range(2, 6), range(4)):
-        with pytest.raises(StateError, match=r"rows 0 to 3 \(chunk 0\).* are done already"):
+        table.put(0, wide)
+    for rows in (range(6, 10), range(4, 8)):
+        with pytest.raises(StateError, match=r"rows 4 to 7 \(chunk 1\).* are done already"):
             table.put(rows, values(rows))
     assert snapshot(path) == before
     store.close()
+
+
+# Making a store.
+
+
+def test_what_a_killed_creation_left_is_removed_later(tmp_path, victims):
+    """Once it is old, and unless somebody is still at it."""
+    path = str(tmp_path / "run.zarr")
+    assert victims.killed("folder_built:1", "create", path, 0)
+    (abandoned,) = (name for name in os.listdir(tmp_path) if ".new-" in name)
+    for name in ("living", "young"):
+        (tmp_path / f".run.zarr.new-{name}").mkdir()
+    living = os.open(tmp_path / ".run.zarr.new-living", os.O_RDONLY)
+    fcntl.flock(living, fcntl.LOCK_EX)
+    for name in (abandoned, ".run.zarr.new-living"):
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    ZarrFeatureStore.create(path, MANIFEST)
+    os.close(living)
+    assert sorted(os.listdir(tmp_path)) == [".run.zarr.new-living", ".run.zarr.new-young", "run.zarr"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+def test_a_creation_that_fails_cleans_up(tmp_path, error):
+    with failing_call("rename", 1, error), pytest.raises((KeyboardInterrupt, StoreError)):
+        ZarrFeatureStore.create(tmp_path / "run.zarr", MANIFEST)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_of_many_creators_wins_and_the_others_compare(tmp_path, victims):
+    path = str(tmp_path / "run.zarr")
+    started = [(seed, victims.start("create", path, seed)) for seed in (0, 1, 0, 1, 0, 1)]
+    answers = {(seed, victims.wait(pid)[1]) for seed, pid in started}
+    with ZarrFeatureStore.open(path) as store:
+        winner = store.manifest.fingerprint["seed"]
+        assert answers == {(winner, "made"), (1 - winner, "ManifestMismatchError")}
+        assert store.table_names() == [NAME]
+    assert os.listdir(tmp_path) == ["run.zarr"]
+
+
+@pytest.mark.parametrize("step", ["mkdir", "rename"])
+def test_whoever_is_second_opens_what_the_first_made(tmp_path, step):
+    """The other one is faster after the first look, or after all is built and the name is taken."""
+    path = str(tmp_path / "run.zarr")
+    with (
+        first_call(os, step, lambda *a, **k: ZarrFeatureStore.create(path, MANIFEST)),
+        pytest.raises(ManifestMismatchError, match="seed is 0 there, 7 here"),
+    ):
+        ZarrFeatureStore.create(path, Manifest({**MANIFEST.fingerprint, "seed": 7}))
+    assert os.listdir(tmp_path) == ["run.zarr"]
+
+
+def test_a_folder_with_other_files_is_not_touched(tmp_path):
+    (tmp_path / "run.zarr").mkdir()
+    for name in ("run.zarr/thesis.tex", "file"):
+        (tmp_path / name).write_text("x")
+    with ZarrFeatureStore.create(tmp_path / "other.zarr", MANIFEST) as store:
+        (tmp_path / "other.zarr" / "ckpt-0").mkdir()
+        (tmp_path / "other.zarr" / "ckpt-0" / "notes").write_text("x")
+        before = snapshot(tmp_path)
+        for name in ("run.zarr", "file"):
+            with pytest.raises(CorruptStoreError, match="exists and is not a store"):
+                ZarrFeatureStore.create(tmp_path / name, MANIFEST)
+        with pytest.raises(StoreError, match="no table 'ckpt-0'"):
+            store.create_table("ckpt-0", SPEC)
+    assert {name: found for name, found in snapshot(tmp_path).items() if "/." not in name} == {
+        name: found for name, found in before.items() if "/." not in name
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "with space.zarr",
+        "Zürich & 東京.zarr",
+        'it\'s "quoted".zarr',
+        "a#b?c%20d.zarr",
+        "x::y",
+        "a/b/c.zarr",
+        "plain",
+    ],
+)
+def test_any_path_will_do(tmp_path, monkeypatch, name):
+    """A relative one outlives a change of folder."""
+    monkeypatch.chdir(tmp_path)
+    store = ZarrFeatureStore.create(name, MANIFEST)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with store:
+        store.create_table(NAME, SPEC).put(0, values(range(11)))
+    check_all(str(tmp_path / name))
+
+
+def test_an_empty_folder_and_a_dangling_link_become_stores(tmp_path):
+    (tmp_path / "empty").mkdir()
+    os.symlink(tmp_path / "target.zarr", tmp_path / "link.zarr")
+    for name in ("empty", "link.zarr"):
+        finish(str(tmp_path / name))
+    check_all(str(tmp_path / "target.zarr"))
+
+
+def test_a_linked_root_is_followed_once(path, tmp_path):
+    finish(path)
+    os.symlink(path, tmp_path / "link.zarr")
+    with ZarrFeatureStore.open(tmp_path / "link.zarr") as store:
+        assert store.path == os.path.realpath(path)
+        assert store.open_table(NAME).complete
+
+
+def test_another_maker_is_worth_a_warning(path, caplog):
+    ZarrFeatureStore.create(path, Manifest({"seed": 0}, {"torch": "2.10"}))
+    with caplog.at_level(logging.WARNING):
+        ZarrFeatureStore.create(path, Manifest({"seed": 0}, {"torch": "2.13"}))
+    assert "2.10" in caplog.text
+
+
+OPTIONS = [
+    (lambda p: ZarrFeatureStore.open(p, "w"), InvalidInputError, "mode must be one of"),
+    (lambda p: ZarrFeatureStore.open(p, check="always"), InvalidInputError, "check must be one of"),
+    (lambda p: ZarrFeatureStore.open(p, mapping="sometimes"), InvalidInputError, "mapping"),
+    (lambda p: ZarrFeatureStore.open(f"{p}-none"), MissingStoreError, "no store at"),
+    (lambda p: ZarrFeatureStore.open(f"{p}-none", "r+"), MissingStoreError, "no store at"),
+    (lambda p: ZarrFeatureStore.open(os.path.dirname(p)), MissingStoreError, "no store at"),
+    (
+        lambda p: ZarrFeatureStore.create(f"{p}4", Manifest({}, {}, 4)),
+        InvalidInputError,
+        "writes format 3, got 4",
+    ),
+    (lambda p: open_for_writing(p)[0].drop_table("targets"), InvalidInputError, "is a group of tables"),
+    *(
+        (lambda p, spec=spec: open_for_writing(p)[0].create_table("large", spec), InvalidInputError, message)
+        for spec, message in (
+            (TableSpec((1 << 32) + 1, SPEC.columns, 4), r"up to \d+, got \d+"),
+            (TableSpec(4, SPEC.columns, (1 << 26) + 1), r"up to \d+, got \d+"),
+            (TableSpec(4, (Column("f", 1 << 45, "float32"),), 4), r"up to \d+, got \d+"),
+        )
+    ),
+    (
+        lambda p: open_for_writing(p)[0].create_table(
+            "/".join(["x" * 50, "x" * 50, "x" * 49, "x" * 49]), SPEC
+        ),
+        InvalidInputError,
+        "201 characters",
+    ),
+    *(
+        (lambda p, a=a: open_for_writing(p)[0].cache("kept", "key", a), InvalidInputError, "numbers")
+        for a in (np.array(["a"]), np.zeros(1, "M8[s]"), np.zeros(1, [("a", "f4")]))
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("use", "error", "message"), OPTIONS)
+def test_what_a_store_cannot_be_asked_is_refused_by_name(path, use, error, message):
+    """And changes nothing."""
+    with writing(path):
+        pass
+    before = snapshot(os.path.dirname(path))
+    with pytest.raises(error, match=message):
+        use(path)
+    assert snapshot(os.path.dirname(path)) == before
+
+
+# Groups that go with their last table.
+
+
+def test_a_group_goes_with_its_last_table_unless_one_is_made_in_it(path):
+    """The group is removed between the look for it and the creation of a table in it."""
+    store, other = (ZarrFeatureStore.create(path, MANIFEST) for _ in range(2))
+    store.create_table("targets/a/x", SPEC)
+    store.create_table("/".join(["x" * 49] * 4), SPEC)
+    store.create_table("targets/b/x", SPEC)
+    store.drop_table("targets/b/x")
+    assert sorted(os.listdir(f"{path}/targets")) == ["a", "zarr.json"]
+    real = os.rename
+
+    def late(source, target, **folders):
+        if target == "y" and os.rename is late:
+            os.rename = real
+            store.drop_table("targets/a/x")
+        real(source, target, **folders)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "rename", late)
+        other.create_table("targets/a/y", SPEC)
+    assert store.table_names("targets") == ["targets/a/y"]
+
+
+@pytest.mark.parametrize("name", ["unlink", "rmdir", "rename"])
+def test_a_group_that_goes_while_a_table_is_made_in_it_is_never_damaged(path, monkeypatch, name):
+    """A table is published in the group just before a step of its removal, and the process ends after this step."""
+    store, other = (ZarrFeatureStore.create(path, MANIFEST) for _ in range(2))
+    store.create_table("targets/a/y", SPEC)
+    real = {each: getattr(os, each) for each in ("unlink", "rmdir", "rename")}
+    built, wanted, published = (threading.Event() for _ in range(3))
+    steps = ((f"{path}/targets/a", "zarr.json"), (f"{path}/targets", "a"))
+
+    class Killed(BaseException):
+        pass
+
+    def patched(*arguments, **named):
+        step = path_of(named.get("dir_fd", named.get("src_dir_fd"))), arguments[0]
+        if arguments[-1] == "z" and not built.is_set():
+            built.set()
+            assert wanted.wait(30)
+            real["rename"](*arguments, **named)
+            published.set()
+        elif built.is_set() and not wanted.is_set() and step in steps:
+            wanted.set()
+            assert published.wait(30)
+            with contextlib.suppress(OSError):
+                real[name](*arguments, **named)
+            raise Killed
+        else:
+            real[name if arguments[-1] != "z" else "rename"](*arguments, **named)
+
+    creator = threading.Thread(target=other.create_table, args=("targets/a/z", SPEC))
+    monkeypatch.setattr(os, "rename", patched)
+    creator.start()
+    assert built.wait(30)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, name, patched)
+    with contextlib.suppress(Killed):
+        store.drop_table("targets/a/y")
+    monkeypatch.undo()
+    wanted.set()
+    creator.join(30)
+    assert check_store(path).findings == ()
+    other.create_table("targets/a/x", SPEC)
+    assert sorted(zarr.open_group(f"{path}/targets/a", mode="r").group_keys()) == ["x", "z"]
+
+
+# What a power cut may take: every rename stands after the syncs that it depends on.
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every sync and rename, in the order in which they end; a sync takes longer than a rename."""
+    seen, rename = [], os.rename
+
+    def record_sync(fd):
+        name = path_of(fd)
+        time.sleep(0.005)
+        seen.append(("sync", name))
+
+    def record_rename(source, target, *, src_dir_fd, dst_dir_fd):
+        seen.append(("rename", f"{path_of(src_dir_fd)}/{source}", f"{path_of(dst_dir_fd)}/{target}"))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    return seen
+
+
+def test_a_chunk_is_synced_then_recorded_then_visible(path, steps):
+    """And a batch that completes none is not synced."""
+    _, table = open_for_writing(path)
+    steps.clear()
+    table.put(0, values(range(3)))
+    assert steps == []
+    table.put(3, values([3]))
+    keys = [folder(path, key) for key in ("features/c.0.0", "q/c.0", "w/c.0")]
+    log = commit_log(path)
+    assert sorted(steps[:3]) == sorted(("sync", staged(path, 0, name)) for name in COLUMNS)  # all at once
+    assert steps[3:5] == [("sync", os.path.dirname(log)), ("sync", log)]
+    assert steps[5:8] == [
+        ("rename", staged(path, 0, name), key) for name, key in zip(COLUMNS, keys, strict=True)
+    ]
+    folders = [*(folder(path, name) for name in COLUMNS), folder(path, "features", ".stage")]
+    assert sorted(steps[8:]) == sorted(("sync", name) for name in folders)
+
+
+def test_a_store_and_a_table_are_synced_before_they_have_a_name(tmp_path, path, steps):
+    ZarrFeatureStore.create(tmp_path / "a" / "b" / "run.zarr", MANIFEST)
+    assert steps[:2] == [("sync", str(tmp_path)), ("sync", str(tmp_path / "a"))]  # new parents
+    steps.clear()
+    ZarrFeatureStore.create(path, MANIFEST).create_table(NAME, SPEC)
+    renamed = [step for step in steps if step[0] == "rename"]
+    *published, (_, scratch, entry) = renamed
+    assert entry == f"{path}/.tables/{entry_name(NAME)}"  # listed when it is there, and no earlier
+    assert steps.index(("sync", scratch)) < steps.index(renamed[-1])
+    assert steps[-1] == ("sync", f"{path}/.tables")
+    targets = [path, f"{path}/targets", f"{path}/targets/test", folder(path)]
+    assert [target for _, _, target in published] == targets
+    for step in published:
+        _, scratch, target = step
+        place = steps.index(step)
+        synced = {name.replace(scratch, target) for _, name, *_ in steps[:place]}
+        made = {os.path.join(at, name) for at, _, files in os.walk(target) for name in files} - {entry}
+        made |= {at for at, _, _ in os.walk(target)}
+        below = [other for other in targets if other != target and other.startswith(target)]
+        assert {name for name in made if not any(name.startswith(other) for other in below)} <= synced
+        assert steps[place + 1] == ("sync", os.path.dirname(target))

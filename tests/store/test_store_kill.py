@@ -1,17 +1,47 @@
-"""kill -9 at every step of the protocol loses nothing that was acknowledged and never shows a half chunk."""
+"""kill -9 at every step loses nothing that was acknowledged, never shows a half chunk, and is no damage."""
 
 import itertools
 import os
+import shutil
+import signal
 
 import numpy as np
 import pytest
-from store_cases import check_all, finish, reading, values
+from store_cases import (
+    LONG,
+    MANIFEST,
+    NAME,
+    PACKED,
+    SPEC,
+    check_all,
+    check_committed,
+    check_rows,
+    commit_log,
+    content,
+    done_rows,
+    entry_name,
+    failpoints,
+    finish,
+    flip,
+    folder,
+    open_remote,
+    overwrite,
+    put_pending,
+    reading,
+    row_log,
+    sized,
+    snapshot,
+    staged,
+    values,
+    writing,
+)
 
-from trak_lite.errors import MissingStoreError
-from trak_lite.store import ZarrFeatureStore
-from trak_lite.store._failpoints import FAILPOINTS
+from trak_lite.errors import CorruptStoreError, MissingStoreError
+from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
 
-RECOVERY = "column_taken_back"
+STEPS = [name for name in failpoints.FAILPOINTS if name != "column_taken_back"]
+RECOVERY = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("columns_synced") :]
+FILLING = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("stage_reserved") :]
 
 
 def acknowledged(path):
@@ -21,63 +51,93 @@ def acknowledged(path):
         return [int(line) for line in file]
 
 
-def check_what_is_visible(path, acked):
-    """A reader finds every acknowledged row done, and every committed chunk right."""
+def look(path, acked, repaired):
+    """A reader finds every acknowledged row, every committed chunk is right, and nothing is damaged."""
     try:
-        ZarrFeatureStore.open(path)
+        with ZarrFeatureStore.open(path) as store:
+            there = store.table_names() == [NAME]
     except MissingStoreError:
-        assert not acked
-        return
-    if not ZarrFeatureStore.open(path).table_names():
+        there = False
+    if not there:
         assert not acked
         return
     with reading(path) as table:
-        assert table.done()[acked].all()
-        for chunk in table.committed_chunks():
-            rows = range(*table.chunk_range(chunk))
-            for name, expected in values(rows).items():
-                np.testing.assert_array_equal(table.read_chunk(chunk, name), expected)
+        done = table.done()
+        assert done[acked].all()
+        check_committed(table)
+    before = snapshot(path)
+    report = check_store(path)
+    assert (report.ok, report.tally.done_rows) == (True, done.sum())
+    if repaired:
+        assert check_store(path, repair=True).set_aside == ()
+        assert snapshot(path) == before
 
 
-@pytest.mark.parametrize("failpoint", [name for name in FAILPOINTS if name != RECOVERY])
-def test_a_kill_at_any_step_loses_nothing(tmp_path, victims, failpoint):
+def every_kill(tmp_path, victims, failpoint, prepare, order):
+    """Yield a store for each time that a step is reached: prepared, and its writer killed at that step."""
+    for count in itertools.count(1):
+        path = str(tmp_path / f"{count}.zarr")
+        prepare(path)
+        if not victims.killed(f"{failpoint}:{count}", order[0], path, *order[1:]):
+            assert count > 1, "the step was never reached"
+            return
+        yield path
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def rows_put(count):
+    """Return what makes a table of so many rows, all of them put."""
+
+    def prepare(path):
+        with writing(path, sized(count)) as table:
+            table.put(0, values(range(count)))
+
+    return prepare
+
+
+@pytest.mark.parametrize("spec", ["plain", "packed"])
+@pytest.mark.parametrize("failpoint", STEPS)
+def test_a_kill_at_any_step_loses_nothing(tmp_path, victims, failpoint, spec):
+    """With int4 as well: integers and scales are committed by one record, and end with the bits of memory."""
+    shape = {"plain": SPEC, "packed": PACKED}[spec]
     deaths = 0
     for count in itertools.count(1):
         path, done = str(tmp_path / f"{count}.zarr"), str(tmp_path / f"{count}.done")
-        if not victims.killed(f"{failpoint}:{count}", "write", path, done, 3):
+        if not victims.killed(f"{failpoint}:{count}", "write", path, done, 3, spec):
             break
         deaths += 1
-        check_what_is_visible(path, acknowledged(done))
-        finish(path)
+        if spec == "plain":
+            look(path, acknowledged(done), failpoint not in STEPS[:2])
+            finish(path)
+            continue
+        with writing(path, shape) as table:
+            assert table.done()[acknowledged(done)].all()
+            put_pending(table)
+            memory = MemoryFeatureStore(MANIFEST).create_table(NAME, shape)
+            memory.put(0, values(range(11), shape))
+            assert table.content_key() == memory.content_key()
     assert deaths >= 2
-    check_all(path)
 
 
-@pytest.mark.parametrize("second", FAILPOINTS[FAILPOINTS.index("columns_synced") :])
+@pytest.mark.parametrize("second", [*RECOVERY, "column_taken_back:2"])
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_a_kill_during_recovery_loses_nothing(tmp_path, victims, second, columns):
     path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
     assert victims.killed(f"column_published:{columns}", "write", path, done, 11)
+    (finding,) = check_store(path).findings
+    assert (finding.level, finding.chunk) == ("note", 0)
+    visible = {1: "features visible", 2: "features, q visible", 3: "0.log still in the stage"}
+    assert visible[columns] in finding.finding
     victims.killed(second, "write", path, done, 11)
-
-    check_what_is_visible(path, acknowledged(done))
+    look(path, acknowledged(done), repaired=True)
     finish(path)
 
 
-def test_recovery_from_a_half_visible_chunk_takes_columns_back(tmp_path, victims):
-    path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
-    assert victims.killed("column_published:2", "write", path, done, 11)
-    assert victims.killed(f"{RECOVERY}:2", "write", path, done, 11)
-    finish(path)
-
-
-@pytest.mark.parametrize("batch", [1, 4, 11])
-def test_a_run_resumes_at_every_row(tmp_path, victims, batch):
-    for row in range(11):
+def test_a_run_resumes_at_every_row(tmp_path, victims):
+    for row, batch in zip(range(11), itertools.cycle([1, 4, 11]), strict=False):
         path, done = str(tmp_path / f"{row}.zarr"), str(tmp_path / f"{row}.done")
         assert victims.killed(f"rows_recorded:{row + 1}", "write", path, done, 1)
-        with reading(path) as table:
-            assert table.pending().tolist() == list(range(row + 1, 11))
+        assert done_rows(path) == list(range(row + 1))
         finish(path, batch=batch)
 
 
@@ -87,6 +147,259 @@ def test_every_step_survives_a_kill_of_every_attempt(tmp_path, victims):
     for attempt in itertools.count():
         if not victims.killed("column_written:5", "write", path, done, 2):
             break
-        check_what_is_visible(path, acknowledged(done))
+        look(path, acknowledged(done), repaired=True)
         assert attempt < 12
     check_all(path)
+
+
+@pytest.mark.parametrize("more", [1, 3, 4, 5])
+@pytest.mark.parametrize("failpoint", failpoints.GROWTH_FAILPOINTS)
+def test_growing_may_be_killed_at_any_step(tmp_path, victims, failpoint, more):
+    """By rows within the last chunk, to its end, and over it."""
+    for path in every_kill(tmp_path, victims, failpoint, rows_put(11), ("grow", 11 + more)):
+        look(path, range(11), repaired=True)
+        with ZarrFeatureStore.open(path, "r+") as store:
+            table = store.grow_table(NAME, 11 + more)
+            assert table.done()[:11].all()
+            put_pending(table, 1)
+        check_all(path, sized(11 + more))
+        assert check_store(path).findings == ()
+
+
+@pytest.mark.parametrize("failpoint", FILLING)
+def test_filling_a_grown_table_may_be_killed_at_any_step(tmp_path, victims, failpoint):
+    for path in every_kill(tmp_path, victims, failpoint, rows_put(9), ("grow", 15)):
+        look(path, range(9), repaired=False)
+        finish(path, sized(15))
+
+
+def test_a_growth_that_was_interrupted_leaves_the_old_size_and_may_be_taken_further(tmp_path, victims):
+    path = str(tmp_path / "run.zarr")
+    rows_put(11)(path)
+    for size, count in ((20, 2), (13, 1)):
+        assert victims.killed(f"array_grown:{count}", "grow", path, size)
+        with reading(path) as table:
+            assert table.spec == SPEC
+            check_rows(table)
+    noted = [finding.finding for finding in check_store(path).findings if finding.chunk is None]
+    assert [text.split(" was")[0] for text in noted] == ["growing it to 13 rows", "growing it to 20 rows"]
+    with ZarrFeatureStore.open(path, "r+") as store:
+        store.grow_table(NAME, 11)
+        assert check_store(path).findings == ()
+        put_pending(store.grow_table(NAME, 15))
+    check_all(path, sized(15))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_the_old_commit_proves_its_rows_where_the_row_log_is_lost(tmp_path, victims, columns):
+    path = str(tmp_path / "run.zarr")
+    rows_put(11)(path)
+    assert victims.killed(f"column_taken_back:{columns}", "grow", path, 12)
+    os.unlink(row_log(path, 2))
+    assert done_rows(path) == list(range(11))
+    finish(path, sized(12))
+
+
+@pytest.mark.parametrize("failpoint", failpoints.REPAIR_FAILPOINTS)
+def test_a_repair_may_be_killed_at_any_step(tmp_path, victims, failpoint):
+    """Then a writer resumes, or a second repair finishes; either way no sound row is lost and no wrong one is read."""
+
+    def prepare(path):
+        with writing(path) as table:
+            for start, count in ((0, 8), (8, 1), (9, 1)):
+                table.put(start, values(range(start, start + count)))
+        flip(folder(path, "q/c.1"))
+        flip(staged(path, 2, "w"))
+
+    for path in every_kill(tmp_path, victims, failpoint, prepare, ("repair",)):
+        shutil.copytree(path, f"{path}-copy", symlinks=True)
+        assert check_store(path, repair=True).ok
+        assert done_rows(path) == [0, 1, 2, 3, 9]
+        finish(path)
+        with writing(f"{path}-copy") as table:
+            put_pending(table)
+        assert check_store(f"{path}-copy", repair=True).ok
+        finish(f"{path}-copy")
+
+
+def test_a_table_is_dropped_as_a_whole_also_by_a_kill(tmp_path, victims):
+    """What it left is swept by the next writer, noted once it is old, and stands in nobody's way."""
+    path, listed = str(tmp_path / "run.zarr"), str(tmp_path / "run.zarr" / ".tables")
+    rows_put(11)(path)
+    assert victims.killed("table_renamed:1", "drop", path, NAME)
+    with ZarrFeatureStore.open(path) as store:
+        assert store.table_names() == []
+    assert check_store(path).findings == ()
+    (left,) = (name for name in os.listdir(listed) if "dropped" in name)
+    os.utime(f"{listed}/{left}", (0, 0))
+    (finding,) = check_store(path).findings
+    assert (finding.level, "interrupted" in finding.finding) == ("note", True)
+    with ZarrFeatureStore.open(path, "r+") as store:
+        assert os.listdir(listed) == ["zarr.json"]
+        with pytest.raises(MissingStoreError):
+            store.drop_table(NAME)
+        assert not store.create_table(NAME, SPEC).done().any()
+        store.drop_table(NAME)
+    assert os.listdir(f"{path}/targets") == ["zarr.json"]
+
+
+def test_a_kill_while_a_group_goes_leaves_a_sound_store(tmp_path, victims):
+    path = str(tmp_path / "run.zarr")
+    with ZarrFeatureStore.create(path, MANIFEST) as store:
+        store.create_table("targets/a/y", SPEC)
+    assert victims.killed("group_renamed:1", "drop", path, "targets/a/y")
+    assert check_store(path).findings == ()
+    with ZarrFeatureStore.open(path, "r+") as store:
+        assert os.listdir(f"{path}/targets") == os.listdir(f"{path}/.tables") == ["zarr.json"]
+        store.create_table("targets/a/y", SPEC)
+    assert check_store(path).findings == ()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_an_interrupted_creation_leaves_no_half_store(tmp_path, victims, count):
+    path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
+    assert victims.killed(f"folder_built:{count}", "write", path, done, 11)
+    assert os.path.exists(path) == (count > 1)
+    scratch = [".new-" in name for name in os.listdir(tmp_path if count == 1 else f"{path}/.tables")]
+    assert sum(scratch) == 1
+    if count > 1:
+        assert ZarrFeatureStore.open(path).table_names() == []
+    finish(path)
+    if count > 1:  # swept by the next writer, at once
+        assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["folder_published:4", *(f"{name}:1" for name in failpoints.LIST_FAILPOINTS)]
+)
+def test_a_kill_between_folder_and_list_leaves_a_table_or_none(tmp_path, victims, failpoint):
+    path = str(tmp_path / "run.zarr")
+    assert victims.killed(failpoint, "write", path, str(tmp_path / "done"), 11)
+    assert check_store(path).ok
+    with ZarrFeatureStore.open(path) as store:
+        assert store.table_names() == [NAME]  # whether or not it is listed
+    finish(path)
+    assert check_store(path).findings == ()
+    assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
+
+
+@pytest.mark.parametrize("failpoint", failpoints.ENTRY_FAILPOINTS)
+def test_a_killed_write_leaves_the_old_entry_or_the_new_one(tmp_path, victims, failpoint):
+    path = str(tmp_path / "run.zarr")
+    with ZarrFeatureStore.create(path, MANIFEST) as store:
+        store.put_entry("a", "key", np.zeros(3))
+    assert victims.killed(failpoint, "store_entry", path)
+    assert check_store(path).ok
+    with ZarrFeatureStore.open(path, "r+") as store:
+        found = store.entry("a", "key")
+        assert found is None if failpoint == "entry_removed" else found.tolist() in ([0] * 3, [1] * 3)
+        store.put_entry("a", "key", np.full(3, 2.0))
+        assert store.entry("a", "key").tolist() == [2] * 3
+
+
+# What a commit record proves.
+
+
+@pytest.fixture
+def recorded(tmp_path, victims):
+    """A writer was killed when its first commit record was synced, and no column visible."""
+    path = str(tmp_path / "run.zarr")
+    assert victims.killed("commit_synced:1", "write", path, str(tmp_path / "done"), 11)
+    return path
+
+
+def test_a_commit_log_torn_before_the_rename_costs_nothing(recorded):
+    """The record may be torn while no column has its final name: then it does not exist."""
+    whole = content(commit_log(recorded))
+    for cut in range(len(whole)):
+        overwrite(commit_log(recorded), whole[:cut])
+        assert done_rows(recorded) == [0, 1, 2, 3]
+    finish(recorded)
+
+
+@pytest.mark.parametrize("bytes_there", [True, False])
+def test_a_commit_record_proves_the_bytes_that_it_names_and_no_others(recorded, bytes_there):
+    """A power cut may take the row log, which is never synced; the synced bytes match the synced record."""
+    overwrite(row_log(recorded, 0), b"")
+    if not bytes_there:
+        overwrite(staged(recorded, 0, "q"), bytes(16))
+    with writing(recorded) as table:
+        assert table.pending().tolist() == list(range(4 if bytes_there else 0, 11))
+    finish(recorded)
+
+
+def test_a_leftover_row_log_is_noted(tmp_path, victims):
+    path = str(tmp_path / "run.zarr")
+    assert victims.killed("chunk_published:1", "write", path, str(tmp_path / "done"), 4)
+    (finding,) = check_store(path).findings
+    assert (finding.level, finding.chunk) == ("note", 0)
+    assert "0.log still in the stage" in finding.finding
+
+
+# On the way to an object store.
+
+
+@pytest.mark.parametrize("failpoint", ["object_put", "commit_put", "staged_file_removed", "chunk_settled"])
+def test_a_kill_on_the_way_to_the_object_store_loses_nothing(tmp_path, victims, failpoint):
+    """Neither for a run that goes on here nor, by turns, for one on another machine."""
+    pytest.importorskip("obstore")
+    order = ("write_remote", str(tmp_path / "done"), 3)
+    for number, path in enumerate(every_kill(tmp_path, victims, failpoint, os.mkdir, order)):
+        with open_remote(path, "r") as (_, table):
+            assert table.done()[acknowledged(tmp_path / "done")].all()
+            check_committed(table)
+        with open_remote(path, staging="staging" if number % 2 else "other") as (store, table):
+            put_pending(table)
+            check_rows(table)
+            assert store.check().findings == ()
+        (tmp_path / "done").unlink(missing_ok=True)
+
+
+def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path, victims):
+    """The record is won, some objects still have the dead writer's bytes: nobody reads them as rows."""
+    pytest.importorskip("obstore")
+    with open_remote(tmp_path, staging="dead") as (_, table):
+        table.put(0, values(range(4), attempt=1))
+    (tmp_path / "objects" / NAME / "features" / ".commits" / "c.0.1.log").unlink()
+    for step in ("commit_put:1", "leftover_replaced:1", "leftover_replaced:1"):
+        assert victims.killed(step, "write_remote", str(tmp_path), str(tmp_path / "done"), 11)
+        with (
+            open_remote(tmp_path, "r", staging="none") as (_, table),
+            pytest.raises(CorruptStoreError, match="wait if it runs"),
+        ):
+            table.read("w")
+    with open_remote(tmp_path) as (store, table):
+        check_rows(table)
+        assert store.check().findings == ()
+
+
+# Several writers.
+
+
+@pytest.mark.parametrize("failpoint", ["rows_written:4", "rows_recorded:4", "commit_synced:2"])
+def test_what_killed_writers_left_is_taken_over_row_by_row_by_another_number_of_them(
+    tmp_path, victims, failpoint
+):
+    """Each row is put once, and a reader beside them sees whole chunks, and more of them each time."""
+    path = str(tmp_path / "run.zarr")
+    with writing(path, LONG):
+        pass
+    for count in (1, 2):
+        started = [victims.start("share", path, 3, failpoint=failpoint) for _ in range(count)]
+        assert [victims.wait(pid)[0] for pid in started] == [-signal.SIGKILL] * count
+    with reading(path) as reader:
+        pending = reader.pending().tolist()
+        assert 0 < len(pending) < LONG.num_rows
+        started = [victims.start("share", path, 5) for _ in range(3)]
+        committed, done = set(), reader.done()
+        while not reader.complete:
+            now, rows = set(reader.committed_chunks()), reader.done()
+            assert committed <= now
+            assert (rows | ~done).all()
+            check_committed(reader)
+            report = check_store(path)
+            assert report.ok, str(report)
+            committed, done = now, rows
+    answers = [victims.wait(pid)[1] for pid in started]
+    assert sorted(itertools.chain.from_iterable(answers)) == pending
+    check_all(path, LONG)

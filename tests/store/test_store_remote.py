@@ -1,153 +1,417 @@
-"""Stores in object stores obey the laws of every store, and look to zarr like any other."""
+"""Object stores whose requests fail, writers that race, listings that lag: no row is lost, none is wrong."""
 
-import uuid
-from pathlib import Path
+import contextlib
+import json
+import shutil
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from store_cases import (
+    MANIFEST,
+    NAME,
+    SPEC,
+    Bucket,
+    check_rows,
+    crc32c,
+    open_remote,
+    put_pending,
+    remote_place,
+    values,
+)
 
-from trak_lite.errors import StoreError, UnsupportedStoreError
-from trak_lite.parallel.sharing import SharedRows
-from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
-from trak_lite.store.remote import table as _remote_table
-from trak_lite.store.remote.remote_store import RemoteFeatureStore
-from trak_lite.testing.store import StoreTests
+from trak_lite.errors import (
+    BusyError,
+    CorruptStoreError,
+    IncompleteStoreError,
+    MissingStoreError,
+    StateError,
+    StoreError,
+    UnsupportedStoreError,
+)
+from trak_lite.store import RemotePlace, create_store, open_store
 
-fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
-obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
-
-
-class RemoteStoreTests(StoreTests):
-    """All laws but those of growing, which is refused with advice."""
-
-    def place(self, path):
-        raise NotImplementedError
-
-    def create(self, path, manifest):
-        return RemoteFeatureStore.create(self.place(path), manifest)
-
-    def open(self, path, mode):
-        return RemoteFeatureStore.open(self.place(path), mode)
-
-    test_a_grown_table_keeps_its_rows = None
-    test_a_grown_table_equals_one_made_with_all_its_rows = None
-    test_a_table_never_loses_rows = None
-    test_a_quantised_table_grows = None
-    test_the_fingerprint_is_replaced_only_if_it_is_the_known_one = None
-
-    def test_growing_is_refused_with_advice(self, store, table):
-        assert store.grow_table("ckpt-0", table.spec.num_rows).spec == table.spec
-        with pytest.raises(UnsupportedStoreError, match="Copy the store to a local disk, grow it there"):
-            store.grow_table("ckpt-0", table.spec.num_rows + 1)
-        with pytest.raises(UnsupportedStoreError, match="append the rows there and copy it back"):
-            store.replace_fingerprint({}, {"seed": 1})
+FIRST = f"{NAME}/features/c.0.0"
+OBJECTS = [FIRST, f"{NAME}/q/c.0", f"{NAME}/w/c.0"]
+RECORD = f"{NAME}/features/.commits/c.0.1.log"
 
 
-class TestMemoryThroughFsspec(RemoteStoreTests):
-    @pytest.fixture(autouse=True)
-    def _bucket(self, tmp_path):
-        self.staging = tmp_path / "staging"
-        self.bucket = uuid.uuid4().hex
-        yield
-        fsspec.filesystem("memory").store.clear()
-        fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+class Machine:
+    """A place for the bucket with a staging folder of its own, and one run at a time."""
 
-    def place(self, path):
-        return RemotePlace(f"memory://{self.bucket}/{Path(path).name}", staging=self.staging)
+    def __init__(self, bucket, folder):
+        self.folder = folder
+        self.place = RemotePlace(bucket, staging=folder)
+        self.run = contextlib.nullcontext()
 
+    def store(self):
+        """Give up the store of the run before, and open one for the next."""
+        self.run.__exit__(None, None, None)
+        self.run = create_store(self.place, MANIFEST)
+        return self.run
 
-class TestFolderThroughObstore(RemoteStoreTests):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path):
-        self.folder = tmp_path
+    def table(self):
+        return self.store().create_table(NAME, SPEC)
 
-    def place(self, path):
-        store = obstore_store.LocalStore(self.folder / "objects" / Path(path).name, mkdir=True)
-        return RemotePlace(store, staging=self.folder / "staging")
+    def reader(self):
+        return open_store(self.place).open_table(NAME)
 
+    def check(self):
+        return open_store(self.place).check()
 
-SPEC = TableSpec(14, (Column("q", None, "float32"),), chunk_rows=4)
+    def finish(self):
+        put_pending(self.table())
+        check_rows(self.reader())
 
 
 @pytest.fixture
-def machines(tmp_path):
-    """The same table as two machines see it, each with a staging folder of its own."""
-    url = f"memory://{uuid.uuid4().hex}/run.zarr"
-    stores = [
-        RemoteFeatureStore.create(RemotePlace(url, staging=tmp_path / name), Manifest({})) for name in "ab"
+def bucket():
+    return Bucket()
+
+
+@pytest.fixture
+def here(bucket, tmp_path):
+    return Machine(bucket, tmp_path / "here")
+
+
+@pytest.fixture
+def there(bucket, tmp_path):
+    return Machine(bucket, tmp_path / "there")
+
+
+def killed_at(bucket, key, machine, attempt=0):
+    """A writer whose request for an object fails while it commits the first chunk."""
+    with bucket.failing("create", key), pytest.raises(StoreError, match="the line is dead"):
+        machine.table().put(0, values(range(4), attempt=attempt))
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("key", [*OBJECTS, RECORD])
+def test_a_request_that_fails_leaves_the_rows_staged(bucket, here, there, key, moment):
+    """Whether it failed or only its answer was lost; another machine sees a chunk or none, and never half of one."""
+    table = here.table()
+    with bucket.failing("create", key, moment), pytest.raises(StoreError, match="the line is dead"):
+        table.put(0, values(range(5)))
+    assert here.reader().done()[:4].all()
+    assert there.reader().committed_chunks() in ([], [0])
+    if key == FIRST and moment == "before":  # the same handle goes on as well
+        with table.claim(0) as pending:
+            assert pending.tolist() == []
+        assert there.reader().committed_chunks() == [0]
+    again = here.table()
+    assert again.committed_chunks() == [0]
+    assert set(range(4)).isdisjoint(again.pending())
+    here.finish()
+    check_rows(there.reader())
+
+
+def test_what_is_not_committed_is_computed_again_elsewhere(here, there):
+    """A machine without the staging folder takes every chunk that is committed, and no other row."""
+    here.table().put(0, values(range(7)))
+    assert there.table().pending().tolist() == list(range(4, 11))
+    there.finish()
+    check_rows(here.reader())
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_what_a_dead_writer_left_uncommitted_is_used_or_replaced(bucket, here, there, attempt):
+    """Its objects are replaced once the commit record is won, if they differ; if it wakes up, it changes nothing."""
+    killed_at(bucket, RECORD, here, attempt)
+    assert FIRST in bucket.kept
+    assert there.table().committed_chunks() == []
+    there.finish()
+    puts = [key for request, key in bucket.requests if request == "put"]
+    assert puts == (OBJECTS if attempt else [])
+    kept = dict(bucket.kept)
+    assert here.table().complete
+    assert bucket.kept == kept
+    check_rows(here.reader())
+
+
+@pytest.mark.parametrize("moment", [FIRST, OBJECTS[2], RECORD])
+def test_a_lost_race_leaves_the_winner_untouched(bucket, here, there, moment):
+    """Whenever the other one commits; the loser is told who has won, and goes on with the rows that are pending."""
+    slow, fast = here.table(), there.table()
+    slow.put(0, values(range(3), attempt=1))
+    kept = {}
+
+    def overtake(request, key):
+        if (request, key) == ("create", moment) and not fast.committed_chunks():
+            bucket.before = lambda request, key: None
+            fast.put(0, values(range(4)))
+            kept.update(bucket.kept)
+
+    bucket.before = overtake
+    with pytest.raises(BusyError, match=r"pid \d+ on .* has committed rows 0 to 3 \(chunk 0\).*other bytes"):
+        slow.put(3, values([3], attempt=1))
+    assert bucket.kept == kept
+    assert slow.pending().tolist() == list(range(4, 11))
+    assert slow.committed_chunks() == [0]
+    here.finish()
+
+
+def test_a_chunk_that_is_committed_elsewhere_is_taken_as_it_is(here, there):
+    """A race for the same bytes is no conflict; later rows are refused before one is staged, and a claim is empty."""
+    slow, fast = here.table(), there.table()
+    slow.put(0, values(range(3)))
+    slow.put(4, values([4]))
+    fast.put(0, values(range(8)))
+    slow.put(3, values([3]))
+    assert slow.committed_chunks() == [0, 1]
+    with pytest.raises(StateError, match=r"rows 0 to 3 \(chunk 0\).* are done already"):
+        slow.put(0, values([0]))
+    with slow.claim(1) as pending:
+        assert pending.tolist() == []
+    assert not list(here.folder.rglob("[01]-features"))
+    here.finish()
+
+
+def test_a_listing_that_lags_costs_work_and_nothing_else(bucket, here, there):
+    """Rows that it does not show are pending, not readable, and computed again to the same end."""
+    table = here.table()
+    bucket.listing = dict(bucket.kept)
+    table.put(0, values(range(4)))
+    reader = there.reader()
+    assert not reader.done().any()
+    with pytest.raises(IncompleteStoreError):
+        reader.read_chunk(0, "q")
+    there.table().put(0, values(range(4)))
+    bucket.listing = None
+    there.finish()
+    assert sum(key.startswith(f"{NAME}/features/.commits/c.0.") for key in bucket.kept) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "checksum"),
+        (lambda b: b[:-1], "bytes"),
+        (lambda b: b + b"0", "bytes"),
+    ],
+)
+def test_a_damaged_object_is_named_and_can_be_made_anew(bucket, here, there, damage, problem):
+    """Reading and verifying name object, rows and what to do; doing it makes exactly these rows pending."""
+    here.finish()
+    bucket.kept[FIRST] = damage(bucket.kept[FIRST])
+    with pytest.raises(CorruptStoreError, match=rf"rows 0 to 3 \(chunk 0\).*Remove {FIRST}"):
+        there.reader().read_chunk(0, "features")
+    (finding,) = here.check().findings
+    assert (finding.level, finding.table, finding.chunk, finding.rows) == ("damage", NAME, 0, range(4))
+    assert problem in finding.finding
+    assert finding.next_step == f"remove {FIRST}, then featurize again"
+
+    del bucket.kept[FIRST]
+    with pytest.raises(IncompleteStoreError):
+        there.reader().read_chunk(0, "features")
+    assert there.table().pending().tolist() == [0, 1, 2, 3]
+    there.finish()
+    assert here.check().ok
+
+
+def test_an_object_that_is_removed_under_a_reader_is_pending(bucket, here):
+    here.finish()
+    reader = here.reader()
+    del bucket.kept[FIRST]
+    with pytest.raises(IncompleteStoreError, match="removed after it was committed"):
+        reader.read_chunk(0, "features")
+    here.finish()
+    np.testing.assert_array_equal(reader.read_chunk(0, "features"), values(range(4))["features"])
+
+
+def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
+    """Notes, not damage; a damaged document and a record that is none are damage."""
+    killed_at(bucket, RECORD, here)
+    bucket.kept["notes.txt"] = b"hello"
+    store = open_store(here.place)
+    report = store.check()
+    assert report.ok
+    assert [f.finding for f in report.findings] == [
+        "put and not committed: a writer is running, or was killed",
+        "'notes.txt' belongs to no table",
     ]
-    yield [store.create_table("ckpt-0", SPEC) for store in stores]
-    for store in stores:
-        store.close()
-    fsspec.filesystem("memory").store.clear()
-    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+    assert (report.tally.tables, report.tally.pending_rows) == (1, 11)
+
+    bucket.kept[RECORD] = b"no record\n"
+    bucket.kept["ckpt-9/zarr.json"] = b"{"
+    assert [f.table for f in store.check().findings if f.level == "damage"] == ["ckpt-9", NAME]
+    with pytest.raises(CorruptStoreError, match=f"{RECORD} is not a commit record. Remove it"):
+        here.table()
+    with pytest.raises(UnsupportedStoreError, match="remove the objects that the report names"):
+        store.check(repair=True)
+    bucket.kept["zarr.json"] = b"{}"
+    assert not store.check().ok
+    del bucket.kept["zarr.json"]
+    with pytest.raises(MissingStoreError):
+        store.check()
 
 
-def numbers(rows, plus=0):
-    return {"q": np.asarray(rows, np.float32) + plus}
+@pytest.mark.parametrize("change", [{"chunk": 9}, {"rows": 3}])
+def test_records_that_contradict_the_table_are_damage(bucket, here, change):
+    """Of a chunk that it has not, or with other rows than the chunk has; the name of a record says nothing."""
+    here.finish()
+    extra = f"{NAME}/features/.commits/extra.log"
+    bucket.kept[extra] = bucket.kept[f"{NAME}/features/.commits/c.2.1.log"]
+    assert here.check().ok
+    record = json.loads(bucket.kept[RECORD].rpartition(b"\t")[0]) | {"generation": 2} | change
+    body = json.dumps(record).encode()
+    bucket.kept[extra] = body + b"\t%08x\n" % crc32c(body)
+    assert not here.check().ok
+    if "rows" in change:
+        with pytest.raises(CorruptStoreError, match="for 3 rows"):
+            here.reader()
 
 
-def test_a_chunk_that_another_machine_commits_first_is_its_own_and_the_rest_is_shared(machines):
-    here, there = machines
-    with SharedRows(here, 2, label="rows", progress=False) as work:
-        for rows in (rows for batches in work.rounds() for rows in batches):
-            if 2 in rows:  # the last batch of a chunk that was claimed here
-                there.put(0, numbers(range(4), plus=100))
-            work.put(rows, numbers(rows))
-    assert work.written == 10
-    expected = numbers(range(14))["q"]
-    expected[:4] += 100
-    for table in machines:
-        np.testing.assert_array_equal(table.read("q"), expected)
+def test_a_staged_chunk_that_changed_is_not_put(bucket, here):
+    """A bit that flips on the local disk stays there."""
+    killed_at(bucket, FIRST, here)
+    (path,) = here.folder.rglob("c.0.0")
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(CorruptStoreError, match="changed after it was written"):
+        here.table()
+    assert FIRST not in bucket.kept
 
 
-def test_a_claim_of_what_another_machine_has_committed_gives_no_row_and_leaves_nothing_staged(machines):
-    here, there = machines
-    here.put(1, numbers([1]))
-    there.put(0, numbers(range(4)))
-    with here.claim(0) as pending:
-        assert pending.tolist() == []
-    assert not _remote_table._is_complete(here._staging, 0)
-    assert here._staging.staged_chunks() == set()
+def test_a_drop_that_was_interrupted_is_finished_by_creating_anew(bucket, here, there):
+    """In between there is no table, and no row of the old one comes back."""
+    here.finish()
+    store = here.store()
+    with bucket.failing("delete", FIRST), pytest.raises(StoreError, match="the line is dead"):
+        store.drop_table(NAME)
+    assert open_store(there.place).table_names() == []
+    with pytest.raises(MissingStoreError):
+        there.reader()
+    assert not there.table().done().any()
+    there.finish()
 
 
-def test_a_claim_puts_what_a_killed_writer_has_completed(machines, monkeypatch):
-    here, there = machines
-    with monkeypatch.context() as patched:
-        patched.setattr(_remote_table.RemoteRowTable, "_publish", lambda self, chunk: None)
-        here.put(0, numbers(range(4)))
-    assert there.committed_chunks() == []
-    with here.claim(0) as pending:
-        assert pending.tolist() == []
-    assert there.committed_chunks() == [0]
+def test_staged_rows_of_a_table_that_was_made_anew_are_dropped(here, there):
+    """They were computed for another table: its shape says so."""
+    here.table().put(0, values(range(2)))
+    store = there.store()
+    store.drop_table(NAME)
+    store.create_table(NAME, replace(SPEC, chunk_rows=8))
+    assert not here.reader().done().any()
+    again = here.store().open_table(NAME)
+    assert again.spec.chunk_rows == 8
+    assert not again.done().any()
 
 
-@pytest.mark.parametrize("meanwhile", [True, False])
-def test_a_chunk_that_vanishes_from_the_stage_was_put_by_another_process_or_is_an_error(
-    machines, monkeypatch, meanwhile
-):
-    here, there = machines
-
-    def vanished(*arguments):
-        if meanwhile:
-            there.put(0, numbers(range(4)))
-        raise StoreError("no such file")
-
-    monkeypatch.setattr(_remote_table, "_staged_contents", _once(vanished, _remote_table._staged_contents))
-    if meanwhile:
-        here.put(0, numbers(range(4)))
-        assert here.committed_chunks() == [0]
-    else:
-        with pytest.raises(StoreError, match="no such file"):
-            here.put(0, numbers(range(4)))
+def test_a_place_that_cannot_create_exclusively_is_refused(bucket, here):
+    """Before anything is put there but the question itself, which is removed."""
+    bucket.create = lambda key, content: bucket.kept.update({key: bytes(content)}) or True
+    with pytest.raises(UnsupportedStoreError, match="created twice"):
+        here.table()
+    assert bucket.kept == {}
 
 
-def _once(first, then):
-    """Call the first function the first time, and the other one after."""
-    calls = []
+def test_a_place_with_something_else_in_it_is_refused(bucket, here):
+    bucket.kept["photos/cat.jpg"] = b"x"
+    with pytest.raises(CorruptStoreError, match="is not a store"):
+        here.table()
+    with pytest.raises(MissingStoreError):
+        here.reader()
 
-    def call(*arguments):
-        calls.append(arguments)
-        return (first if len(calls) == 1 else then)(*arguments)
 
-    return call
+def test_a_place_where_a_creator_was_killed_becomes_a_store(bucket, here):
+    """The list of tables is put first: until the store's own document is there, anybody may make the store."""
+    here.store()
+    del bucket.kept["zarr.json"]
+    assert list(bucket.kept) == [".tables/zarr.json"]
+    here.table().put(0, values([0]))
+    assert here.reader().done().tolist().count(True) == 1
+    del bucket.kept["zarr.json"]  # tables are there: this is a damaged store, and not one that is being made
+    with pytest.raises(CorruptStoreError, match="is not a store"):
+        here.store()
+
+
+@pytest.mark.parametrize("document", [f"{NAME}/zarr.json", f"{NAME}/q/zarr.json", "zarr.json"])
+def test_damaged_documents_are_named(bucket, here, document):
+    here.table()
+    bucket.kept[document] = b"[]"
+    with pytest.raises(CorruptStoreError, match=document):
+        here.reader()
+
+
+def test_reading_twice_fetches_once(bucket, here, there):
+    here.finish()
+    reader = there.reader()
+    bucket.requests.clear()
+    for _ in range(2):
+        reader.read("features")
+    fetched = [key for request, key in bucket.requests if request == "get" and "/c." in key]
+    assert sorted(key for key in fetched if ".commits" not in key) == [
+        f"{NAME}/features/c.{n}.0" for n in range(3)
+    ]
+
+
+# Two processes of one machine.
+
+
+def test_a_slow_creator_does_not_drop_what_another_has_staged(bucket, here):
+    """It has found no table; another one creates the table and puts rows; then it goes on."""
+    here.store()
+    with create_store(here.place, MANIFEST) as other:
+
+        def overtake(request, key):
+            if (request, key) == ("get", f"{NAME}/zarr.json"):
+                bucket.before = lambda request, key: None
+                other.create_table(NAME, SPEC).put(0, values(range(3)))
+                other.close()
+
+        bucket.before = overtake
+        table = here.run.create_table(NAME, SPEC)
+        assert np.flatnonzero(table.done()).tolist() == [0, 1, 2]
+    assert np.flatnonzero(here.table().done()).tolist() == [0, 1, 2]
+
+
+def test_a_dropper_does_not_take_what_another_has_created(bucket, here):
+    """One drops a table and is slow to remove its objects; another creates it anew, and waits for its turn."""
+    here.table().put(0, values(range(11)))
+    began, order = threading.Event(), []
+
+    def slow(request, key):
+        if (request, key) == ("delete", FIRST) and not began.is_set():
+            began.set()
+            other.join(0.5)  # it would be done by then, if nothing held it
+            order.append("dropped")
+
+    def create():
+        began.wait()
+        with create_store(here.place, MANIFEST) as again:
+            again.create_table(NAME, SPEC).put(0, values(range(3)))
+            order.append("created")
+
+    other = threading.Thread(target=create)
+    bucket.before = slow
+    other.start()
+    here.run.drop_table(NAME)
+    other.join()
+    assert order == ["dropped", "created"]
+    assert np.flatnonzero(here.reader().done()).tolist() == [0, 1, 2]
+
+
+# Copies from one kind of place to another.
+
+
+def test_a_store_that_is_copied_to_a_disk_is_a_local_store_and_the_other_way_round(tmp_path):
+    """With every record, nothing is left to do and nothing is strange; rows that were staged stay on the disk."""
+    pytest.importorskip("obstore", reason="obstore is not installed; it is in the extra 'remote'")
+    path = str(tmp_path / "copy.zarr")
+    with open_remote(tmp_path) as (_, table):
+        table.put(0, values(range(9)))
+    shutil.copytree(tmp_path / "objects", path)
+    with create_store(path, MANIFEST) as store, open_store(remote_place(tmp_path, "none")) as remote:
+        table = store.create_table(NAME, SPEC)
+        assert table.committed_chunks() == [0, 1]
+        assert store.diff(remote) == ()
+        assert store.check().findings == ()
+        table.put(8, values([8]))
+    shutil.rmtree(tmp_path / "objects")
+    shutil.copytree(path, tmp_path / "objects")
+    with open_remote(tmp_path, staging="third") as (store, table):
+        assert table.committed_chunks() == [0, 1]
+        assert table.pending().tolist() == [8, 9, 10]
+        put_pending(table)
+        check_rows(table)
+        assert store.check().ok

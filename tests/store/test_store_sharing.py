@@ -1,46 +1,128 @@
-"""Several handles, processes and histories on one store."""
+"""Several handles and processes on one store: each row once, locks end with their holder, and who is waited for."""
 
 import fcntl
 import gc
 import itertools
 import os
-import random
 import signal
+import socket
 import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from store_cases import LONG, check_all, finish, open_for_writing, reading, values, writing
+from store_cases import (
+    LONG,
+    SPEC,
+    check_all,
+    finish,
+    first_call,
+    folder,
+    open_for_writing,
+    open_remote,
+    reading,
+    values,
+    writing,
+)
 
-from trak_lite.errors import BusyError, StateError
-from trak_lite.store.disk import staging as _staging
-from trak_lite.store.disk import zarr_table as _zarr_table
+from trak_lite.errors import BusyError, HeldHereError, StateError
+from trak_lite.parallel import sharing
+from trak_lite.store import TableSpec
+
+
+@pytest.fixture
+def table(path):
+    """The long table, empty, open for writing in this process."""
+    with writing(path, LONG) as opened:
+        yield opened
+
+
+def until(condition):
+    """Wait for what another process is about to do."""
+    for _ in range(60_000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for ten minutes")
 
 
 def test_a_chunk_has_one_writer_who_is_named(path, victims):
     store, table = open_for_writing(path)
     table.put(0, values([0]))
-
     message = victims.run("put_row", path, 1)
     assert "rows 0 to 3 (chunk 0)" in message
-    assert f"pid {os.getpid()} on {os.uname().nodename}"[:60] in message
+    assert f"pid {os.getpid()} on {socket.gethostname()}"[:60] in message
     assert victims.run("put_row", path, 5) == "put"
     assert np.flatnonzero(table.done()).tolist() == [0, 5]
-    store.close()
-    assert victims.run("put_row", path, 1) == "put"
-
-
-def test_a_second_store_in_this_process_is_told_so(path):
-    store, table = open_for_writing(path)
     other, rows = open_for_writing(path)
-    table.put(0, values([0]))
-    with pytest.raises(BusyError, match="this process already writes them through another open store"):
+    with pytest.raises(HeldHereError, match="this process already writes them through another open store"):
         rows.put(1, values([1]))
     store.close()
     rows.put(1, values([1]))
     other.close()
+    assert victims.run("put_row", path, 2) == "put"
+
+
+def test_a_held_chunk_is_free_when_its_holder_is_dead(path, table, victims):
+    holder = victims.start("hold", path, 2, 1)
+    until(lambda: table.done()[16])
+    for use in (lambda: table.claim(2).__enter__(), lambda: table.put(17, values([17], LONG))):
+        with pytest.raises(BusyError, match=rf"pid {holder} on"):
+            use()
+    os.kill(holder, signal.SIGKILL)
+    victims.wait(holder)
+    with table.claim(2) as pending:
+        assert pending.tolist() == list(range(17, 24))
+
+
+def test_locks_end_with_their_holder(path, victims):
+    """A handle that is forgotten, and a forked child (a data loader's worker) that outlives a killed run by seconds."""
+    store, table = open_for_writing(path)
+    table.put(0, values([0]))
+    del store, table
+    gc.collect()
+    status, _ = victims.wait(victims.start("die_before_a_child", path, 1))
+    assert status == -signal.SIGKILL
+    assert victims.run("put_row", path, 2) == "put"
+    finish(path)
+
+
+def test_a_table_is_opened_once_per_store(path):
+    """Otherwise the second one would find the chunks of the first one busy."""
+    store, table = open_for_writing(path)
+    table.put(0, values([0]))
+    store.open_table("targets/test/ckpt-0").put(1, values([1]))
+    assert np.flatnonzero(table.done()).tolist() == [0, 1]
+    store.close()
+
+
+def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now(path, table):
+    """A new holder has the lock a moment before its name is there; the last one must wait for it, not give up."""
+    table.put([0], values([0], LONG))
+    table.close()
+    with writing(path, LONG) as again:
+        fd = os.open(folder(path, "features", ".stage", "0.log"), os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(BusyError) as busy, again.claim(0):
+            pass
+        assert not isinstance(busy.value, HeldHereError)
+        os.close(fd)
+        with again.claim(0) as pending:
+            assert len(pending) == LONG.chunk_rows - 1
+
+
+def test_a_lock_on_a_log_that_is_gone_is_no_lock(path):
+    """Another writer commits the chunk between the opening of its log and the locking."""
+    store, table = open_for_writing(path)
+    other, rows = open_for_writing(path)
+    rows.put(0, values([0]))
+    with (
+        first_call(fcntl, "flock", lambda *_: rows.put(1, values([1, 2, 3]))),
+        pytest.raises(StateError, match=r"rows 0 to 3 \(chunk 0\).* are done already"),
+    ):
+        table.put(1, values([1]))
+    store.close()
+    other.close()
+    finish(path)
 
 
 @pytest.mark.parametrize("looks", range(1, 6))
@@ -48,19 +130,23 @@ def test_a_reader_that_sees_a_commit_between_two_looks_loses_no_row(path, monkey
     """The writer renames the files after the reader has looked at some of them."""
     store, table = open_for_writing(path)
     table.put(0, values([0, 1, 2]))
-    look, seen = _staging.file_size, []
+    real, seen = os.open, []
 
-    def late(name):
-        found = look(name)
-        seen.append(name)
-        if len(seen) == looks:
-            monkeypatch.setattr(_staging, "file_size", look)
-            table.put(3, values([3]))
+    def late(name, *arguments, **keywords):
+        found = real(name, *arguments, **keywords)
+        if str(name).startswith("0"):
+            seen.append(name)
+            if len(seen) == looks:
+                monkeypatch.setattr(os, "open", real)
+                table.put(3, values([3]))
         return found
 
     with reading(path) as reader:
-        monkeypatch.setattr(_staging, "file_size", late)
+        monkeypatch.setattr(os, "open", late)
         assert reader.done()[:3].all()
+        monkeypatch.setattr(os, "open", real)
+        if not table.complete and not table.done()[3]:
+            table.put(3, values([3]))
         assert reader.done()[:4].all()
         assert reader.committed_chunks() == [0]
     store.close()
@@ -82,164 +168,197 @@ def test_a_commit_record_cut_off_by_ctrl_c_hides_no_later_one(path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         table.put(0, values(range(8), LONG))
     assert not table.done().any()
-
     table.put(8, values(range(8, 16), LONG))
     assert np.flatnonzero(table.done()).tolist() == list(range(8, 16))
     store.close()
 
 
-def test_a_lock_on_a_log_that_is_gone_is_no_lock(path, monkeypatch):
-    """Another writer commits the chunk between the opening of its log and the locking."""
-    store, table = open_for_writing(path)
-    other, rows = open_for_writing(path)
-    rows.put(0, values([0]))
-    flock = fcntl.flock
-
-    def late(fd, operation):
-        monkeypatch.setattr(fcntl, "flock", flock)
-        rows.put(1, values([1, 2, 3]))
-        flock(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(StateError, match=r"rows 0 to 3 \(chunk 0\).* are done already"):
-        table.put(1, values([1]))
-    store.close()
-    other.close()
-    finish(path)
-
-
-def test_a_store_that_is_forgotten_lets_go(path):
-    store, table = open_for_writing(path)
-    table.put(0, values([0]))
-    del store, table
-    gc.collect()
-    finish(path)
-
-
-def test_a_table_is_opened_once_per_store(path):
-    """Otherwise the second one would find the chunks of the first one busy."""
-    store, table = open_for_writing(path)
-    table.put(0, values([0]))
-    again = store.open_table("targets/test/ckpt-0")
-    again.put(1, values([1]))
-    assert np.flatnonzero(table.done()).tolist() == [0, 1]
-    store.close()
-
-
-def test_a_forked_child_does_not_keep_its_parents_locks(path, victims):
-    """A data loader's worker may outlive a killed run by seconds; the next run need not wait for it."""
-    status, _ = victims.wait(victims.start("die_before_a_child", path, 0))
-    assert status == -signal.SIGKILL
-    assert victims.run("put_row", path, 1) == "put"
-
-
-def test_opening_for_writing_leaves_a_living_writers_chunk_alone(path, monkeypatch):
-    """Even where all its rows are done and only the last steps are missing."""
-    store, table = open_for_writing(path)
-    monkeypatch.setattr(_zarr_table.ZarrRowTable, "_commit", lambda self, stage: None)
-    table.put(0, values(range(4)))
-    monkeypatch.undo()
-
-    with writing(path) as other:
-        assert other.committed_chunks() == []
-        assert other.done()[:4].all()
-    store.close()
-    with writing(path) as other:
-        assert other.committed_chunks() == [0]
-
-
-def check_rows(table, chunks):
-    for chunk in chunks:
-        expected = values(range(*table.chunk_range(chunk)), LONG)
-        for name in expected:
-            np.testing.assert_array_equal(table.read_chunk(chunk, name), expected[name])
-
-
-def test_readers_never_see_anything_half_done_while_two_writers_write(path, victims):
-    with writing(path, LONG):
-        pass
-    writers = [victims.start("write_long", path, part, 2) for part in (0, 1)]
-    with reading(path) as table:
-        committed, done = set(), np.zeros(LONG.num_rows, bool)
-        while not table.complete:
-            now, rows = set(table.committed_chunks()), table.done()
-            assert committed <= now
-            assert (rows | ~done).all()
-            check_rows(table, now - committed)
-            committed, done = now, rows
-    assert [victims.wait(pid)[0] for pid in writers] == [0, 0]
-    check_all(path, LONG)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_kill_at_a_random_moment_loses_nothing(path, victims, seed):
-    with writing(path, LONG):
-        pass
-    pick, before = random.Random(seed), np.zeros(LONG.num_rows, bool)
-    for _ in range(3):
-        pid = victims.start("write_long", path, 0, 1)
-        time.sleep(pick.uniform(0.005, 0.04))
-        os.kill(pid, signal.SIGKILL)
-        victims.wait(pid)
-        with reading(path) as table:
-            now = table.done()
-            check_rows(table, table.committed_chunks())
-        assert (now | ~before).all()
-        before = now
-    finish(path, LONG, batch=50)
-
-
-@pytest.mark.parametrize("kept", [1, 2, 32])
-@pytest.mark.parametrize("batch", [1, 5, 64])
-def test_rows_may_be_scattered_over_more_chunks_than_stay_open(path, monkeypatch, kept, batch):
-    """Files are closed and locks dropped beyond the limit, and nothing is lost by it."""
-    monkeypatch.setattr(_zarr_table, "_OPEN_CHUNKS", kept)
-    order = np.random.default_rng(kept).permutation(LONG.num_rows)
+def test_rows_may_be_scattered_over_more_chunks_than_stay_open(path, monkeypatch):
+    """Files are closed and locks dropped beyond the limit, nothing is lost by it, and claimed chunks stay held."""
+    spec = TableSpec(160, LONG.columns, 2)
+    order = np.random.default_rng(0).permutation(spec.num_rows)
     opened = len(os.listdir("/proc/self/fd"))
-    with writing(path, LONG) as table:
-        for start in range(0, len(order), batch):
-            rows = order[start : start + batch]
-            table.put(rows, values(rows, LONG))
-            assert len(os.listdir("/proc/self/fd")) <= opened + 3 * kept + 1
+    with writing(path, spec) as table:
+        other_store, other = open_for_writing(path, spec)
+        most = 0
+        with table.claim(0) as held:
+            for rows in np.split(order, range(5, len(order), 5)):
+                rows = rows[rows >= 2]
+                table.put(rows, values(rows, spec))
+                most = max(most, len(os.listdir("/proc/self/fd")) - opened)
+            with pytest.raises(BusyError), other.claim(0):
+                pass
+            table.put(held, values(held, spec))
+        other_store.close()
+    assert most <= 3 * 33 + 20, "files of more chunks than stay open"
     assert len(os.listdir("/proc/self/fd")) == opened
+    check_all(path, spec)
+
+
+def test_opening_for_writing_leaves_a_living_writers_chunk_alone(path):
+    """Even where all its rows are done and only the last steps are missing."""
+    seen = []
+
+    def look(*_):
+        with writing(path) as other:
+            seen.append((other.committed_chunks(), other.done()[:4].all()))
+
+    with writing(path) as table, first_call(os, "fsync", look):
+        table.put(0, values(range(4)))
+        assert table.committed_chunks() == [0]
+    assert seen == [([], True)]
+
+
+# Rows that several processes share.
+
+
+def fill(work, spec=LONG):
+    """Compute and put what is this process's share; return its rows."""
+    put = []
+    for rows in itertools.chain.from_iterable(work.rounds()):
+        work.put(rows, values(rows, spec))
+        put += rows.tolist()
+    return put
+
+
+def shared(table, batch=3, **options):
+    return sharing.SharedRows(table, batch, label="rows", progress=False, **options)
+
+
+def test_a_holder_that_dies_is_noticed_while_it_is_waited_for(path, table, victims, monkeypatch, capsys):
+    """All else is done first; then its chunk is taken over, without the rows that it had put."""
+    holder = victims.start("hold", path, 0, 3)
+    until(lambda: table.done()[:3].all())
+
+    def wait(seconds):
+        assert table.committed_chunks() == list(range(1, table.num_chunks))
+        os.kill(holder, signal.SIGKILL)
+        victims.wait(holder)
+
+    monkeypatch.setattr(sharing.time, "sleep", wait)
+    with sharing.SharedRows(table, 3, label="rows", progress=True) as work:
+        put = fill(work)
+    assert set(put) == set(range(3, LONG.num_rows))
+    assert work.written == len(put) == LONG.num_rows - 3
+    printed = capsys.readouterr().err
+    assert "waiting for other writers" in printed
+    assert f"{LONG.num_rows}/{LONG.num_rows}" in printed
+    table.close()
     check_all(path, LONG)
 
 
-def test_rows_put_by_others_while_the_lock_was_given_up_are_seen(path, monkeypatch):
-    monkeypatch.setattr(_zarr_table, "_OPEN_CHUNKS", 1)
-    store, table = open_for_writing(path)
-    other, rows = open_for_writing(path)
-    table.put(0, values([0]))
-    table.put(4, values([4]))
-    rows.put(1, values([1]))
-    rows.put(8, values([8]))
+def test_the_bar_counts_rows_whoever_put_them(path, table, victims, capsys):
+    with sharing.SharedRows(table, 3, label="rows", progress=True) as work:
+        victims.run("share", path, 8)
+        assert fill(work) == []
+    assert f"{LONG.num_rows}/{LONG.num_rows}" in capsys.readouterr().err
+    assert work.written == 0
 
-    table.put([2, 3], values([2, 3]))
-    assert table.committed_chunks() == [0]
+
+def test_a_process_that_holds_a_chunk_itself_does_not_wait_for_itself(path, table):
+    """Two open stores in one notebook: without the error the second one would wait for ever."""
+    other_store, other = open_for_writing(path, LONG)
+    with other.claim(0), shared(table) as work, pytest.raises(HeldHereError, match="already writes them"):
+        fill(work)
+    assert len(fill(shared(table))) == LONG.num_rows
+    other_store.close()
+
+
+def test_processes_that_meet_part_at_random(path, table, victims):
+    """Who finds the first chunk held starts somewhere else, and comes round to the beginning."""
+    starts = set()
+    other = victims.start("hold", path, 0, 1)
+    until(lambda: table.done()[0])
+    for _ in range(12):
+        with shared(table, 8) as work:
+            starts.add(int(next(iter(next(work.rounds())))[0]))
+    os.kill(other, signal.SIGKILL)
+    victims.wait(other)
+    assert len(starts) > 3
+    assert 0 not in starts
+
+
+def test_a_table_comes_to_be_with_the_first_batch_and_only_one_of_two_first_batches_counts(path):
+    store, _ = open_for_writing(path, LONG)
+    made = []
+
+    def create():
+        made.append(store.create_table("ckpt-0", LONG))
+        return made[-1]
+
+    late = sharing.LazyTable(LONG, None, create)
+    with shared(late) as work:
+        rounds = work.rounds()
+        (first,) = next(rounds)
+        assert first.tolist() == [0, 1, 2]
+        assert made == []
+        store.create_table("ckpt-0", LONG).put(first, values(first, LONG))  # another process was faster
+        work.put(first, values(first, LONG))
+        assert work.written == 0
+        for rows in itertools.chain.from_iterable(rounds):
+            work.put(rows, values(rows, LONG))
+    assert work.written == LONG.num_rows - 3
+    assert late.read_if_complete("q").tolist() == values(range(LONG.num_rows), LONG)["q"].tolist()
     store.close()
-    other.close()
-    finish(path)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    order=st.permutations(range(11)),
-    cuts=st.lists(st.integers(1, 10), max_size=6),
-    reopened=st.sets(st.integers(0, 6)),
-)
-def test_any_history_ends_in_the_same_rows(tmp_path_factory, order, cuts, reopened):
-    """Any order of rows, any batches, closed and opened in between: done is what was put, and it reads back."""
-    path = str(tmp_path_factory.mktemp("history") / "run.zarr")
-    store, table = open_for_writing(path)
-    bounds = sorted({0, *cuts, 11})
-    put = set()
-    for step, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        if step in reopened:
-            store.close()
-            store, table = open_for_writing(path)
-        table.put(order[start:stop], values(order[start:stop]))
-        put |= set(order[start:stop])
-        assert set(np.flatnonzero(table.done()).tolist()) == put
-        assert table.committed_chunks() == [c for c in range(3) if set(range(*table.chunk_range(c))) <= put]
-    store.close()
-    check_all(path)
+def test_a_first_batch_whose_chunk_is_held_by_then_is_left_out(path, table, victims):
+    with shared(sharing.LazyTable(LONG, None, lambda: table)) as work:
+        (first,) = next(work.rounds())
+        holder = victims.start("hold", path, 0, 1)
+        until(lambda: table.done()[0])
+        work.put(first, values(first, LONG))
+        assert work.written == 0
+    os.kill(holder, signal.SIGKILL)
+    victims.wait(holder)
+
+
+def test_a_rank_that_waited_for_the_table_leaves_the_first_chunk_to_its_creator(table):
+    class Second:
+        """A rank that arrives after another one."""
+
+        def __getattr__(self, name):
+            return lambda *arguments: False
+
+    found = iter([None, table])
+    late = sharing.LazyTable(LONG, None, lambda: pytest.fail("It waits for the table."), lambda: next(found))
+    with shared(late, ranks=Second()) as work:
+        batches = itertools.chain.from_iterable(work.rounds())
+        first = next(batches)
+        assert first.tolist() == list(range(LONG.chunk_rows, LONG.chunk_rows + 3))
+        work.put(first, values(first, LONG))
+        for rows in batches:  # the chunk is not lost if its creator was killed
+            work.put(rows, values(rows, LONG))
+    assert table.complete
+
+
+def test_batches_never_reach_over_a_chunk_and_keep_their_place_when_rows_are_missing():
+    planned = sharing.plan_batches(np.array([0, 1, 4, 5, 6, 9]), 8, 3)
+    assert [rows.tolist() for rows in planned] == [[0, 1], [4, 5], [6], [9]]
+    assert sharing.plan_batches(np.array([], np.int64), 8, 3) == []
+
+
+def test_a_chunk_that_another_machine_commits_while_its_batches_are_computed_is_left_to_it(path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with (
+        open_remote(path, staging="one") as (_, mine),
+        open_remote(path, staging="two") as (_, theirs),
+        shared(mine, 2) as work,
+    ):
+        for batches in work.rounds():
+            drawn = iter(batches)
+            ahead = [next(drawn), next(drawn)]
+            if not theirs.committed_chunks():
+                theirs.put(range(4), values(range(4), attempt=1))
+            for rows in itertools.chain([ahead[0], next(drawn), ahead[1]], drawn):
+                work.put(rows, values(rows))
+        assert (mine.complete, work.written) == (True, SPEC.num_rows - 4)
+        np.testing.assert_array_equal(mine.read_chunk(0, "q"), values(range(4), attempt=1)["q"])
+
+
+def test_rows_that_are_done_by_a_mistake_of_the_caller_are_still_refused(table):
+    with shared(table, 4) as work:
+        rows = next(iter(next(work.rounds())))
+        work.put(rows, values(rows, LONG))
+        with pytest.raises(StateError, match="done already"):
+            work.put(rows, values(rows, LONG))

@@ -1,0 +1,583 @@
+"""One state machine for stores of every kind: whatever happens to it, a store holds what a plain dict says."""
+
+import dataclasses
+import errno
+import gc
+import itertools
+import os
+import re
+import shutil
+import tempfile
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from store_cases import (
+    HARMS,
+    MANIFEST,
+    NAME,
+    SPEC,
+    Bucket,
+    Killed,
+    content,
+    do_harm,
+    dying,
+    exchange,
+    failing_call,
+    failpoints,
+    files_below,
+    overwrite,
+    remote_place,
+    values,
+)
+
+from trak_lite.errors import (
+    BusyError,
+    IncompleteStoreError,
+    MissingStoreError,
+    StateError,
+    StoreError,
+    StoreFullError,
+    UnsupportedStoreError,
+)
+from trak_lite.store import MemoryFeatureStore, RemotePlace, check_store, create_store, open_store
+
+OTHER = "targets/test/ckpt-1"
+MOST_ROWS = 22
+WRITERS = st.sampled_from((0, 1))
+ROWS = st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=8, unique=True)
+COUNTS = st.integers(1, 3)
+
+
+class Folder:
+    """A store in a local folder."""
+
+    steps = (
+        *failpoints.FAILPOINTS,
+        *failpoints.LIST_FAILPOINTS,
+        *failpoints.GROWTH_FAILPOINTS,
+        *failpoints.DROP_FAILPOINTS,
+        *failpoints.ENTRY_FAILPOINTS,
+    )
+    grows = repairs = True
+    bucket = None
+
+    def __init__(self, root):
+        self.root = root
+        self.place = self.files = os.path.join(root, "run.zarr")
+
+    def create(self):
+        return create_store(self.place, MANIFEST)
+
+    def read(self):
+        return open_store(self.place)
+
+    def check(self, *, repair=False):
+        return check_store(self.place, repair=repair)
+
+    def copied(self, root):
+        shutil.copytree(self.root, root, symlinks=True)
+        return type(self)(root)
+
+
+class Objects(Folder):
+    """A store in a folder that obstore takes for a bucket; both writers stage on one machine."""
+
+    steps = (*failpoints.FAILPOINTS, *failpoints.REMOTE_FAILPOINTS, *failpoints.ENTRY_FAILPOINTS)
+    grows = repairs = False
+
+    def __init__(self, root):
+        self.root = root
+        self.files = os.path.join(root, "objects")
+        self.place = remote_place(root)
+
+
+class Faulty(Objects):
+    """A store in a dict, of which any request may fail."""
+
+    files = None
+
+    def __init__(self, root, kept=()):
+        self.root = root
+        self.bucket = Bucket(kept)
+        self.place = RemotePlace(self.bucket, staging=os.path.join(root, "staging"))
+
+    def copied(self, root):
+        shutil.copytree(self.root, root)
+        return Faulty(root, self.bucket.kept)
+
+
+class Memory(Folder):
+    """A store in memory: nothing can be killed or harmed."""
+
+    steps, repairs, files = (), False, None
+
+    def __init__(self, root):
+        self.root = root
+        self.store = MemoryFeatureStore(MANIFEST)
+
+    def create(self):
+        return self.store.reopen("r+")
+
+    def read(self):
+        return self.store.reopen("r")
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Two writers, a reader and a fate. ``known`` is the dict: row -> the attempt whose values were acknowledged."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.folder = tempfile.mkdtemp()
+        self.numbers = itertools.count()
+        self.place = kind(self.new_root())
+        self.known, self.size, self.attempt = {}, SPEC.num_rows, 0
+        self.entries = {}
+        self.writers, self.held = {}, {0: set(), 1: set()}
+        self.interrupted = False
+        self.no_syncs = mock.patch.object(os, "fsync", return_value=None)
+        self.no_syncs.start()
+
+    def new_root(self, *, made=True):
+        root = os.path.join(self.folder, str(next(self.numbers)))
+        if made:
+            os.mkdir(root)
+        return root
+
+    def teardown(self):
+        self.close_all()
+        self.no_syncs.stop()
+        shutil.rmtree(self.folder)
+
+    @initialize()
+    def make(self):
+        self.make_other()
+        self.open_writer(0)
+
+    def make_other(self):
+        """A second table, complete, with other values: what is exchanged with it must not be taken for its rows."""
+        with self.place.create() as store:
+            store.create_table(OTHER, SPEC).put(0, values(range(SPEC.num_rows), attempt=9))
+
+    # Handles.
+
+    @rule(writer=WRITERS)
+    def open_writer(self, writer):
+        if writer in self.writers:
+            return
+        store = self.place.create()
+        spec = dataclasses.replace(SPEC, num_rows=self.size)
+        self.writers[writer] = store, store.create_table(NAME, spec)
+        self.interrupted = self.interrupted and len(self.writers) > 1
+
+    @rule(writer=WRITERS)
+    def close(self, writer):
+        if writer in self.writers:
+            self.writers.pop(writer)[0].close()
+            self.held[writer].clear()
+
+    def close_all(self):
+        for writer in tuple(self.writers):
+            self.close(writer)
+
+    @precondition(lambda self: self.place.steps)
+    @rule(writer=WRITERS)
+    def die_between_puts(self, writer):
+        """Its handles go without a word, as those of a killed process do; the other writer lives on."""
+        self.writers.pop(writer, None)
+        self.held[writer].clear()
+        gc.collect()
+
+    # Rows.
+
+    @rule(writer=WRITERS, rows=ROWS)
+    def put(self, writer, rows):
+        if writer not in self.writers:
+            return
+        rows = self.within(rows)
+        refused = any(row in self.known for row in rows)
+        try:
+            self.begin(writer, rows)
+        except BusyError:
+            assert {row // SPEC.chunk_rows for row in rows} & self.held[1 - writer]
+        except StateError:
+            assert refused
+        else:
+            assert not refused
+            self.known.update(dict.fromkeys(rows, self.attempt))
+
+    @rule(writer=WRITERS, chunk=st.integers(0, 5), count=st.integers(0, 4))
+    def claim(self, writer, chunk, count):
+        """Claim a chunk and put some of its pending rows; the other writer gets none of it meanwhile."""
+        chunk %= -(-self.size // SPEC.chunk_rows)
+        if writer not in self.writers:
+            return
+        table = self.writers[writer][1]
+        try:
+            with table.claim(chunk) as pending:
+                rows = range(*table.chunk_range(chunk))
+                assert pending.tolist() == [row for row in rows if row not in self.known]
+                if 1 - writer in self.writers and len(pending):
+                    with pytest.raises(BusyError):
+                        self.writers[1 - writer][1].put(pending, values(pending))
+                    self.held[1 - writer].add(chunk)
+                if put := pending[:count].tolist():
+                    self.begin(writer, put)
+                    self.known.update(dict.fromkeys(put, self.attempt))
+        except BusyError:
+            assert chunk in self.held[1 - writer]
+        self.held[writer].discard(chunk)
+        self.held[1 - writer].discard(chunk)
+
+    @precondition(lambda self: self.writers)
+    @rule(rows=ROWS, refused=st.sampled_from(["repeated", "NaN", "beyond"]))
+    def put_nonsense(self, rows, refused):
+        table, rows = next(iter(self.writers.values()))[1], self.within(rows)
+        rows = {"repeated": [*rows, rows[0]], "beyond": [*rows[:-1], self.size]}.get(refused, rows)
+        given = values(rows)
+        if refused == "NaN":
+            given["w"][-1] = np.nan
+        with pytest.raises(ValueError, match=r"."):
+            table.put(rows, given)
+
+    @precondition(lambda self: len(self.writers) == 1 and self.size < MOST_ROWS)
+    @rule(more=st.integers(1, 5))
+    def grow(self, more):
+        ((writer, (store, _)),) = self.writers.items()
+        size = min(self.size + more, MOST_ROWS)
+        if not self.place.grows:
+            with pytest.raises(UnsupportedStoreError):
+                store.grow_table(NAME, size)
+            return
+        self.writers[writer] = store, store.grow_table(NAME, size)
+        self.held[writer].clear()
+        self.size = size
+
+    @precondition(lambda self: len(self.writers) == 1)
+    @rule()
+    def drop_and_make_anew(self):
+        ((writer, (store, old)),) = self.writers.items()
+        store.drop_table(NAME)
+        assert store.table_names() == [OTHER]
+        self.known, self.size = {}, SPEC.num_rows
+        self.held[writer].clear()
+        self.writers[writer] = store, store.create_table(NAME, SPEC)
+        with pytest.raises(StateError):
+            old.put(0, values([0]))
+
+    @precondition(lambda self: self.writers)
+    @rule()
+    def copy(self):
+        """Merge what is done into a new store, and go on there."""
+        self.close_all()
+        new = type(self.place)(self.new_root())
+        with self.place.read() as old, new.create() as store:
+            assert store.merge([old]) == {NAME: len(self.known), OTHER: SPEC.num_rows}
+            assert store.diff(old) == ()
+        self.place, self.entries = new, {}
+
+    @precondition(lambda self: self.writers)
+    @rule(name=st.sampled_from(["a", "b/c"]), drop=st.booleans())
+    def put_entry(self, name, drop):
+        store = next(iter(self.writers.values()))[0]
+        self.attempt += 1
+        if drop:
+            store.drop_entry(name)
+            self.entries.pop(name, None)
+        else:
+            store.put_entry(name, "key", np.array([self.attempt]))
+            self.entries[name] = self.attempt
+
+    # Faults.
+
+    @precondition(lambda self: self.place.steps and self.writers)
+    @rule(data=st.data(), rows=ROWS, count=COUNTS)
+    def be_killed(self, data, rows, count):
+        """Everybody dies at one step of one call, and those who come next find what the disk held then."""
+        step = data.draw(st.sampled_from(self.place.steps))
+        calls = {"put": self.put, "entry": self.put_entry, "open": self.reopen}
+        if len(self.writers) == 1:
+            calls |= {"drop": self.drop_and_make_anew} | ({"grow": self.grow} if self.place.grows else {})
+        if self.size == MOST_ROWS:
+            calls.pop("grow", None)
+        name = data.draw(st.sampled_from(sorted(calls)))
+        given = {"put": (next(iter(self.writers)), rows), "entry": ("a", False), "grow": (3,)}.get(name, ())
+        rows, before, size, attempt = self.within(rows), dict(self.known), self.size, self.attempt
+        lives = []
+        try:
+            with dying(f"{step}:{count}", lambda: lives.append(self.place.copied(self.new_root(made=False)))):
+                calls[name](*given)
+        except Killed:
+            self.close_all()
+            (self.place,) = lives
+            self.interrupted = True
+            self.settle(name, rows, before, {size, min(size + 3, MOST_ROWS), SPEC.num_rows}, attempt)
+
+    def reopen(self):
+        self.close_all()
+        self.open_writer(0)
+
+    def settle(self, name, rows, before, sizes, attempt):
+        """Learn which of the two states that a killed call may leave was left: never one between them."""
+        with self.place.read() as store:
+            if name == "entry":
+                found = store.entry("a", "key")
+                assert found is None or found.tolist() in ([self.entries.get("a")], [attempt + 1])
+                self.entries.pop("a", None)
+                if found is not None:
+                    self.entries["a"] = int(found[0])
+            if NAME not in store.table_names():
+                assert name in ("drop", "open")
+                self.known, self.size = {}, SPEC.num_rows
+                return
+            table = store.open_table(NAME)
+            assert table.spec.num_rows in sizes if name in ("grow", "drop") else {self.size}
+            self.size = table.spec.num_rows
+            done = set(np.flatnonzero(table.done()).tolist())
+        self.known = {} if name == "drop" and not done else before
+        if name == "put":
+            self.known |= {row: self.attempt for row in rows if row in done and row not in before}
+
+    @precondition(lambda self: self.writers and self.place.steps)
+    @rule(
+        rows=ROWS,
+        call=st.sampled_from(["open", "pwrite", "posix_fallocate", "fsync", "rename"]),
+        count=st.integers(1, 12),
+        code=st.sampled_from([errno.ENOSPC, errno.EIO]),
+    )
+    def fill_or_break_the_disk(self, rows, call, count, code):
+        """The same process goes on; of the refused batch, the rows of a chunk are all done or all pending."""
+        writer, (_, table) = next(iter(self.writers.items()))
+        rows, before = self.within(rows), dict(self.known)
+        try:
+            with failing_call(call, count, OSError(code, "broken")):
+                self.put(writer, rows)
+        except StoreError as error:
+            named = isinstance(error, StoreFullError)
+            if not self.place.repairs:  # the stage of a remote store is looked at by the next run
+                self.close_all()
+                self.interrupted = True
+                self.settle("put", rows, before, {self.size}, self.attempt)
+                return
+            done = set(np.flatnonzero(table.done()).tolist())
+            new = [row for row in rows if row in done and row not in before]
+            self.known = before | dict.fromkeys(new, self.attempt)
+            for row in set(rows) - set(new) - set(before):
+                assert row // SPEC.chunk_rows not in {each // SPEC.chunk_rows for each in new}
+            self.interrupted = True
+            if named != (code == errno.ENOSPC):
+                raise AssertionError("an error of another name") from error
+
+    @precondition(lambda self: self.writers and self.place.bucket)
+    @rule(rows=ROWS, count=st.integers(1, 9), moment=st.sampled_from(["before", "after"]))
+    def lose_the_line(self, rows, count, moment):
+        """A request fails, or its answer is lost; rows that were staged stay done, and the next run goes on."""
+        left = [count]
+
+        def fail(request, key):
+            left[0] -= 1
+            if left[0] == 0:
+                raise StoreError("the line is dead")
+
+        rows, before, writer = self.within(rows), dict(self.known), next(iter(self.writers))
+        setattr(self.place.bucket, moment, fail)
+        try:
+            self.put(writer, rows)
+        except StoreError:
+            left.clear()
+        setattr(self.place.bucket, moment, lambda request, key: None)
+        if not left:
+            self.close_all()
+            self.interrupted = True
+            self.settle("put", rows, before, {self.size}, self.attempt)
+
+    @precondition(lambda self: self.place.files)
+    @rule(pick=st.integers(0, 9999), harm=st.sampled_from(HARMS), number=st.integers(0, 2**16))
+    def harm(self, pick, harm, number):
+        """Harm any file: a row is right, pending or refused, and what is refused is told by a check."""
+        self.close_all()
+        files = files_below(self.place.files)
+        name = files[pick % len(files)]
+        whole = content(name)
+        do_harm(name, harm, number)
+        self.judge(name)
+        report = self.checked(repair=self.place.repairs)
+        if report is None or not report.ok or not self.place.repairs:
+            overwrite(name, whole)
+        lost = self.look()[0]
+        chunk = re.search(r"/(?:c\.)?(\d+)[^/]*$", name) if NAME in name else None
+        if chunk is not None:
+            assert {row // SPEC.chunk_rows for row in lost} <= {int(chunk[1])}, name
+        for row in lost:
+            del self.known[row]
+        self.interrupted = True
+        self.fill_other()
+
+    def fill_other(self):
+        """Whoever owns the second table computes what a repair has cost it."""
+        with self.place.create() as store:
+            table = store.create_table(OTHER, SPEC)
+            if len(pending := table.pending()):
+                table.put(pending, values(pending, attempt=9))
+            for name in ("a", "b/c"):
+                found = store.entry(name, "key")
+                if found is None:
+                    self.entries.pop(name, None)
+
+    @precondition(lambda self: self.place.files)
+    @rule(pick=st.integers(0, 9999), other=st.integers(0, 9999))
+    def exchange_files(self, pick, other):
+        """Two files of one kind change places: of two tables, two chunks, two columns."""
+        self.close_all()
+        files = files_below(self.place.files)
+        name = files[pick % len(files)]
+        kind = re.sub(r"\d+", "0", os.path.basename(name))
+        alike = [file for file in files if re.sub(r"\d+", "0", os.path.basename(file)) == kind]
+        second = alike[other % len(alike)]
+        if content(name) == content(second):
+            return
+        exchange(name, second)
+        self.judge(f"{name} and {second}")
+        exchange(name, second)
+
+    def judge(self, what):
+        """Hold what a reader is told against the dict, and what a check says against that."""
+        lost, refusals = self.look()
+        report = self.checked()
+        if refusals:
+            assert report is None or not report.ok, (what, refusals)
+        return lost
+
+    def checked(self, *, repair=False):
+        """Return the report, or nothing if the store is too damaged for one."""
+        try:
+            return self.place.check(repair=repair)
+        except StoreError:
+            return None
+
+    def look(self):
+        """Return the rows that a reader does not get, and the errors by which it is refused; all else is right."""
+        lost, refusals = set(self.known), []
+        try:
+            with self.place.read() as store:
+                names = store.table_names()
+                table = store.open_table(NAME) if NAME in names or self.known else None
+                for each, known in ((table, self.known), (store.open_table(OTHER), None)):
+                    for chunk in range(each.num_chunks if each else 0):
+                        try:
+                            got = self.compare(each, chunk, known)
+                        except IncompleteStoreError:
+                            continue
+                        except StoreError as error:
+                            refusals.append(error)
+                        else:
+                            lost -= got if known is not None else set()
+        except MissingStoreError:
+            pass
+        except StoreError as error:
+            refusals.append(error)
+        return lost, refusals
+
+    # The oracle.
+
+    @invariant()
+    def every_handle_agrees_with_the_dict(self):
+        complete = [c for c in range(-(-self.size // SPEC.chunk_rows)) if self.is_complete(c)]
+        with self.place.read() as reader:
+            tables = [table for _, table in self.writers.values()]
+            if self.known or NAME in reader.table_names():
+                tables.append(reader.open_table(NAME))
+            for table in tables:
+                assert table.spec.num_rows == self.size
+                assert np.flatnonzero(table.done()).tolist() == sorted(self.known)
+                for chunk in range(table.num_chunks):
+                    self.compare(table, chunk, self.known)
+                committed = table.committed_chunks()
+                assert committed == complete or (self.interrupted and set(committed) <= set(complete))
+                if table.complete:
+                    assert table.content_key() == self.content_key(table.spec)
+            for name, attempt in self.entries.items():
+                np.testing.assert_array_equal(reader.entry(name, "key"), [attempt])
+            assert set(reader.entry_names()) == set(self.entries)
+
+    @precondition(lambda self: type(self.place) is not Memory)
+    @rule()
+    def a_check_finds_no_damage(self):
+        report = self.place.check()
+        assert report.ok, str(report)
+        if self.place.repairs and not self.writers:
+            assert report.tally.done_rows - len(self.known) == SPEC.num_rows
+            assert self.place.check(repair=True).set_aside == ()
+
+    def is_complete(self, chunk):
+        start = chunk * SPEC.chunk_rows
+        return all(row in self.known for row in range(start, min(start + SPEC.chunk_rows, self.size)))
+
+    def expected(self, rows, known):
+        """The values of rows, each of its attempt; of the other table without ``known``."""
+        attempts = [9 if known is None else known[row] for row in rows]
+        each = [values([row], attempt=attempt) for row, attempt in zip(rows, attempts, strict=True)]
+        return {name: np.concatenate([one[name] for one in each]) for name in values([0])}
+
+    def compare(self, table, chunk, known):
+        """Compare every done row of a chunk, also as it is mapped if it is committed; return the rows."""
+        rows, found = table.read_done(chunk)
+        rows = rows.tolist()
+        for name, expected in self.expected(rows, known).items() if rows else ():
+            np.testing.assert_array_equal(found[name], expected)
+            if chunk in table.committed_chunks():
+                np.testing.assert_array_equal(table.read_chunk(chunk, name), expected)
+        return set(rows)
+
+    def content_key(self, spec):
+        table = MemoryFeatureStore(MANIFEST).create_table(NAME, spec)
+        table.put(0, self.expected(range(self.size), self.known))
+        return table.content_key()
+
+    def within(self, rows):
+        """Return these rows, those beyond the table as it is now brought inside."""
+        return list(dict.fromkeys(row % self.size for row in rows))
+
+    def begin(self, writer, rows):
+        self.attempt += 1
+        self.held[writer] |= {row // SPEC.chunk_rows for row in rows}
+        self.writers[writer][1].put(rows, values(rows, attempt=self.attempt))
+
+
+def run(kind, examples, steps):
+    if kind is Objects:
+        pytest.importorskip("obstore", reason="obstore is not installed; it is in the extra 'remote'")
+    run_state_machine_as_test(
+        lambda: StoreMachine(kind),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+KINDS = pytest.mark.parametrize("kind", [Folder, Memory, Objects, Faulty])
+
+
+@KINDS
+def test_a_store_holds_what_a_dict_says(kind):
+    run(kind, 4, 14)
+
+
+@KINDS
+def test_many_histories_end_as_a_dict_says(kind):
+    run(kind, 60, 30)
