@@ -81,7 +81,9 @@ def test_features_and_scores_are_those_of_the_cpu(name, settings, device):
     assert torch.backends.cudnn.enabled
 
 
-@pytest.mark.parametrize(("mode", "name", "settings"), IN_MODES, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "name", "settings"), IN_MODES, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_modes_of_torch_change_nothing(mode, name, settings, device):
     with mode(device):
         found = outcome(name, device, **settings)

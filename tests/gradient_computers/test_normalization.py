@@ -227,7 +227,11 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("choice", ["clip", "unti", 1.0, None, clip, np.ones(2)], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    ["clip", "unti", 1.0, None, clip, np.ones(2)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_what_stands_for_no_setting_is_refused(choice: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"'none', 'unit', clip\(C\).*; got"):
         Attributor(nn.Linear(2, 2), "image_classification", None, proj_dim=4, normalize=choice)
