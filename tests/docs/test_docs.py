@@ -150,6 +150,7 @@ def test_what_the_page_says_of_checkpoints_and_damping_holds_in_the_measured_tab
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[\w-]+)?(?: \"([^\"]*)\")?\)")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", list(TEXTS))
 def test_what_a_page_links_to_is_there(page: str) -> None:
     """Files, and the test that a link is titled with."""

@@ -52,6 +52,7 @@ def test_every_notebook_is_tested() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == sorted(FACTS)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", FACTS)
 def test_a_stored_notebook_was_executed_in_order_and_holds_nothing_of_the_machine(name: str) -> None:
     text, content = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"), stored(name)

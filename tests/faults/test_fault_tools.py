@@ -121,6 +121,7 @@ def test_a_file_written_behind_the_recorder_is_found_when_it_is_synced(tmp_path)
     assert (("x", b"found"),) in states(record(tmp_path / "disk", changes))
 
 
+@pytest.mark.quick
 def test_a_change_that_is_not_recorded_is_an_error(tmp_path):
     def changes(root):
         write(f"{root}/x", b"seen")

@@ -50,6 +50,7 @@ def assert_scores_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_reference_and_of_the_file(
     name: str, numbers: dict[str, np.ndarray]
@@ -75,6 +76,7 @@ def test_every_method_has_its_scores(name: str, numbers: dict[str, np.ndarray]) 
             assert_scores_close(scores, golden)
 
 
+@pytest.mark.quick
 def test_projections_are_the_matrices_of_the_file(numbers: dict[str, np.ndarray]) -> None:
     found = dict(golden_cases.projections())
 

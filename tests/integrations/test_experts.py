@@ -214,6 +214,7 @@ class Experts(nn.Module):
         return torch.einsum("ni,nij->nj", states, self.up[chosen[:, 0]])
 
 
+@pytest.mark.quick
 def test_tokens_in_another_order_and_empty_batches_are_refused() -> None:
     torch.manual_seed(0)
     computer = IterativeGradientComputer(TokensFirst(), resolve_task(lambda call, batch: call(batch[0])))

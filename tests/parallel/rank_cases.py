@@ -195,9 +195,14 @@ class Told(Dataset[Any]):
 
 
 def held_up(path: str, at: int) -> int:
-    """Featurize two checkpoints, and stop for ever at a row; return how many rows this process wrote."""
-    rows = Told(lambda row: time.sleep(3600) if row == at else None)
-    return attributor(path).featurize(Rows(rows, name="data"), states(network(), 2)).rows_written
+    """Featurize two checkpoints, make a file at a row and stop for ever; return how many rows this process wrote."""
+
+    def hold(row: int) -> None:
+        if row == at:
+            Path(f"{path}.held").touch()
+            time.sleep(3600)
+
+    return attributor(path).featurize(Rows(Told(hold), name="data"), states(network(), 2)).rows_written
 
 
 # --- Jobs of ranks ---------------------------------------------------------------------------------------

@@ -200,7 +200,8 @@ def test_whoever_waits_is_told_after_30_seconds_and_ten_times_later_which_proces
     """And that the checkpoint is missing, if it is dropped meanwhile."""
     path, seconds, said = tmp_path / "a.zarr", {"now": 0.0}, []
     holder = Started(cases.held_up, str(path), BATCH)
-    wait_for_rows(path)
+    while not Path(f"{path}.held").exists():
+        time.sleep(0.002)
     os.kill(holder.pid, signal.SIGSTOP)
 
     def pause(length: float) -> None:

@@ -87,6 +87,7 @@ def test_the_table_has_every_architecture() -> None:
     assert {entry.name for entry in (*hub(), *PUBLISHED)} <= set(TABLE)
 
 
+@pytest.mark.quick
 def test_every_architecture_of_the_table_is_right_or_refused_by_a_named_error_that_the_docs_list() -> None:
     page = (ROOT / "docs" / "pages" / "architectures.md").read_text(encoding="utf-8")
 
