@@ -475,6 +475,9 @@ SINGULAR = r"7 features, 5 train rows.*more features than rows.*Use damping > 0"
          "A block is on meta, the ones before it on cpu"),
         *((lambda block=block: grammed(block), InvalidInputError, r"must be a floating tensor \(rows, 7\)")
           for block in (torch.ones(3, WIDTH + 1), torch.ones(WIDTH), torch.ones(3, WIDTH, dtype=torch.int64))),
+        *((lambda rows=rows: unit_segments(rows, layout=JOINT), InvalidInputError,
+           r"must be a floating tensor \(rows, 7\)")
+          for rows in (torch.ones(2, 7, 1), torch.ones(2, 6), torch.ones(2, 7, dtype=torch.int64))),
         (lambda: gram([], layout=JOINT), InvalidInputError, "no rows to sum over"),
         (lambda: grammed(torch.ones(0, WIDTH)), InvalidInputError, "no rows to sum over"),
         (lambda: grammed(torch.ones(4, WIDTH), 3, torch.ones(13)), InvalidInputError, "13 weights but 12 rows"),

@@ -162,11 +162,20 @@ def test_a_path_of_dampings_equals_separate_solves(made: Attributor, name: str, 
     close(scores.damping_path([0.7], targets=slice(1, 3)).numpy()[0], path.numpy()[1][:, 1:3])
 
 
+def test_numpy_reads_scores_in_their_dtype_or_another(made: Attributor) -> None:
+    scores = scores_of(made, drawn().targets)
+    for asked, dtype in ((None, np.float32), (np.float64, np.float64)):
+        found = np.asarray(scores, asked)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, scores.numpy())
+
+
 def test_a_path_answers_for_one_target_and_for_the_best_rows(made: Attributor) -> None:
     path = scores_of(made, drawn().targets).damping_path([0.1, 10])
     dense = path.numpy()
 
     assert dense.shape == path.shape == (2, 20, 4)
+    assert "20 train rows x 4 targets at" in repr(path)
     np.testing.assert_array_equal(path.numpy(target=-1), dense[:, :, 3])
     order = np.argsort(-dense, axis=1, kind="stable")[:, :5].swapaxes(1, 2)
     np.testing.assert_array_equal(path.top(5).indices, order)
