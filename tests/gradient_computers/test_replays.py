@@ -459,3 +459,23 @@ def test_results_are_not_overwritten_by_the_next_batch():
     again = Run(made(Conv), self_check=False)
     for batch, values in zip(batches(), found, strict=True):
         assert torch.equal(values[0], again(batch)[0])
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_flag_beside_the_tensors_of_a_batch_counts(kind):
+    class Flagged(Net):
+        def forward(self, x, twice):
+            hidden = torch.tanh(self.first(x))
+            return self.last(hidden) + (self.last(hidden.sin()) if twice else 0)
+
+    torch.manual_seed(0)
+    model = Flagged().eval()
+    task = resolve_task(lambda call, batch: call(batch[0], batch[1]).square().sum(1))
+    one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
+    for x, _ in batches(6):
+        for twice in (False, False, True):
+            expected = collect_gradients(other, kind([x, twice]))
+            for name, grad in collect_gradients(one, kind([x, twice])).items():
+                torch.testing.assert_close(
+                    grad, expected[name], msg=lambda text, name=name: f"{name}: {text}"
+                )
