@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -223,6 +224,28 @@ class HasAHook(Net):
         self.first.register_forward_hook(lambda module, args, result: result * 2)
 
 
+class SparseBuffer(Net):
+    def set_up(self):
+        self.register_buffer("neighbours", torch.eye(7).to_sparse())
+
+    def forward(self, x):
+        return self.last(torch.tanh(torch.sparse.mm(self.neighbours, self.first(x).T).T))
+
+
+class SparseAttribute(SparseBuffer):
+    def set_up(self):
+        self.neighbours = torch.eye(7).to_sparse()
+
+
+class InferenceAttribute(Net):
+    def set_up(self):
+        with torch.inference_mode():
+            self.shift = torch.ones(3)
+
+    def forward(self, x):
+        return super().forward(x) + self.shift.clone()
+
+
 class OwnFunction(Net):
     class Double(torch.autograd.Function):
         @staticmethod
@@ -239,12 +262,12 @@ class OwnFunction(Net):
 
 REPLAYED = [
     *(Net, Conv, Attention, Recurrent, Looked, NormalisedByBuffers, WithoutGradInPart, WritesIntoItsOwnCopy),
-    *(CachesByShape, Checkpointed, Compiled, Sorted, ReadsSameValue),
+    *(CachesByShape, Checkpointed, Compiled, Sorted, ReadsSameValue, InferenceAttribute),
 ]
 NOT_REPLAYED = [
     *(CountsInItself, CountsOutside, CountsInATensor, ReplacesABuffer, KeepsAList, KeepsItsInput),
     *(MovesAnIterator, DrawsInPython, DrawsInNumPy, ReadsThroughNumPy, ReadsAList, SelectsByMask),
-    *(HasAHook, OwnFunction),
+    *(HasAHook, OwnFunction, SparseBuffer, SparseAttribute),
 ]
 
 
@@ -266,7 +289,7 @@ class Run:
             terms = self.computer.stream_gradients(batch, sink)
             return [torch.cat([sums[name] for name in self.computer.parameters], 1), *terms]
 
-        return self.computer.run(batch, [], work, lambda _: False)
+        return self.computer.run(batch, self.computer.model, (), work, lambda _: False)
 
 
 def batches(count=NUM_BATCHES, size=4):
@@ -428,6 +451,62 @@ def test_batches_of_other_sizes_have_their_own_recording(sizes):
         (batch,) = [list(batches(number + 1, size))[-1]]
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
     assert run.passes < len(sizes) * 12
+
+
+def test_a_tensor_that_stands_twice_in_a_batch_runs_the_pass():
+    model = made(Net)
+    task = resolve_task(lambda call, batch: (call(batch[0]) + call(batch[1])).square().sum(1))
+    one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
+    for x, _ in batches(8):
+        found = one.run(
+            (x, x), model, (), lambda x=x: list(collect_gradients(one, (x, x)).values()), lambda _: False
+        )
+        for grad, expected in zip(found, collect_gradients(other, (x, x)).values(), strict=True):
+            torch.testing.assert_close(grad, expected)
+
+
+def test_after_a_failed_check_no_batch_is_replayed():
+    class MixesLongBatches(Net):
+        def forward(self, x):
+            logits = super().forward(x)
+            return logits + logits.mean(0) if len(x) == 6 else logits
+
+    run = Run(made(MixesLongBatches))
+    for batch in batches():
+        run(batch)
+    with pytest.raises(UnsupportedModelError, match="self-check failed"):
+        run(next(batches(1, 6)))
+    with pytest.raises(UnsupportedModelError, match="failed for an earlier batch"):
+        run(next(batches(1)))
+
+
+def test_what_a_model_keeps_is_freed_when_it_keeps_something_else():
+    model = made(KeepsItsInput)
+    run, kept = Run(model), []
+    for x, y in batches():
+        run((x, y))
+        kept.append(weakref.ref(model.input))
+        del x, y
+    assert sum(found() is not None for found in kept) <= 2
+
+
+def test_recordings_end_with_the_projector():
+    class Held:
+        def __init__(self):
+            self.matrix = torch.randn(68, 3)
+
+    model = made(Net)
+    run = Run(model)
+    projector = Held()
+    matrix = weakref.ref(projector.matrix)
+
+    def work():
+        return [collect_gradients(run.computer, batch)["last.bias"] @ projector.matrix[:3]]
+
+    for batch in batches(12):
+        run.computer.run(batch, projector, (), work, lambda _: False)
+    projector = None
+    assert matrix() is None
 
 
 def test_autocast_and_modes_of_the_caller_run_the_pass():

@@ -113,15 +113,13 @@ def compute_features(
         terms = normalizer.stream(computer, batch, accumulator.add)
         return [normalizer.scale(accumulator.features().detach()), *terms, normalizer.norms()]
 
-    setting = [projector, model_id, *vars(projector).values()]
-    if normalizer is not None:
-        setting += normalizer.setting
+    setting = (model_id, None if normalizer is None else normalizer.setting)
     with (
         float32_products(device, computer.float32_products),
         deferring_checks(),
         naming_rows(computer.model, computer.modelout_fn, batch, rows, what),
     ):
-        features, output, q, w, *norms = computer.run(batch, setting, work, is_scratch)
+        features, output, q, w, *norms = computer.run(batch, projector, setting, work, is_scratch)
     return features, OutputTerms(output, q, w), norms[0] if norms else None
 
 

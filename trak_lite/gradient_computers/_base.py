@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_not
 from typing import Any, ClassVar, Self, TypeAlias
@@ -158,7 +158,8 @@ class AbstractGradientComputer(ABC):
     def run(
         self,
         batch: Batch,
-        setting: Sequence[Any],
+        projector: object,
+        setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
         is_scratch: Callable[[Tensor], bool],
     ) -> Sequence[Tensor]:
@@ -168,11 +169,12 @@ class AbstractGradientComputer(ABC):
 
         Args:
             batch: The batch, on the model's device.
-            setting: Everything else that ``work`` depends on, compared by identity.
+            projector: What ``work`` projects by.
+            setting: All else that ``work`` depends on, compared by value.
             work: Streams the gradients of the batch, and returns what it computes from them.
             is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
         """
-        del batch, setting, is_scratch
+        del batch, projector, setting, is_scratch
         return work()
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:

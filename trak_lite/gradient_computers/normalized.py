@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -61,13 +61,14 @@ class RowNormalizer:
         self._normalization = normalization
         self._num_samples = num_samples
         self._adam = {} if adam is None else adam.of
+        self._adam_digest = "" if adam is None else adam.digest
         self._by_module = normalization.kind != "none" and normalization.scope == "module"
         self._norms = GradientNorms(num_samples)
 
     @property
-    def setting(self) -> list[Any]:
-        """What the normalised rows depend on besides the gradients."""
-        return [repr(self._normalization), *self._adam.values()]
+    def setting(self) -> tuple[str, str]:
+        """What the normalised rows depend on besides the gradients: the setting, and the digest of Adam's states."""
+        return repr(self._normalization), self._adam_digest
 
     def stream(self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the blocks of the batch to ``sink``; see :meth:`AbstractGradientComputer.stream_gradients`."""

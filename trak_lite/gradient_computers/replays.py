@@ -14,8 +14,9 @@ import itertools
 import logging
 import random
 import types
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final, Protocol, final
 
 import numpy as np
@@ -24,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from trak_lite._devices import rng_state
-from trak_lite.errors import MODEL_FAILURES
+from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled
-from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
+from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError, is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
@@ -34,8 +35,10 @@ __all__ = ["Replays"]
 
 logger = logging.getLogger(__name__)
 
-_RECORDED: Final = 4
+_RECORDED: Final = 5
 """The batch of a kind, counted from 1, whose pass is recorded: for fewer batches a recording does not pay."""
+_MOST_DESCRIBED: Final = 1 << 12
+"""Entries of a list or a dict, or bytes of an array, that are compared by value; larger ones by identity."""
 _MOST_KINDS: Final = 256
 _MOST_RECORDINGS: Final = 8
 _MOST_OTHER_PATHS: Final = 4
@@ -64,11 +67,9 @@ class ReplayedComputer(Protocol):
 
 
 class _Kind:
-    """What is known of the batches of one kind."""
+    """What is known of the batches of one layout."""
 
-    def __init__(self, alive: Sequence[Any]) -> None:
-        self.alive = alive
-        """What the key names by ``id``."""
+    def __init__(self) -> None:
         self.count = 0
         self.recording: Recording | None = None
         self.structure: Any = None
@@ -88,6 +89,12 @@ class Replays:
     def __init__(self) -> None:
         """Start with nothing recorded."""
         self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
+        self._projector: Callable[[], Any] = lambda: None
+        """A weak reference to the projector of the kinds, whose tensors are freed with it."""
+        self._state: tuple[int, ...] = ()
+        """What the model, the task, the computer and the projector held in the last batch."""
+        self._alive: list[Any] = []
+        """What the state names by ``id``, as long as there are recordings."""
 
     def __reduce__(self) -> Any:
         """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
@@ -97,7 +104,8 @@ class Replays:
         self,
         computer: ReplayedComputer,
         batch: Batch,
-        setting: Sequence[Any],
+        projector: object,
+        setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
         is_scratch: Callable[[Tensor], bool],
     ) -> Sequence[Tensor]:
@@ -106,7 +114,8 @@ class Replays:
         Args:
             computer: The gradient computer that ``work`` uses.
             batch: The batch, on the model's device.
-            setting: Everything else that ``work`` depends on, compared by identity, numbers and text by value.
+            projector: What ``work`` projects by; recordings end with it.
+            setting: All else that ``work`` depends on, compared by value.
             work: Streams the batch through the computer and returns tensors that depend on the batch.
             is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
 
@@ -114,20 +123,23 @@ class Replays:
             SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
         """
         leaves, flags = _leaves_of(batch)
-        if leaves is None or _is_watched():
+        if leaves is None or _is_watched(leaves[0].device) or not type(projector).__weakrefoffset__:
             return work()
-        alive: list[Any] = [computer]
-        state = _state(computer, alive)
-        alive += setting
-        kind = self._kind(
-            (_layout(leaves), flags, _surroundings(leaves[0]), *map(_identity, setting), state), alive
-        )
+        alive: list[Any] = []
+        state = _state(computer, projector, alive)
+        if state is None:
+            return work()
+        if state != self._state or self._projector() is not projector:
+            self._start(projector, state)
+        kind = self._kind((_layout(leaves), flags, _surroundings(leaves[0]), tuple(setting)))
         kind.count += 1
         if kind.refusal is not None or kind.count < _RECORDED:
             return work()
         if kind.recording is None:
+            self._alive = alive
             tape = Tape(leaves, [*computer.model.parameters(), *computer.model.buffers()], is_scratch)
             return self._recorded(kind, computer, batch, leaves, tape, work)
+        computer.checks.refuse_failed(kind.conditions)
         due = kind.count % kind.gap == 0 or is_scheduled(kind.count)
         if not kind.confirmed or due or _is_due(computer, kind, len(leaves[0])):
             return self._compared(kind, computer, leaves, work)
@@ -138,9 +150,19 @@ class Replays:
             kind.num_replayed += 1
         return found
 
-    def _kind(self, key: Hashable, alive: list[Any]) -> _Kind:
+    def _start(self, projector: object, state: tuple[int, ...]) -> None:
+        """Forget all recordings: the model, the task or the projector is another one."""
+        self._forget()
+        self._state, self._projector = state, weakref.ref(projector, self._forget)
+
+    def _forget(self, _: Any = None) -> None:
+        self._kinds.clear()
+        self._alive.clear()
+        self._state = ()
+
+    def _kind(self, key: Hashable) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
-        kind = self._kinds.pop(key, None) or _Kind(alive)
+        kind = self._kinds.pop(key, None) or _Kind()
         self._kinds[key] = kind
         if len(self._kinds) > _MOST_KINDS:
             self._kinds.popitem(last=False)
@@ -170,6 +192,13 @@ class Replays:
         try:
             with tape:
                 found = work()
+        except (
+            MODEL_FAILURES
+        ) as error:  # of the batch, which fails again, or of something that bears no modes
+            refuse_machine_failure(error)
+            self._refuse(kind, computer, f"the recorded pass failed ({type(error).__name__})")
+            computer.self_check = checks
+            return work()
         finally:
             computer.self_check = checks
         after = _python_state(model, task, leaves[0].device)
@@ -238,10 +267,6 @@ def _is_due(computer: ReplayedComputer, kind: _Kind, size: int) -> bool:
     return computer.self_check and computer.checks.is_due(kind.structure, size)
 
 
-def _identity(value: Any) -> Hashable:
-    return value if isinstance(value, bool | int | float | str) else id(value)
-
-
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -253,14 +278,13 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool((wide[0] - wide[1]).norm() <= _ROUNDING * wide[0].norm())
 
 
-def _is_watched() -> bool:
+def _is_watched(device: torch.device) -> bool:
     """Whether a mode of torch sees or changes operations, or autocast of the caller does."""
     return bool(
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
+        or any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type} - {"meta"})
     )
 
 
@@ -300,20 +324,25 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
         if isinstance(value, tuple | list):
             flags.append((type(value), len(value)))
             return all(map(walk, value))
-        flags.append(value if value is None or isinstance(value, bool | int | float | str) else None)
-        return flags[-1] is not None or value is None
+        flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
+        return value is None or isinstance(value, bool | int | float | str)
 
     usable = walk(batch) and bool(leaves) and all(leaf.dim() for leaf in leaves)
+    usable = usable and len(set(map(id, leaves))) == len(leaves)
     return (leaves if usable else None), tuple(flags)
 
 
-def _state(computer: ReplayedComputer, alive: list[Any]) -> tuple[int, ...]:
-    """Return the identity of all that the model, the task and the computer hold; ``alive`` takes the values."""
-    for held in (computer.modelout_fn, computer):
+def _state(computer: ReplayedComputer, projector: object, alive: list[Any]) -> tuple[int, ...] | None:
+    """Return the identity of all that a pass reads; ``None`` if the model has a tensor without memory of its own.
+
+    ``alive`` takes what is named by ``id``.
+    """
+    for held in (computer.modelout_fn, computer, projector):
+        alive.append(held if held is computer.modelout_fn else None)
         alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
     places: list[int] = []
     for module in computer.model.modules():
-        alive.append(module)
+        alive += (module, type(module).forward)
         alive.extend(vars(module).values())
         places += (
             len(module._forward_hooks),
@@ -322,9 +351,12 @@ def _state(computer: ReplayedComputer, alive: list[Any]) -> tuple[int, ...]:
             len(module._backward_pre_hooks),
         )
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if tensor is not None:
-                alive.append(tensor)
-                places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
+            if tensor is None:
+                continue
+            if not is_plain(tensor):
+                return None
+            alive.append(tensor)
+            places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
     return *map(id, alive), *places
 
 
@@ -387,11 +419,14 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), None if value.is_inference() else value._version
     if depth == 0 or id(value) in seen or isinstance(value, nn.Module | logging.Filterer | io.IOBase):
         return id(value)
     seen[id(value)] = value
     described = functools.partial(_described, seen=seen, depth=depth - 1)
+    size = value.nbytes if isinstance(value, np.ndarray) else len(value) if isinstance(value, Sized) else 0
+    if size > _MOST_DESCRIBED:
+        return id(value), size
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype, value.tobytes() if value.dtype != object else None
     if isinstance(value, types.MethodType):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["OtherPathError", "Recording", "Tape", "UnrecordableError"]
+__all__ = ["OtherPathError", "Recording", "Tape", "UnrecordableError", "is_plain"]
 
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
@@ -36,6 +36,12 @@ class UnrecordableError(Exception):
 
 class OtherPathError(Exception):
     """Python would read other values in this batch than in the recorded one, and might run other operations."""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has strided memory of its own, and no class that sees operations (sparse, nested, DTensor)."""
+    dispatched = type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return tensor.layout == torch.strided and not (tensor.is_nested or dispatched)
 
 
 class _Step:
@@ -107,7 +113,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Results that are the same in every replay, unless something writes into their memory."""
         self._bytes_left = _MOST_HELD_BYTES
         self._refusal: str | None = None
-        self._reading = _UnseenReads(self)
+        self._reading: _UnseenReads | None = None
         self._num_inputs = len(inputs)
         for tensor in (*inputs, *outside):
             if tensor not in self._numbers:
@@ -119,6 +125,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Tape:
         """Start to record."""
+        self._reading = _UnseenReads(self)
         self._reading.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -126,7 +133,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         """Stop."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        assert self._reading is not None
         self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reading = None  # no cycle holds the tensors
 
     def refuse(self, reason: str) -> None:
         """Note why a replay might not repeat what runs; the computation goes on."""
@@ -140,8 +149,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._steps) >= _MOST_OPERATIONS or not _is_repeatable(func, args, kwargs):
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
-        step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
         result = func(*args, **kwargs)
+        if not all(map(is_plain, _tensors((args, kwargs, result)))):
+            self.refuse(f"{func} reads or returns a sparse or nested tensor, or one of another class")
+            return result
+        step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
         if func in _SAME:
             self._numbers[result] = step.reads[0]
             return result
@@ -276,8 +288,17 @@ class Recording:
     def __init__(
         self, steps: Sequence[_Step], inputs: Iterable[int], fixed: dict[int, Tensor], outputs: Sequence[int]
     ) -> None:
-        """Write the function that replays the steps; those whose results are ``fixed`` are left out."""
+        """Write the function that replays the steps; those whose results are ``fixed`` are left out.
+
+        Raises:
+            UnrecordableError: If a step reads a tensor that is unknown.
+        """
         steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
+        made = {*inputs, *fixed}
+        for step in steps:
+            if not made.issuperset(step.reads):
+                raise UnrecordableError(f"{step.function} reads what no operation has made")
+            made.update(number for number in step.outputs if number is not None)
         self.num_operations = len(steps)
         writer = _Writer(fixed)
         body = writer.body(steps, outputs)
@@ -285,7 +306,7 @@ class Recording:
         text = "\n".join([f"def replay({', '.join(names)}):", *body])
         namespace = {**writer.values, "OtherPathError": OtherPathError}
         exec(compile(text, "<recorded operations>", "exec"), namespace)
-        self._replay: Callable[..., list[Tensor]] = namespace["replay"]
+        self._replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run the operations.
@@ -416,3 +437,14 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for entry in value for leaf in _leaves(entry)]
     return [value]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results."""
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    return (
+        [leaf for entry in value for leaf in _tensors(entry)]
+        if isinstance(value, list | tuple)
+        else ([value] if isinstance(value, Tensor) else [])
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -89,7 +89,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
-    In :meth:`run`, which the package's own loops use, the torch operations of the fourth batch of a shape are recorded
+    In :meth:`run`, which the package's own loops use, the torch operations of the fifth batch of a shape are recorded
     and replayed for later ones, without hooks, rules and autograd's graph. The first replay is compared bit by bit with
     the pass; later ones are compared in batches number 8, 16, 32, 64 of a shape and every 64th after that, and in every
     8th if samples are flattened into one axis or the forward pass reads values. A batch in which Python would read
@@ -169,17 +169,18 @@ class HookGradientComputer(AbstractStreamingComputer):
     def run(
         self,
         batch: Batch,
-        setting: Sequence[Any],
+        projector: object,
+        setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
         is_scratch: Callable[[Tensor], bool],
     ) -> Sequence[Tensor]:
-        """Return what ``work`` computes; the operations of the fourth batch of a shape are recorded and replayed.
+        """Return what ``work`` computes, by a replay if the operations of such a batch are recorded.
 
         A replay has the bits of the pass, which is checked in the next batch and on the schedule of the self-check.
         """
         if type(self) is not HookGradientComputer:
             return work()
-        return self._replays.run(self, batch, setting, work, is_scratch)
+        return self._replays.run(self, batch, projector, setting, work, is_scratch)
 
     def structure(self, batch: Batch) -> Any:
         """Return the structure of a batch by which plans and checks are kept."""
