@@ -11,6 +11,7 @@ import shutil
 import stat
 import struct
 
+import numpy as np
 from fault_cases import NAME, Violated, check_rows, fill, final_scores, open_for_writing, undisturbed
 from fault_power import tree
 
@@ -287,8 +288,9 @@ def look(root, case, before):
             raise Violated("rows are done that were never put", wrong=int((done & ~before).sum()))
         for chunk in probe(table.committed_chunks) or ():
             probe(lambda chunk=chunk: check_rows(table, case, [chunk]))
+        rows = np.flatnonzero(done).tolist() if done is not None and done.any() else [0, case.num_rows - 1]
         for column in found.columns:
-            probe(lambda column=column: check_some_rows(table, case, column.name))
+            probe(lambda column=column: check_some_rows(table, case, column.name, rows))
         if done is not None and done.all() and not refusals:
             scores = probe(lambda: final_scores(store, table))
             if scores is not None and scores.tobytes() != undisturbed(case)[0].tobytes():
@@ -296,11 +298,10 @@ def look(root, case, before):
     return refusals
 
 
-def check_some_rows(table, case, column):
-    """Raise if rows read one by one are not those that were put."""
-    rows = [0, case.num_rows - 1]
+def check_some_rows(table, case, column, rows):
+    """Raise if rows read one by one, also those of unfinished chunks, are not those that were put."""
     if table.read_rows(column, rows).tobytes() != case.values(rows)[column].tobytes():
-        raise Violated(f"rows read alone are wrong in {column}", wrong=2)
+        raise Violated(f"rows read alone are wrong in {column}", wrong=len(rows))
 
 
 def check_names_place(error, root):
