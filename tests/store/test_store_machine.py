@@ -578,13 +578,6 @@ def test_a_store_holds_what_a_dict_says(kind):
     run(kind, 4, 14)
 
 
-UNNOTICED = pytest.mark.xfail(
-    reason="A check of an object store does not name the exchanged zarr.json of two folders; readers refuse them.",
-    raises=AssertionError,
-    strict=False,
-)
-
-
-@pytest.mark.parametrize("kind", [Folder, Memory, pytest.param(Objects, marks=UNNOTICED), Faulty])
+@KINDS
 def test_many_histories_end_as_a_dict_says(kind):
     run(kind, 60, 30)
