@@ -82,6 +82,7 @@ def test_any_call_may_fail_once(tmp_path, call, error, expected):
         with reading(path) as reader:
             for seen in (table, reader):
                 assert set(np.flatnonzero(seen.done()).tolist()) == done
+                assert {row for chunk in range(3) for row in seen.read_done(chunk)[0].tolist()} == done
         if len(pending := table.pending()):
             table.put(pending, values(pending))
         store.close()

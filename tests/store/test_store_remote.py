@@ -1,6 +1,7 @@
 """Object stores whose requests fail, writers that race, listings that lag: no row is lost, none is wrong."""
 
 import contextlib
+import itertools
 import json
 import shutil
 import threading
@@ -244,6 +245,35 @@ def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
     del bucket.kept["zarr.json"]
     with pytest.raises(MissingStoreError):
         store.check()
+
+
+def test_a_document_in_another_place_is_refused_only_where_a_check_names_it(bucket, here):
+    """Of the store, a group, a table, an array or the list of tables, each copied over each other."""
+    spec, names = replace(SPEC, columns=SPEC.columns[1:2]), ["targets/one", "two"]
+    with here.store() as store:
+        for attempt, name in enumerate(names):
+            store.create_table(name, spec).put(0, {"q": values(range(11), attempt=attempt)["q"]})
+    refused = 0
+
+    def read():
+        with open_store(here.place) as store:
+            return store.table_names(), [store.open_table(name).read("q").tolist() for name in names]
+
+    sound, whole = read(), dict(bucket.kept)
+    documents = [key for key in whole if key.endswith("zarr.json")]
+    assert len(documents) == 7
+    for one, other in itertools.permutations(documents, 2):
+        bucket.kept[other] = whole[one]
+        try:
+            assert read() == sound
+        except CorruptStoreError:
+            refused += 1
+            with contextlib.suppress(StoreError):
+                assert not here.check().ok, (one, other)
+        bucket.kept[other] = whole[other]
+    assert refused == 42 - 6 - 1 - 2  # over the list; the store over the group; two arrays are alike
+    bucket.kept[".tables/zarr.json"] = b"{}"
+    assert not here.check().ok
 
 
 @pytest.mark.parametrize("change", [{"chunk": 9}, {"rows": 3}])

@@ -164,7 +164,7 @@ class StoreLook:
         """Compare the names in the folder of the list of tables with the tables found."""
         tables = TableList(self.root)
         try:
-            check_hidden(tables.folder)
+            check_hidden(read_zarr_json(tables.folder), tables.folder)
         except StoreError as error:
             self.list_damaged = True
             self._damage(None, f"{error} The list of tables is there", _LIST_AGAIN)
@@ -201,7 +201,7 @@ class StoreLook:
     def _hidden(self, path: str, folder: str) -> None:
         """Check the folder of cached arrays or of entries; the entries themselves are checked last."""
         try:
-            check_hidden(path)
+            check_hidden(read_zarr_json(path), path)
         except StoreError as error:
             self._note(str(error), "remove the file: the next writer creates it again")
         for name in sorted(names_in(path)):

@@ -21,6 +21,7 @@ from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
 
 __all__ = [
     "CHECKSUM",
+    "DROPPED",
     "GROWS_TO",
     "array_document",
     "encode_document",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 CHECKSUM = "checksum"
+DROPPED = "dropped"
+"""Key of the record that replaces that of a table while its objects are deleted."""
 GROWS_TO = "grows_to"
 _NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
 """Keys of a table's record that may change without changing any row."""

@@ -204,13 +204,12 @@ def check_array(
         raise CorruptStoreError(f"{path} contradicts its table: {'; '.join(differing)}. {_RESTORE}")
 
 
-def check_hidden(folder: str) -> None:
+def check_hidden(found: Mapping[str, Any] | None, folder: str) -> None:
     """Raise unless the ``zarr.json`` of a hidden folder equals what the store would write.
 
     Raises:
         CorruptStoreError: Names every differing key.
     """
-    found = read_zarr_json(folder)
     expected = hidden_document(os.path.basename(folder).removeprefix("."))
     differing = ["it is missing"] if found is None else _differing(expected, found)
     if differing:

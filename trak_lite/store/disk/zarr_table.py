@@ -113,7 +113,7 @@ class ZarrRowTable(RecordedRowTable):
             # stage before index, as in done()
             with named_errors("Reading staged rows in", self._files.stage):
                 log = read_row_log(self._files, chunk)
-                done, values = done_values(self._files, chunk, log, self._index.record(chunk))
+                done, values = done_values(self._files, chunk, log, self._index.outgrown_record(chunk))
             self._index.refresh()
             if chunk not in self._index.committed:
                 rows = {

@@ -12,11 +12,12 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.documents import identity_of
+from trak_lite.store.disk.documents import DROPPED, identity_of
 from trak_lite.store.disk.entries import ENTRIES, StoreEntries, entry_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
     check_array,
+    check_hidden,
     manifest_from_json,
     misnamed,
     own_attributes,
@@ -97,22 +98,27 @@ class RemoteLook:
     def _tables(self) -> dict[str, TableSpec]:
         """Return the specs of the tables with valid metadata; report the others."""
         keys = sorted(key for key in self._sizes if key.endswith(f"/{_METADATA}"))
-        documents, tables = {}, {}
+        documents, tables, groups = {}, {}, {""}
         for key, text in self._objects.get_many(keys).items():
             folder = key.removesuffix(f"/{_METADATA}")
             try:
                 documents[folder] = parse_zarr_json(text or b"", self._where(key))
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)
-        for folder, document in documents.items():
+        for folder in sorted(documents):  # a group before what is in it
+            document, parts = documents[folder], folder.split("/")
+            is_listed = f"{TABLES}/{entry_name(folder)}" in self._sizes
             try:
-                if document.get("node_type") == "array":
+                if folder == TABLES:
+                    check_hidden(document, self._where(folder))
+                is_array = document.get("node_type") == "array" and "/".join(parts[:-1]) not in groups
+                if any(part.startswith(".") for part in parts) or (is_array and not is_listed):
                     continue
                 record = own_attributes(document, self._where(folder))
-                if not all(is_name(part) or part.startswith(".") for part in folder.split("/")):
+                if not all(map(is_name, parts)):
                     raise misnamed(self._where(folder))
+                where = self._where(f"{folder}/{_METADATA}")
                 if "columns" in record:
-                    where = self._where(f"{folder}/{_METADATA}")
                     # if the store's metadata is damaged (already reported), trust the table's
                     origin = str(self._record["origin"] if self._record else record.get("store"))
                     spec = table_from_json(record, folder, origin, where=where)
@@ -121,6 +127,11 @@ class RemoteLook:
                         found = documents.get(f"{folder}/{array.name}")
                         check_array(found, self._where(folder), array, spec)
                     tables[folder] = spec
+                    continue
+                groups.add(folder)
+                if (record or is_listed) and DROPPED not in record:
+                    finding = f"{where} describes neither a table nor a group of tables"
+                    self._add("damage", folder, finding, _RESTORE)
             except StoreError as error:
                 self._add("damage", folder, str(error), _RESTORE)
         return tables

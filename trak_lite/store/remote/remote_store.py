@@ -29,6 +29,7 @@ from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import (
+    DROPPED,
     encode_document,
     group_document,
     hidden_document,
@@ -65,7 +66,6 @@ __all__ = ["RemoteFeatureStore"]
 logger = logging.getLogger(__name__)
 
 _METADATA = "zarr.json"
-_DROPPED = "dropped"
 
 
 @final
@@ -207,7 +207,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
         self._require_table(path)
         with self._staging_locked():
             self._require_table(path)
-            mark = group_document(sealed({_DROPPED: True}))
+            mark = group_document(sealed({DROPPED: True}))
             self._objects.put(f"{path}/{_METADATA}", encode_document(mark))
             if path in self._tables:
                 self._tables.pop(path).close()
@@ -320,7 +320,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
 
     def _group(self, path: str) -> dict[str, Any] | None:
         record = _read_group(self._objects, path)
-        return None if record is None or _DROPPED in record else record
+        return None if record is None or DROPPED in record else record
 
     def _has_document(self, path: str) -> bool:
         return self._objects.get(f"{path}/{_METADATA}") is not None
@@ -374,7 +374,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
 
     def _finish_dropping(self, path: str) -> None:
         """Delete the objects of a table that is marked as dropped; the mark itself last."""
-        if _DROPPED in (_read_group(self._objects, path) or {}):
+        if DROPPED in (_read_group(self._objects, path) or {}):
             self._objects.delete(_entry(path))
             mark = f"{path}/{_METADATA}"
             for key in self._objects.sizes(path):
