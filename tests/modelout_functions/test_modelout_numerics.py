@@ -206,26 +206,14 @@ def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
     [
         (IMAGES, [[40.0, 0.0, 0.0]], [0], [MARGIN], [math.exp(-MARGIN)], [math.exp(-MARGIN)]),
         (IMAGES, [[-30.0, 0.0]], [0], [-30.0], [1.0], [math.exp(-30.0)]),
-        (
-            BINARY,
-            [50.0, 50.0, -50.0, -50.0],
-            [1, 0, 1, 0],
-            [50.0, -50.0, -50.0, 50.0],
-            [SMALL, 1, 1, SMALL],
-            [SMALL] * 4,
-        ),
+        (BINARY, [50.0, 50.0, -50.0, -50.0], [1, 0, 1, 0], [50.0, -50.0, -50.0, 50.0], [SMALL, 1, 1, SMALL],
+         [SMALL] * 4),
         (tasks.MultiLabelModelOutput(output="log_prob"), [[30.0]], [[1]], [-math.exp(-30.0)], [1.0], [0.0]),
         (tasks.RegressionModelOutput(), [1.0, 5.0], [3, 2], [1.0, 5.0], [2.0, -3.0], [1.0, 1.0]),
-        (
-            tasks.RewardModelOutput(),
-            [40.0, -40.0],
-            [0.0, 0.0],
-            [40.0, -40.0],
-            [math.exp(-40), 1.0],
-            [math.exp(-40)] * 2,
-        ),
+        (tasks.RewardModelOutput(), [40.0, -40.0], [0.0, 0.0], [40.0, -40.0], [math.exp(-40), 1.0],
+         [math.exp(-40)] * 2),
     ],
-)
+)  # fmt: skip
 def test_terms_keep_their_digits_far_from_the_decision(task, logits, labels, f, q, w):
     """In float32, 1 - softmax would be 0 from a margin of 17 on, and log-softmax as well."""
     ask: Callable[..., OutputTerms] = reward_terms if task.name == "reward_modeling" else terms_of_logits

@@ -37,8 +37,7 @@ def state(model):
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize(
-    ("name", "make"),
-    [("ImageClassificationModelOutput", images), ("TextClassificationModelOutput", text)],
+    ("name", "make"), [("ImageClassificationModelOutput", images), ("TextClassificationModelOutput", text)]
 )
 def test_both_methods_and_gradients_agree_with_the_original(name, make, temperature):
     """Gradients as the original's functional computer takes them: by weights, un-batched samples under vmap."""

@@ -68,19 +68,13 @@ CHANGES = {
     "causal_language_modeling": [{"shift": False}, {"output": "margin"}],
     "clip": [{"seed": 1}, {"simulated_batch_size": 3}, {"temperature": 1.0}],
     "dpo": [{"beta": 0.2}],
-    "policy_gradient": [
-        {"clip": 0.2},
-        {"clip": (0.2, 0.3)},
-        {"kl_weight": 0.1},
-        {"reduction": "mean"},
-        {"temperature": 0.7},
-        {"kl_correction": True},
-    ],
+    "policy_gradient": [{"clip": 0.2}, {"clip": (0.2, 0.3)}, {"kl_weight": 0.1}, {"reduction": "mean"},
+                        {"temperature": 0.7}, {"kl_correction": True}],
     "diffusion": [{"schedule": "cosine"}, {"prediction": "v_prediction"}, {"draws": 2}, {"num_steps": 100}],
     "contrastive": [{"similarity": "dot"}, {"pooling": "last"}, {"temperature": 1.0}],
     "dense_classification": [{"class_axis": -1}, {"ignore_index": 255}, {"upsample": True}],
     "sequence_to_sequence": [{"pad_token_id": 0}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -214,10 +208,7 @@ PAIRS = {
     "base class": lambda: (prompted(1, derived=True), prompted(2, derived=True)),
     "class of a factory": lambda: (own_task(1), own_task(2)),
     "attribute of a class": lambda: (with_member("scale", 1), with_member("scale", 2)),
-    "property": lambda: (
-        with_member("width", property(scaled(1))),
-        with_member("width", property(scaled(2))),
-    ),
+    "property": lambda: (with_member("width", property(scaled(1))), with_member("width", property(scaled(2)))),
     "cached property": lambda: (
         with_member("width", functools.cached_property(scaled(1))),
         with_member("width", functools.cached_property(scaled(2))),
@@ -244,7 +235,7 @@ PAIRS = {
     "object that holds itself": lambda: (scaled(own_list(1)), scaled(own_list(2))),
     "end of a long list": lambda: (scaled([*range(9_999), 0]), scaled([*range(9_999), 1])),
     "function or object": lambda: (scaled(len), scaled(Scaler())),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
@@ -322,10 +313,7 @@ CONTENT = {
     "class of an object": lambda: (Weighted(1), Heavier(1)),
     "slots": lambda: (Slotted(1), Slotted(2)),
     "task": lambda: (tasks.RegressionModelOutput(), tasks.RegressionModelOutput(output="neg_squared_error")),
-    "task of a function": lambda: (
-        tasks.CallableModelOutput(scaled(1)),
-        tasks.CallableModelOutput(scaled(2)),
-    ),
+    "task of a function": lambda: (tasks.CallableModelOutput(scaled(1)), tasks.CallableModelOutput(scaled(2))),
     "class": lambda: (Weighted, Heavier),
     "Python module": lambda: (json, functools),
     "weights of a network": lambda: (network(1.0), network(2.0)),
@@ -336,7 +324,7 @@ CONTENT = {
     "method of a built-in object": lambda: ("a".join, "b".join),
     "cached function": lambda: (functools.lru_cache(scaled(1)), functools.lru_cache(scaled(2))),
     "item getter": lambda: (operator.itemgetter(0), operator.itemgetter(1)),
-}
+}  # fmt: skip
 CARRIERS = {
     "closure": scaled,
     "keyword": lambda value: functools.partial(powered, weights=value),
@@ -395,17 +383,15 @@ LOCK, NO_VALUES = threading.Lock(), "captures factor, a torch.Tensor.*no plain v
         (scaled(x for x in "ab"), "captures factor, a builtins.generator"),
         (scaled(torch.ones(1).to_sparse()), NO_VALUES),
         (scaled(torch.ones(1, device="meta")), NO_VALUES),
-        (
-            scaled(functools.reduce(lambda inner, _: [inner], range(40), 1)),
-            r"captures factor\[0\].*, a builtins.list.*nested in more than 32 objects",
-        ),
+        (scaled(functools.reduce(lambda inner, _: [inner], range(40), 1)),
+         r"captures factor\[0\].*, a builtins.list.*nested in more than 32 objects"),
         (scaled(sys.__stdout__), "TextIOWrapper"),
         (Weighted(LOCK), "captures function.weight, a _thread.lock"),
         (Weighted(LOCK).output, "captures function.__self__.weight, a _thread.lock"),
         (functools.partial(powered, weights=LOCK), "captures weights, a _thread.lock"),
         (with_attribute(LOCK), "captures function.weight, a _thread.lock"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_described_is_refused_by_its_name(function, message):
     with pytest.raises(
         InvalidInputError, match=message + r".*AbstractModelOutput, and return .*settings\(\)"

@@ -52,9 +52,7 @@ def asking(**questions: Any) -> QuestionsModelOutput:
     return QuestionsModelOutput("image_classification", {"gap": gap, **questions})
 
 
-def featurized(
-    task: Any = "image_classification", path: Any = None, model: nn.Module | None = None, **settings: Any
-) -> Attributor:
+def featurized(task="image_classification", path=None, model=None, **settings):
     settings = {"proj_dim": 8, **settings} if "projector" not in settings else settings
     attributor = Attributor(model or classifier(), task, path, progress=False, **settings)
     attributor.featurize(TRAIN)
@@ -165,9 +163,7 @@ def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", [{"task": "dpo"}, {"task": {"name": ["dpo"]}}, {"task": 3}, ["task"]])
-def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(
-    targets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(targets, monkeypatch):
     attributor = featurized()
     attributor.score(TARGETS)
     monkeypatch.setattr("trak_lite.scoring.source.ScoreSource.target_identity", targets)
@@ -291,9 +287,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("position", ["mean", "sum", "first", "last", 1, -2])
 @pytest.mark.parametrize("computer", [HookGradientComputer, FunctionalGradientComputer])
-def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(
-    position: Any, computer: Any
-) -> None:
+def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(position, computer):
     model, direction = prepared(Tower()), randn(5, seed=60)
     ids, mask = randint(V, (B, T), 61), torch.ones(B, T, dtype=torch.long)
     mask[1, 4:] = 0
@@ -341,9 +335,7 @@ def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as
         ("unused", 5, "mean", "does not call its module 'unused'"),
     ],
 )
-def test_activations_that_do_not_exist_are_refused(
-    module: str, size: int, position: Any, message: str
-) -> None:
+def test_activations_that_do_not_exist_are_refused(module, size, position, message):
     model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
 
     with pytest.raises(InvalidInputError, match=message):

@@ -55,27 +55,19 @@ RANDOM = {
     **{name: make for name, make in REGISTERED.items() if name not in NOT_JOHNSON_LINDENSTRAUSS},
     "copies": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, copies=3, device=device),
     "form": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, factors="form", device=device),
-    "fourier": lambda k, seed, device=None: CountSketchProjector(
-        k, seed=seed, factors="fourier", device=device
-    ),
+    "fourier": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, factors="fourier", device=device),
     "Basic": lambda k, seed, device=None: BasicProjector(0, k, seed, "normal", device, dtype=None),
-    "SingleBlock": lambda k, seed, device=None: BasicSingleBlockProjector(
-        0, k, seed, "rademacher", device, None
-    ),
+    "SingleBlock": lambda k, seed, device=None: BasicSingleBlockProjector(0, k, seed, "rademacher", device, None),
     "Cuda": lambda k, seed, device=None: CudaProjector(0, k, seed, "rademacher", device, 32, None),
-}
+}  # fmt: skip
 OTHERS = {
     **{name: REGISTERED[name] for name in sorted(NOT_JOHNSON_LINDENSTRAUSS)},
-    "mask by module": lambda k, seed, device=None: MaskProjector(
-        k, seed=seed, layout="module", device=device
-    ),
-    "grass by module": lambda k, seed, device=None: GraSSProjector(
-        k, seed=seed, layout="module", device=device
-    ),
+    "mask by module": lambda k, seed, device=None: MaskProjector(k, seed=seed, layout="module", device=device),
+    "grass by module": lambda k, seed, device=None: GraSSProjector(k, seed=seed, layout="module", device=device),
     "two_sided gaussian joint": lambda k, seed, device=None: TwoSidedProjector(
         math.isqrt(k), matrices="gaussian", layout="joint", seed=seed, device=device
     ),
-}
+}  # fmt: skip
 ALL = RANDOM | OTHERS
 ORIGINAL = {"Basic", "SingleBlock", "Cuda"}
 DENSE = {"fast_jl", "gaussian", "rademacher", *ORIGINAL}
@@ -620,15 +612,12 @@ def test_a_setting_out_of_range_is_refused(make, settings, message):
         (DenseBlock("b.bias", torch.zeros(2, 5), start=2), "covers rows 2 to 4 of a batch of 3"),
         (DenseBlock("b.bias", torch.zeros(2, 5), start=-1), "covers rows -1 to 1 of a batch of 3"),
         (DenseBlock("wide.weight", torch.zeros(3, 3, 70).int()), r"dtype torch\.int32, expected floating"),
-        (
-            LookupBlock("b.weight", torch.zeros(3, 1).long(), torch.zeros(3, 1, 4), 6),
-            r"has shape \(6, 4\) per",
-        ),
+        (LookupBlock("b.weight", torch.zeros(3, 1).long(), torch.zeros(3, 1, 4), 6), r"has shape \(6, 4\) per"),
         (FactoredBlock("wide.weight", torch.zeros(3, 1, 3), torch.zeros(3, 1, 70)), r"expected \(3, 70\)"),
         (FactoredBlock("b.weight", torch.zeros(3, 2, 4), torch.zeros(3, 2, 5), 1), "covers rows 1 to 4"),
     ],
     ids=lambda value: "" if isinstance(value, str) else None,
-)
+)  # fmt: skip
 @every_projector
 def test_a_block_that_does_not_fit_is_refused(name, block, message):
     accumulator = ALL[name](4, 0).accumulator(3, model_id=0, parameters=SHAPES)

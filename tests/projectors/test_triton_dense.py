@@ -13,13 +13,7 @@ import torch
 import triton_cases
 from projection_cases import Operators, assert_close
 from projection_cases import random32 as random
-from triton_cases import (
-    KEY,
-    fresh_kernels,
-    interpreted,
-    kernels_of,
-    use_on,
-)
+from triton_cases import KEY, fresh_kernels, interpreted, kernels_of, use_on
 
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
 from trak_lite.testing import ProjectorTests
@@ -150,10 +144,7 @@ class TestRademacherProjectorOnTheKernel(ProjectorTests):
 @interpreted
 def test_a_projector_gives_the_same_features_with_and_without_the_kernel(monkeypatch, launches):
     grads = {"a": random(4, 5, 6), "b": random(4, seed=1)}
-    kinds = [
-        lambda: RademacherProjector(40, seed=2),
-        lambda: BasicProjector(0, 40, 2, "rademacher", None),
-    ]
+    kinds = [lambda: RademacherProjector(40, seed=2), lambda: BasicProjector(0, 40, 2, "rademacher", None)]
     for make in kinds:
         use_on(monkeypatch, "cpu")
         launches.clear()

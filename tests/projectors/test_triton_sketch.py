@@ -135,10 +135,7 @@ def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpret
     rows = memory.as_strided((2, 60), (2**31 + 64, 2**26))
     rows.copy_(random(2, 60))
 
-    for make in (
-        lambda rows: sketched(rows, 16),
-        lambda rows: RademacherProjector(40).project(rows, 0),
-    ):
+    for make in (lambda rows: sketched(rows, 16), lambda rows: RademacherProjector(40).project(rows, 0)):
         assert make(rows).any()
         assert torch.equal(make(rows), make(rows.clone()))
     wide = memory.as_strided((1, 192), (0, 2**24))

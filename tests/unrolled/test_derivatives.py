@@ -151,14 +151,9 @@ CASES = {
     "unused parameters": {"model_fn": lambda seed: Unused().double(), "optimizer": Adam(lr=0.02)},
     "dict batches": {"data": Dicts(*vectors(N, 0)), "loss_fn": dict_loss},
     "cnn": {"model_fn": cnn, "data": TensorDataset(*images(N, 0)), "optimizer": MOMENTUM},
-    "causal language model": {
-        "model_fn": lambda seed: Transformer().double(),
-        "loss_fn": language_loss,
-        "data": tokens(N, 0),
-        "optimizer": AdamW(lr=0.01, eps_root=1e-6),
-        "clip_norm": 1.0,
-    },
-}
+    "causal language model": {"model_fn": lambda seed: Transformer().double(), "loss_fn": language_loss,
+                              "data": tokens(N, 0), "optimizer": AdamW(lr=0.01, eps_root=1e-6), "clip_norm": 1.0},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
