@@ -123,12 +123,6 @@ def test_a_chosen_dtype_is_the_dtype_of_the_features(make, dtype):
     assert_close(features, exact, {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype])
 
 
-def test_seeds_of_any_size_and_sign_have_matrices_of_their_own(make):
-    features = [make(64, seed=seed).project(random(1, 50), 0) for seed in (-1, 2**64 - 1, 2**80, 0)]
-
-    assert len({tuple(row.flatten().tolist()) for row in features}) == 4
-
-
 def test_a_memory_budget_too_small_for_one_row_is_refused_with_the_least_that_works(make):
     with pytest.raises(InvalidInputError, match="Give at least") as caught:
         make(1000, memory_budget=1000)
