@@ -221,7 +221,6 @@ def test_shapes_under_transforms_do_not_speak_of_a_batch_of_one(task, logits, la
     run = torch.func.grad(
         lambda values, label: terms_of_logits(tasks.resolve_task(task), values[None], label[None]).output[0]
     )
-
     with pytest.raises(InvalidInputError, match=message):
         torch.func.vmap(run)(zeros(5, *logits), zeros(5, *labels).long())
 
@@ -340,7 +339,6 @@ class Reshaped(nn.Module):
 def test_answers_that_are_no_pair_of_features_are_refused(form: Callable[..., Any], message: str) -> None:
     task = tasks.CLIPModelOutput(simulated_batch_size=3)
     task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
-
     with pytest.raises(InvalidInputError, match=message):
         task.evaluate(tasks.ModelCall(Reshaped(form)), PAIRS)
 

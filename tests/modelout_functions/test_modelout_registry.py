@@ -46,7 +46,6 @@ def test_every_name_resolves_to_its_class():
 
 def test_instances_classes_and_functions_resolve_to_tasks():
     task, made = Own(), tasks.resolve_task(mean_of_squares)
-
     assert tasks.resolve_task(task) is task
     assert type(tasks.resolve_task(Own)) is Own
     assert type(made) is tasks.CallableModelOutput
@@ -56,7 +55,6 @@ def test_instances_classes_and_functions_resolve_to_tasks():
 def test_a_task_has_no_state_and_nothing_to_prepare_by_default():
     task, model = Own(), nn.Linear(2, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-
     assert task.prepare(model) is None
     assert (task.state_digest(), task.settings(), vars(task)) == (None, {}, {})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -81,7 +79,6 @@ CHANGES = {
 def test_settings_that_change_numbers_change_the_identity(name):
     cls = tasks.MODEL_OUTPUTS[name]
     made = [identity_of(cls(**settings)) for settings in ({}, *CHANGES[name])]
-
     assert made == [identity_of(cls(**settings)) for settings in ({}, *CHANGES[name])]
     assert len({json.dumps(identity) for identity in made}) == len(made)
 
@@ -241,7 +238,6 @@ PAIRS = {
 @pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
 def test_other_code_is_another_task(make):
     (one, other), (again, _) = make(), make()
-
     assert identity_of(one) == identity_of(again) != identity_of(other)
 
 
@@ -341,7 +337,6 @@ CARRIERS = {
 def test_a_carried_value_counts_by_its_content(carrier, values):
     """The same content made twice is the same task; other content is another one."""
     (one, other), (again, _) = values(), values()
-
     assert identity_of(carrier(one)) == identity_of(carrier(again)) != identity_of(carrier(other))
 
 

@@ -167,9 +167,7 @@ def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(targets, monke
     attributor = featurized()
     attributor.score(TARGETS)
     monkeypatch.setattr("trak_lite.scoring.source.ScoreSource.target_identity", targets)
-
     shown = attributor.scores(dense=False).settings
-
     assert shown.get("task") == ("custom" if isinstance(targets, dict) else None)
 
 
@@ -220,7 +218,6 @@ def test_names_of_rows_do_not_hide_another_question() -> None:
     attributor = featurized(task)
     named = Rows(TARGETS, name="targets of today", indices=[2, 0, 1], batch_size=2)
     found = attributor.score(task.ask("gap", named), name="t").numpy()
-
     whole = attributor.score(task.ask("gap", TARGETS), name="whole").numpy()
     np.testing.assert_allclose(found, whole[:, [2, 0, 1]], rtol=1e-3, atol=1e-5)
     with pytest.raises(ManifestMismatchError):
@@ -337,10 +334,8 @@ def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as
 )
 def test_activations_that_do_not_exist_are_refused(module, size, position, message):
     model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
-
     with pytest.raises(InvalidInputError, match=message):
         ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
-
     assert not any(part._forward_hooks for part in model.modules())
 
 

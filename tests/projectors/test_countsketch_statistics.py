@@ -65,7 +65,6 @@ def test_inner_products_are_unbiased_with_a_variance_of_at_most_the_law(where, k
     grads = pairs(kind, *((24, 96) if len(shape) == 1 else shape)).reshape(-1, 2, *shape)
     found = errors(grads, proj_dim, NUM_SEEDS)
     mean, standard_error = ratio(grads, found, proj_dim)
-
     assert (np.abs(found.mean(0)) < 4 * found.std(0) / math.sqrt(NUM_SEEDS)).all()
     assert mean < 1 + 4 * standard_error < 1.14
 
@@ -75,7 +74,6 @@ def test_gradients_without_structure_have_the_variance_of_the_law(shape, proj_di
     """Of several tiles, or a matrix of many rows and columns, what never meets is too little to be seen."""
     grads = np.random.default_rng(5).standard_normal((NUM_PAIRS, 2, *shape))
     mean, standard_error = ratio(grads, errors(grads, proj_dim, 80), proj_dim)
-
     assert abs(mean - 1) < 4 * standard_error < 0.16
 
 
@@ -85,5 +83,4 @@ def test_columns_half_of_k_apart_have_no_more_variance_than_the_law():
     rows[:, [1, 1 + 4]] = 1
     grads = np.stack([rows, rows])[None]
     mean, standard_error = ratio(grads, errors(grads, proj_dim, 2 * NUM_SEEDS), proj_dim)
-
     assert mean < proj_dim / (proj_dim - 1) + 4 * standard_error < 1.5

@@ -137,7 +137,6 @@ def test_features_are_the_first_columns_of_the_extensions_divided_by_the_root_of
     fake, proj_type, proj_dim, columns
 ):
     features = ready(fake, proj_dim, proj_type=proj_type).project(grads := random(3, 30), 0)
-
     (call,) = fake.calls
     assert (call[0], call[2]) == (f"project_{proj_type}_8", columns)
     expected = grads @ matrix_of(call)[:, :proj_dim] / math.sqrt(proj_dim)
@@ -196,7 +195,6 @@ GRADIENTS = {
 @pytest.mark.parametrize("grads", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_of_every_dtype_size_and_layout_keep_their_bits(fake, grads):
     features = ready(fake, 64).project(grads, 0)
-
     assert features.dtype == torch.float32
     assert FastJLProjector(64, dtype=torch.float16).project(grads, 0).dtype == torch.float16
     assert_float16_close(features, grads.double() @ matrix_of(fake.calls[0])[:, :64].double() / 8)
@@ -222,7 +220,6 @@ def test_rows_of_zeros_and_rows_that_are_not_finite_stay_for_themselves(fake):
 def test_the_fingerprint_names_the_map_and_the_multiprocessors(use, fake):
     fingerprint = FastJLProjector(16, seed=3).fingerprint()
     expected = {"proj_dim": 16, "seed": 3, "version": 1, "scaled": True, "multiprocessors": MULTIPROCESSORS}
-
     assert fingerprint == {"kind": "fast_jl_rademacher", **expected}
     normal = FastJLProjector(16, seed=3, proj_type="normal").fingerprint()
     assert normal == {"kind": "fast_jl_normal", **expected}
@@ -240,7 +237,6 @@ def test_the_self_test_runs_once_per_device_and_distribution_with_a_tile_per_mul
     assert fake.calls == tested
     assert {name for name, *_ in tested} == {f"project_rademacher_{rows}" for rows in (8, 16, 32)}
     assert {tiles for *_, tiles in tested} == {MULTIPROCESSORS}
-
     FastJLProjector(16, proj_type="normal")
     assert len(fake.calls) == 2 * len(tested)
 
@@ -283,7 +279,6 @@ def test_a_faulty_extension_is_replaced_with_one_warning(product, message, use, 
     use(incomplete() if product is None else FakeFastJL(product))
     with caplog.at_level(logging.WARNING, "trak_lite"):
         first, second = (FastJLProjector(16, seed=seed) for seed in (0, 1))
-
     assert len(caplog.records) == 1
     assert re.search(message, caplog.text)
     assert torch.equal(first.project(random(3, 20), 0), RademacherProjector(16).project(random(3, 20), 0))
@@ -297,7 +292,6 @@ def test_without_a_gpu_the_projector_is_this_packages_own(use, caplog):
     """The number of multiprocessors is that of no other device."""
     with caplog.at_level(logging.WARNING, "trak_lite"):
         projector = FastJLProjector(16, seed=2, device="cpu")
-
     assert "fast_jl is not used on cpu: it needs an NVIDIA GPU" in caplog.text
     assert projector.fingerprint() == RademacherProjector(16, seed=2).fingerprint()
     normal = FastJLProjector(16, seed=2, device="cpu", proj_type="normal")
@@ -361,7 +355,6 @@ def test_the_original_name_uses_the_extension_only_when_asked_and_without_its_sc
 def test_the_original_name_falls_back_to_the_map_of_the_other_original_names(use):
     projector = cuda_projector(use_fast_jl=True, device="cpu")
     basic = BasicProjector(20, 16, 3, "rademacher", "cpu")
-
     assert projector.fingerprint() == basic.fingerprint()
     assert torch.equal(projector.project(random(2, 20), 0), basic.project(random(2, 20), 0))
 
@@ -387,7 +380,6 @@ def test_settings_out_of_range_are_refused(fake, call, message):
 def test_the_installed_extension_passes_its_self_test(use):
     pytest.importorskip("fast_jl", reason="needs an installed fast_jl")
     projector = FastJLProjector(1000)
-
     assert projector.fingerprint()["kind"] == "fast_jl_rademacher"
     grads = random(40, 5000).cuda()
     features = projector.project(grads, 0)

@@ -107,7 +107,6 @@ def test_chunks_with_one_seed_are_the_whole_projection():
 def test_chunks_of_a_tensor_are_independent_even_with_one_seed():
     projectors = [make("CudaProjector", grad_dim=20, proj_dim=400, seed=0) for _ in range(2)]
     rows = ChunkedCudaProjector(projectors, 20, [20, 20], 8, "cpu", torch.float32).project(torch.eye(40), 0)
-
     assert abs(float((rows[:20] * rows[20:]).mean())) < 5 / math.sqrt(20 * 400)
 
 
@@ -166,7 +165,6 @@ def test_blocks_arrive_whole_and_in_the_order_of_the_model_without_a_graph_or_a_
 def test_factors_arrive_formed_and_missing_parameters_as_zeros():
     x, g = random32(4, 2, 5).double(), random32(4, 2, 4, seed=1).double()
     seen, _ = recorded([FactoredBlock("a", x, g)])
-
     torch.testing.assert_close(seen["a"], torch.einsum("bto,bti->boi", g, x))
     assert torch.equal(seen["b"], torch.zeros(4, dtype=torch.float64))
     assert torch.equal(seen["c"], torch.zeros(4, 9, dtype=torch.float64))

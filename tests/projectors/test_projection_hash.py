@@ -64,7 +64,6 @@ def test_quantiles_are_those_of_the_standard_library():
 def test_words_are_those_of_plain_integers_on_both_sides_of_word_boundaries(start):
     key, scratch = key32(3, 1), torch.full((11,), -1, dtype=torch.int32)
     expected = [reference.word_at(key, start + i) for i in range(11)]
-
     assert words(key, start, 11) == words(key, start, 11, scratch=scratch) == expected
     assert words(key, start + 4, 5) == expected[4:9]
     assert words(key, start, 0) == []
@@ -75,7 +74,6 @@ def test_words_are_those_of_plain_integers_on_both_sides_of_word_boundaries(star
 def test_the_tensor_mixer_is_the_integer_mixer():
     numbers = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0x12345678, 0xDEADBEEF]
     mixed = mix32_(torch.tensor([wrap32(number) for number in numbers], dtype=torch.int32))
-
     expected = [reference.mix(number) for number in numbers]
     assert [word % 2**32 for word in mixed.tolist()] == [mix32(number) for number in numbers] == expected
 
@@ -86,7 +84,6 @@ def test_numbers_of_any_size_and_sign_have_keys_of_their_own():
         2**64, 2**64 + 1, -(2**64), 2**96 - 1, 2**96, -(2**96), 2**200, 2**200 + 2**64, 10**100,
         *(2**300 + (1 << shift) for shift in range(0, 300, 16)),
     ]  # fmt: skip
-
     assert len({key32(seed) for seed in seeds}) == len(seeds)
     assert key32(2**96) != key32(0, 2**32)  # words of a large seed do not run into the next number
     assert key32(-1, 5) != key32(2**64 - 1, 2**32 - 1, 5)
@@ -129,7 +126,6 @@ def test_entries_are_those_of_the_reference_wherever_a_draw_starts(kind, start):
     key = parameter_key(5, 2, "layer.weight", KINDS[kind].stream)
     whole = draw(kind, 20, 37, start=start, key=key)
     expected = [[reference.entry(kind, key, start + i, j) for j in range(37)] for i in range(20)]
-
     np.testing.assert_array_equal(whole.double().numpy(), expected)
     pieces = [draw(kind, b - a, 37, start=start + a, key=key) for a, b in ((0, 1), (1, 15), (15, 20))]
     assert torch.equal(torch.cat(pieces), whole)

@@ -177,7 +177,6 @@ def test_inner_products_are_unbiased_over_the_row(name):
     x, y = gradients(1, 0), gradients(1, 1)
     both = {key: torch.cat([x[key], y[key] + 0.7 * x[key]]) for key in x}
     products = [(f := ALL[name](9, seed).project(both, 0)) @ f.T for seed in range(100)]
-
     errors = torch.stack(products) - flat(both) @ flat(both).T
     assert bool((errors.mean(0).abs() < 4 * errors.std(0) / math.sqrt(100)).all())
 
@@ -203,7 +202,6 @@ SETTINGS = [(33, 0, 0), (7, 7, 3), (1, 2**40, 0), (300, 2**64 - 1, 1)]
 def test_features_are_the_product_with_the_matrix_of_the_definition(name, k, seed, model_id):
     grads = gradients()
     features = ALL[name](k, seed).project(grads, model_id)
-
     expected = flat(grads) @ torch.from_numpy(explicit_matrix(name, k, seed=seed, model_id=model_id))
     assert features.dtype == torch.float64
     assert_close(features, expected, 1e-11)
@@ -228,7 +226,6 @@ def test_lower_precision_gradients_are_added_up_in_float32(name, dtype):
 @every_projector
 def test_float16_products_and_sums_do_not_overflow(name):
     grad = torch.full((2, 3, 70), 60_000.0).half()
-
     wide = ALL[name](7, 0).project({"wide.weight": grad.double()}, 0)
     assert_close(ALL[name](7, 0).project({"wide.weight": grad}, 0), wide, 1e-5)
 
@@ -267,7 +264,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(name):
     for grad in grads.values():
         grad[1] = math.nan
     features = projector.project(grads, 0)
-
     assert features[1].isnan().any()
     assert torch.equal(features[[0, 2, 3]], clean[[0, 2, 3]])
 
@@ -347,7 +343,6 @@ def test_rows_have_the_same_bits_in_any_batch_and_in_any_order_of_blocks(name):
 def test_the_order_of_parameters_does_not_matter(name):
     grads, projector = gradients(), ALL[name](9, 0)
     other = dict(reversed(grads.items()))
-
     assert_close(projector.project(other, 0), projector.project(grads, 0), 1e-13)
 
 
@@ -362,7 +357,6 @@ def test_a_wider_projection_begins_with_the_same_columns(name):
 def test_with_room_for_all_entries_nothing_is_lost(name, k):
     grads, projector = gradients(), ALL[name](k, 0)
     features = projector.project(grads, 0)
-
     assert features.shape == (4, projector.layout(SHAPES).width) == (4, NUM_ENTRIES)
     assert torch.equal(features.sort(1).values, flat(grads).sort(1).values)
 
@@ -372,7 +366,6 @@ def test_an_entry_that_is_not_finite_reaches_only_its_own_feature():
     before = projector.project({"w": grad}, 0)
     grad[0, 17::40] = math.nan
     after = projector.project({"w": grad}, 0)
-
     assert torch.equal(after.isnan(), after != before)
     assert 0 < int(after.isnan().sum()) <= 10
 
@@ -467,7 +460,6 @@ def test_factors_are_taken_in_pieces_of_some_samples(name, piece_bytes, monkeypa
     block = factors(shape, 6, 4)
     expected = accumulated(projector, [formed(block, shape)], parameters={"w": shape})
     monkeypatch.setattr("trak_lite.projectors._factored._PIECE_BYTES", piece_bytes)
-
     for given in (block, formed(block, shape)):
         assert_close(accumulated(projector, [given], parameters={"w": shape}), expected, 1e-11)
 
@@ -478,7 +470,6 @@ def test_the_gradient_of_factors_is_never_formed(name):
     accumulator = projector.accumulator(4, model_id=0, parameters={"w": shape})
     with Operators() as seen:
         accumulator.add(factors(shape, 3, 4, torch.float32))
-
     assert bool(accumulator.features().any())
     assert seen.nbytes < 4 * 200 * 300  # of one sample, and there are four
 
