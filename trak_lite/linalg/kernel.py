@@ -230,11 +230,7 @@ class EigenKernel:
 
 @torch.no_grad()
 def gram(
-    blocks: Iterable[Tensor],
-    weights: Tensor | None = None,
-    *,
-    layout: FeatureLayout,
-    exact: bool = True,
+    blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: FeatureLayout, exact: bool = True
 ) -> list[Tensor]:
     r"""Accumulate :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment.
 

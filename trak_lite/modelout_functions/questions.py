@@ -243,12 +243,7 @@ class ActivationModelOutput(AbstractModelOutput):
     has_curvature: bool = False
 
     def __init__(
-        self,
-        module: str,
-        direction: Tensor,
-        *,
-        position: Position = "mean",
-        channels_first: bool = False,
+        self, module: str, direction: Tensor, *, position: Position = "mean", channels_first: bool = False
     ) -> None:
         """Store the settings.
 

@@ -247,13 +247,7 @@ class Program:
         return State(*tree_map(Tensor.contiguous, tuple(found)))
 
     def step(
-        self,
-        state: State,
-        frozen: Frozen,
-        parts: Sequence[Part],
-        weights: Tensor,
-        number: int,
-        seed: int,
+        self, state: State, frozen: Frozen, parts: Sequence[Part], weights: Tensor, number: int, seed: int
     ) -> State:
         """Return the state after step ``number``.
 

@@ -47,14 +47,7 @@ from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles, whole_file
 
-__all__ = [
-    "SMOOTH",
-    "Spacing",
-    "SubsetTraining",
-    "TrainingRun",
-    "repeatable",
-    "train",
-]
+__all__ = ["SMOOTH", "Spacing", "SubsetTraining", "TrainingRun", "repeatable", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -605,10 +598,7 @@ def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
     """Return JSON values that are stored with a run beside its fingerprint: what tells later changes."""
     schedule = recipe.schedule
     factors = [] if schedule is None else [float(schedule(number)) for number in range(recipe.num_steps)]
-    return {
-        "schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(),
-        "conditions": conditions(),
-    }
+    return {"schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(), "conditions": conditions()}
 
 
 def _modules_digest(model: nn.Module) -> str:

@@ -51,10 +51,7 @@ _TOP = 15  # rows are scaled so that their largest entry is below 2**15, half of
 _MOST_SHIFT = 126  # 2**126 and 2**-126 are normal float32 numbers
 _TEST_SEED = 0x80000001  # above the largest int32
 
-_STREAMS = {
-    ProjectionType.rademacher: Stream.RADEMACHER,
-    ProjectionType.normal: Stream.GAUSSIAN,
-}
+_STREAMS = {ProjectionType.rademacher: Stream.RADEMACHER, ProjectionType.normal: Stream.GAUSSIAN}
 
 
 @final

@@ -26,11 +26,7 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
-    AbstractProjector,
-    ProjectionType,
-)
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
 from trak_lite.projectors._blocks import block_rows, check_grad_dim
 from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors.dense.matrices import MatrixCache
@@ -289,12 +285,7 @@ class AbstractDenseProjector(AbstractProjector):
     _map: AbstractMatrixMap
 
     @abstractmethod
-    def __init__(
-        self,
-        grad_dim: int,
-        matrix_map: AbstractMatrixMap,
-        proj_type: str | ProjectionType,
-    ) -> None:
+    def __init__(self, grad_dim: int, matrix_map: AbstractMatrixMap, proj_type: str | ProjectionType) -> None:
         """Store the map and set the original TRAK's attributes."""
         super().__init__(grad_dim, matrix_map.proj_dim, matrix_map.seed, proj_type, matrix_map.device)
         self._map = matrix_map

@@ -25,14 +25,7 @@ from trak_lite.projectors._factored import check_factors, sample_pieces
 from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.mask.plan import Fold, MaskPlan, make_plan
-from trak_lite.types import (
-    FactoredBlock,
-    FeatureLayout,
-    GradientBlock,
-    ParameterShapes,
-    Segment,
-    num_entries,
-)
+from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes, Segment, num_entries
 
 __all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
 
@@ -49,13 +42,7 @@ class AbstractMaskProjector(AbstractProjector):
 
     @abstractmethod
     def __init__(
-        self,
-        proj_dim: int,
-        *,
-        mask_dim: int,
-        seed: int,
-        device: str | torch.device | None,
-        layout: str,
+        self, proj_dim: int, *, mask_dim: int, seed: int, device: str | torch.device | None, layout: str
     ) -> None:
         """Store the settings; nothing is chosen."""
         device = None if device is None else torch.device(device)
@@ -122,12 +109,7 @@ class MaskProjector(AbstractMaskProjector):
     kind = "mask"
 
     def __init__(
-        self,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        layout: str = "joint",
+        self, proj_dim: int, *, seed: int = 0, device: str | torch.device | None = None, layout: str = "joint"
     ) -> None:
         """Store the settings; nothing is chosen.
 

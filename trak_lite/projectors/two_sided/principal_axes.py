@@ -66,12 +66,7 @@ class PrincipalAxes:
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, int]],
-        columns: Mapping[str, Tensor],
-        *,
-        k_in: int,
-        k_out: int,
+        self, shapes: Mapping[str, tuple[int, int]], columns: Mapping[str, Tensor], *, k_in: int, k_out: int
     ) -> None:
         """Store fitted axes; use :meth:`fit` or :meth:`load` to obtain them.
 

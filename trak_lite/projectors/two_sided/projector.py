@@ -135,12 +135,7 @@ class TwoSidedProjector(AbstractProjector):
 
     @classmethod
     def of_width(
-        cls,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        layout: str = "module",
+        cls, proj_dim: int, *, seed: int = 0, device: str | torch.device | None = None, layout: str = "module"
     ) -> Self:
         """Return a projector with about ``proj_dim`` features per matrix: ``k_in = k_out = floor(sqrt(proj_dim))``.
 
