@@ -549,7 +549,6 @@ class GramAccumulator:
         return self._grams
 
     def _multiply(self) -> None:
-        """Add the products of the buffered rows and empty the buffer."""
         for segment, matrix in zip(self._segments, self._grams, strict=True):
             columns = self._buffer[: self._filled, segment.start : segment.stop]
             with full_float32(columns.device):
@@ -619,7 +618,6 @@ def _check_count(num_weights: int, num_rows: int) -> None:
 
 
 def _check_block(block: Tensor, layout: FeatureLayout) -> None:
-    """Raise unless the block has floating-point rows of the layout's width."""
     if block.dim() != 2 or block.shape[1] != layout.width or not block.is_floating_point():
         raise InvalidInputError(
             f"Feature rows must be a floating tensor (rows, {layout.width}), "
@@ -628,7 +626,6 @@ def _check_block(block: Tensor, layout: FeatureLayout) -> None:
 
 
 def _check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str) -> None:
-    """Raise if the widths of kernels or gram matrices do not match the layout."""
     expected = [segment.width for segment in layout.segments]
     if not expected or list(widths) != expected:
         raise InvalidInputError(

@@ -86,7 +86,6 @@ class TrainingRun:
     """A finished training: its recipe, row weights, and states at some steps."""
 
     def __init__(self, recipe: TrainingSettings, path: Path | None, weights: Tensor | None) -> None:
-        """Prepare a run; :func:`train` trains it."""
         self.recipe, self.path = recipe, path
         model = recipe.model(recipe.seed)
         self.program = Program(recipe, model)
