@@ -121,7 +121,7 @@ SOME: dict[str, int] = {
     "store/test_store_kill.py": 4,
     "traker/test_traker_original.py::test_every_sequence_of_calls_of_its_tests": 8,
     "unrolled/test_blocks.py": 2,
-    "unrolled/test_derivatives.py": 5,
+    "unrolled/test_derivatives.py": 7,
     "unrolled/test_identity.py::test_a_run_notices_changes_that_are_made_while_it_is_held": 4,
     "unrolled/test_identity.py::test_stored_scores_of_another_training_or_task_are_not_returned": 12,
     "unrolled/test_resume.py": 2,

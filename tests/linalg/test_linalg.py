@@ -89,7 +89,6 @@ def test_narrow_features_are_accumulated_in_float64(dtype):
     rows = random_rows().to(dtype)
     rows[:, 0] = 6e4
     matrix, exact = joint_gram(rows), rows.double().numpy()
-
     assert matrix.dtype == torch.float64
     np.testing.assert_allclose(matrix.numpy(), exact.T @ exact, rtol=1e-12, atol=1e-5)
 
@@ -97,7 +96,6 @@ def test_narrow_features_are_accumulated_in_float64(dtype):
 def test_a_coarse_gram_is_that_of_float32_products_added_up_in_float64():
     rows = random_rows(2500, dtype=torch.float32)
     matrices = gram(rows.split(700), layout=SPLIT, exact=False)
-
     for matrix, columns in zip(matrices, (rows[:, :3], rows[:, 3:7]), strict=True):
         assert matrix.dtype == torch.float64
         assert torch.equal(matrix, sum((part.T @ part).double() for part in columns.split(1024)))
@@ -114,7 +112,6 @@ def test_a_coarse_gram_is_that_of_float32_products_added_up_in_float64():
 def test_solve_is_the_inverse_of_the_damped_kernel(values, num_rows):
     rows, weights, targets = random_rows(num_rows), random_weights(num_rows), random_rows(5, seed=2)
     solved = solve(rows, targets, num_rows, weights, **values)
-
     kernel = reference.kernel(rows.numpy(), weights.numpy(), **values)
     np.testing.assert_allclose(solved.numpy(), np.linalg.solve(kernel, targets.numpy().T).T, rtol=1e-10)
 
@@ -185,7 +182,6 @@ def test_dependent_features_without_damping_are_refused_despite_rounding(seed):
 def test_features_of_very_different_scale_are_not_taken_for_dependent():
     scales = torch.logspace(-8, 8, WIDTH, dtype=torch.float64)
     rows, targets = random_rows(), random_rows(3, seed=2)
-
     solved = solve(rows * scales, targets * scales, damping=0.0)
     torch.testing.assert_close(solved * scales, solve(rows, targets, damping=0.0), rtol=1e-10, atol=0.0)
 
@@ -292,7 +288,6 @@ def test_rescaled_inverse_gives_the_scores_of_the_original_trak(lambda_reg):
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float16, 1e-2)])
 def test_narrow_features_score_close_to_float64(dtype, rtol):
     scores, expected = (products(TRAIN[0].to(d), W[0], TARGETS[0].to(d)) for d in (dtype, torch.float64))
-
     assert scores.dtype == torch.float64
     torch.testing.assert_close(scores, expected, rtol=rtol, atol=rtol * float(expected.abs().mean()))
 
@@ -300,7 +295,6 @@ def test_narrow_features_score_close_to_float64(dtype, rtol):
 def test_relative_damping_makes_scores_independent_of_the_scale_of_each_segment():
     scales = torch.tensor([1e-3] * 3 + [1e4] * 4, dtype=torch.float64)
     scaled = products(TRAIN[0] * scales, W[0], TARGETS[0] * scales, layout=SPLIT)
-
     expected = products(TRAIN[0], W[0], TARGETS[0], layout=SPLIT)
     torch.testing.assert_close(scaled, expected, rtol=1e-10, atol=1e-14)
 
@@ -309,7 +303,6 @@ def test_relative_damping_makes_scores_independent_of_the_scale_of_each_segment(
 def test_a_row_has_the_same_scores_in_every_block(dtype):
     train = TRAIN[0].to(dtype)
     pieces = torch.cat([score_block(piece, TARGETS[0]) for piece in train.split([1, 170, 129])])
-
     torch.testing.assert_close(pieces, score_block(train, TARGETS[0]), rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(pieces, train.double() @ TARGETS[0].T, rtol=1e-12, atol=1e-13)
 
@@ -320,7 +313,6 @@ def test_products_never_accumulate_below_float32(train_dtype, target_dtype):
     """8 x 250 x 250 is past float16's largest number."""
     train = torch.full((2, 8), 250.0, dtype=train_dtype)
     scores = score_block(train, torch.full((1, 8), 250.0, dtype=target_dtype))
-
     assert scores.dtype == torch.float32
     assert scores.tolist() == [[500000.0], [500000.0]]
 
@@ -331,7 +323,6 @@ def test_scores_add_up_over_checkpoints_in_place(out_dtype, train_dtype):
     out = torch.full((NUM_ROWS, NUM_TARGETS), float("nan"), dtype=out_dtype)
     for number, (train, targets) in enumerate(zip(TRAIN, TARGETS, strict=True)):
         returned = score_block(train.to(train_dtype), targets.float(), out=out, accumulate=number > 0)
-
     assert returned is out
     pairs = zip(TRAIN, TARGETS, strict=True)
     expected = sum(a.to(train_dtype).double() @ b.float().double().T for a, b in pairs)
@@ -359,19 +350,14 @@ def test_self_scores_are_the_diagonal_of_the_train_by_train_scores(layout, resca
         (TRAIN[0], TARGETS[0], 1e-12),
         (TRAIN[0].float(), TARGETS[0].float(), 1e-5),
         (TRAIN[0].half(), TARGETS[0].half(), 1e-5),
-        (
-            torch.tensor([[3e-30, 4e-30]]),
-            torch.tensor([[3e30, 4e30], [-4e30, 3e30]]),
-            1e-6,
-        ),  # squares out of range
+        (torch.tensor([[3e-30, 4e-30]]), torch.tensor([[3e30, 4e30], [-4e30, 3e30]]), 1e-6),  # squares out of range
         (torch.zeros(1, 2), torch.ones(1, 2), 0),
         (torch.ones(1, 2), torch.zeros(1, 2), 0),
     ],
-)
+)  # fmt: skip
 def test_cosine_is_the_product_over_both_norms_and_zero_for_zero_rows(train, targets, rtol):
     layout = FeatureLayout.joint(train.shape[1])
     found = score_block(unit_segments(train, layout=layout), unit_segments(targets, layout=layout))
-
     a, b = train.double().numpy(), targets.double().numpy()
     norms = np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
     expected = a @ b.T / np.where(norms == 0, 1, norms)

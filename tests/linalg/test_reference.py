@@ -24,7 +24,6 @@ def test_the_gradient_of_a_linear_output_is_its_input_and_of_an_unused_parameter
 
 def test_features_of_identity_matrices_are_the_sum_over_parameters():
     grads = {"a": np.arange(4.0).reshape(2, 2), "b": np.ones((2, 1, 2))}
-
     rows = reference.features(grads, {"a": np.eye(2), "b": np.eye(2)})
     np.testing.assert_array_equal(rows, [[1.0, 2.0], [3.0, 4.0]])
     np.testing.assert_array_equal(reference.flatten(grads), [[0, 1, 1, 1], [2, 3, 1, 1]])
@@ -58,7 +57,6 @@ def test_scores_of_one_feature_by_hand():
     arrays = [[1.0], [2.0]], [0.5, 0.25], [1.0, 0.5], [[6.0], [12.0]]
     scores = reference.kernel_scores(*([np.array(x)] for x in arrays), segments=[(0, 1)], damping=1.0)
     np.testing.assert_allclose(scores, [[0.5, 1.0], [0.5, 1.0]], rtol=1e-15)
-
     arrays = [[1.0, 1.0], [2.0, 0.0]], [1.0, 0.5], [[3.0, 1.0]], [[1.0], [1.0]]
     scores = reference.trak_scores(*([np.array(x)] for x in arrays), lambda_reg=0.1)
     np.testing.assert_allclose(scores, [[4.0], [2.0]], rtol=1e-14)
@@ -67,7 +65,6 @@ def test_scores_of_one_feature_by_hand():
 def test_top_k_puts_the_lower_of_equal_rows_first():
     scores = np.array([[1.0], [3.0], [3.0], [0.0]])
     rows, values = reference.top_k(scores, 3)
-
     np.testing.assert_array_equal(rows, [[1, 2, 0]])
     np.testing.assert_array_equal(values, [[3.0, 3.0, 1.0]])
     np.testing.assert_array_equal(reference.top_k(scores, 2, sign="harmful")[0], [[3, 0]])

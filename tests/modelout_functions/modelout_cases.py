@@ -1,6 +1,6 @@
 """Cases for tasks whose f is made of logits and labels; losses are plain loops, independent of the package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -154,15 +154,7 @@ def binary_pairs(logits: Tensor, labels: Tensor) -> list[Pairs]:
     return pairs_of(torch.stack([torch.zeros_like(logits), logits], -1), labels)
 
 
-def case_of(
-    task: tasks.AbstractModelOutput,
-    model: nn.Module,
-    batch: Any,
-    pairs: Callable[[nn.Module], list[Pairs]],
-    *,
-    output: str = "margin",
-    invalid: Sequence[tuple[Any, int]] = (),
-) -> ModelOutputCase:
+def case_of(task, model, batch, pairs, *, output="margin", invalid=()):
     counts = torch.tensor([len(some) for some in pairs(model)])
     return ModelOutputCase(
         task=task,
@@ -236,10 +228,7 @@ def binary_case(*, column: bool) -> ModelOutputCase:
         mlp(1) if column else nn.Sequential(mlp(1), nn.Flatten(0)),
         (inputs, labels),
         lambda model: binary_pairs(model(inputs).reshape(B, 1), labels[:, None]),
-        invalid=[
-            ((inputs, changed(labels, (2,), 2)), 2),
-            ((inputs, changed(labels.double(), (3,), 0.5)), 3),
-        ],
+        invalid=[((inputs, changed(labels, (2,), 2)), 2), ((inputs, changed(labels.double(), (3,), 0.5)), 3)],
     )
 
 
@@ -406,9 +395,7 @@ BUILDERS: dict[str, Callable[[], ModelOutputCase]] = {
         )
         for form in FORMS
     },
-    "iterative_image_classification-tuple": lambda: image_case(
-        tasks.IterativeImageClassificationModelOutput()
-    ),
+    "iterative_image_classification-tuple": lambda: image_case(tasks.IterativeImageClassificationModelOutput()),
     "text_classification-positional": lambda: text_case(as_dict=False),
     "text_classification-dict": lambda: text_case(as_dict=True),
     "binary_classification-column": lambda: binary_case(column=True),
@@ -424,7 +411,7 @@ BUILDERS: dict[str, Callable[[], ModelOutputCase]] = {
     "clip-model-scale": clip_case,
     "clip-temperature": lambda: clip_case(2.5),
     "callable": callable_case,
-}
+}  # fmt: skip
 """By task name and variant; what ``tests/attributor`` scores as well."""
 POSITIONS: dict[str, Callable[[], ModelOutputCase]] = {
     "masked_language_modeling-margin": lambda: masked_case("margin"),

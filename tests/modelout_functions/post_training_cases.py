@@ -86,9 +86,7 @@ def preference_columns() -> dict[str, Tensor]:
     }
 
 
-def preference_case(
-    task: Any, batch: dict[str, Tensor], *, beta: float = 1.0, more: str = "", invalid: Any = ()
-) -> ModelOutputCase:
+def preference_case(task, batch, *, beta=1.0, more="", invalid=()):
     """DPO, or the plain difference of two answers; ``more`` names optional columns."""
     signs, offsets = torch.ones(B), torch.zeros(B)
     if "preferred" in more:
@@ -237,9 +235,7 @@ def seen_by(model: nn.Module, task: Any, batch: Any) -> list[tuple[Tensor, Tenso
     return seen
 
 
-def diffusion_case(
-    prediction: str, *, draws: int = 1, given: bool = False, form: str = "dict"
-) -> ModelOutputCase:
+def diffusion_case(prediction, *, draws=1, given=False, form="dict"):
     """Ten steps; that the noise is the one of the seeds is a test of its own."""
     samples, seeds = randn(B, D, seed=36), torch.tensor([3, 2**62 + 5, -7, 0])
     shift, times = randn(B, 4, seed=37), randint(10, (B, draws), 38)

@@ -29,7 +29,6 @@ def evaluate(task, model):
 
 def test_instances_do_not_share_their_negatives_and_the_seed_decides_them():
     same, again, other = ready(seed=0), ready(seed=0), ready(seed=1)
-
     assert same.state_digest() == again.state_digest() != other.state_digest()
     assert len(same.state_digest()) == 64
     assert CLIPModelOutput(simulated_batch_size=3).state_digest() is None
@@ -59,9 +58,7 @@ def test_a_later_change_of_the_given_embeddings_changes_nothing():
     bank, task = randn(8, 3, seed=3), CLIPModelOutput(simulated_batch_size=3)
     task.set_embeddings(bank, bank)
     before = task.state_digest()
-
     bank.zero_()
-
     assert task.state_digest() == before
 
 
@@ -77,14 +74,12 @@ def test_a_later_change_of_the_given_embeddings_changes_nothing():
 )
 def test_usual_answers_of_contrastive_models_are_understood(form):
     found, expected = evaluate(ready(), Reshaped(form)), evaluate(ready(), prepared(PairModel()))
-
     torch.testing.assert_close([*found], [*expected])
 
 
 def test_a_temperature_takes_the_place_of_a_scale():
     found = evaluate(ready(temperature=2.0), Reshaped(lambda phi, psi, s: (phi, psi)))
     expected = evaluate(ready(), Reshaped(lambda phi, psi, s: (phi, psi, 2.0)))
-
     torch.testing.assert_close([*found], [*expected])
 
 
@@ -171,26 +166,21 @@ def test_every_checkpoint_has_the_same_pairs_as_negatives():
 def test_without_pairs_prepare_keeps_the_negatives_that_were_set():
     task, fresh = ready(), CLIPModelOutput(simulated_batch_size=3)
     before = task.state_digest()
-
     task.prepare(prepared(PairModel()))
     fresh.prepare(prepared(PairModel()))
-
     assert task.state_digest() == before
     assert fresh.state_digest() is None
 
 
 def test_pairs_are_told_by_the_state_digest_and_not_by_the_settings():
     task, other, none = (CLIPModelOutput(simulated_batch_size=3, pairs=some) for some in ([], PAIRS, None))
-
     assert task.settings() == other.settings() == none.settings()
 
 
 def test_the_models_modes_come_back_after_an_error():
     model = in_mixed_modes(prepared(PairModel()))
-
     with pytest.raises(InvalidInputError, match=r"Expected .images, texts."):
         CLIPModelOutput().get_embeddings(model, [(IMAGES, TEXTS, TEXTS)])
-
     assert modes(model) == modes(in_mixed_modes(prepared(PairModel())))
 
 
@@ -200,10 +190,8 @@ def test_terms_are_computed_in_float32(mode):
     dtype = torch.float32 if mode == "autocast" else torch.bfloat16
     features = [part.detach().to(dtype) for part in prepared(PairModel())(IMAGES, TEXTS)]
     expected = evaluate(ready(), Answer(tuple(part.float() for part in features)))
-
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
         terms = evaluate(ready(), Answer(tuple(features)))
-
     for term, other in zip(terms, expected, strict=True):
         assert term.dtype == torch.float32
         assert torch.equal(term, other)

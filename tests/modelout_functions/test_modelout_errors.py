@@ -83,53 +83,37 @@ BAD_TEMPERATURES = [
 ]
 SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
     tasks.ImageClassificationModelOutput: BAD_TEMPERATURES,
-    tasks.TextClassificationModelOutput: [
-        *BAD_TEMPERATURES,
-        ({"input_names": "input_ids"}, "distinct keyword names"),
-        ({"input_names": ("mask", "mask")}, "distinct keyword names"),
-    ],
+    tasks.TextClassificationModelOutput: [*BAD_TEMPERATURES, ({"input_names": "input_ids"}, "distinct keyword names"),
+                                          ({"input_names": ("mask", "mask")}, "distinct keyword names")],
     tasks.MultiLabelModelOutput: [({"output": "logprob"}, "output must be one of")],
     tasks.RegressionModelOutput: [({"output": "loss"}, "output must be one of")],
-    tasks.CausalLanguageModelingModelOutput: [
-        ({"output": "logit"}, "output must be one of"),
-        ({"shift": "yes"}, "shift must be True or False"),
-    ],
+    tasks.CausalLanguageModelingModelOutput: [({"output": "logit"}, "output must be one of"),
+                                              ({"shift": "yes"}, "shift must be True or False")],
     tasks.CallableModelOutput: [({"function": 3}, "is a int. Expected a callable")],
     tasks.DPOModelOutput: [({"beta": 0.0}, "beta must be")],
-    tasks.PolicyGradientModelOutput: [
-        ({"clip": -0.1}, "clip must be"),
-        ({"clip": 1.5}, "clip must be at most 1 below"),
-        ({"clip": (0.1, 0.2, 0.3)}, "clip must be a number, two numbers"),
-        ({"kl_weight": -1.0}, "kl_weight must be"),
-        ({"reduction": "max"}, "reduction must be one of"),
-        ({"temperature": 0.0}, "temperature must be"),
-        ({"kl_correction": 1}, "kl_correction must be"),
-    ],
-    tasks.DenseClassificationModelOutput: [
-        ({"class_axis": 2}, "class_axis must be 1"),
-        ({"ignore_index": 1.5}, "ignore_index must be an integer"),
-        ({"class_axis": -1, "upsample": True}, "upsample must be"),
-    ],
-    tasks.DiffusionModelOutput: [
-        ({"schedule": "sigmoid"}, "schedule must be one of"),
-        ({"schedule": [1.5]}, "schedule must be the name"),
-        ({"prediction": "x"}, "prediction must be one of"),
-        ({"draws": 0}, "draws must be"),
-    ],
-    tasks.ContrastiveModelOutput: [
-        ({"similarity": "l2"}, "similarity must be one of"),
-        ({"temperature": -1}, "temperature must be"),
-    ],
+    tasks.PolicyGradientModelOutput: [({"clip": -0.1}, "clip must be"),
+                                      ({"clip": 1.5}, "clip must be at most 1 below"),
+                                      ({"clip": (0.1, 0.2, 0.3)}, "clip must be a number, two numbers"),
+                                      ({"kl_weight": -1.0}, "kl_weight must be"),
+                                      ({"reduction": "max"}, "reduction must be one of"),
+                                      ({"temperature": 0.0}, "temperature must be"),
+                                      ({"kl_correction": 1}, "kl_correction must be")],
+    tasks.DenseClassificationModelOutput: [({"class_axis": 2}, "class_axis must be 1"),
+                                           ({"ignore_index": 1.5}, "ignore_index must be an integer"),
+                                           ({"class_axis": -1, "upsample": True}, "upsample must be")],
+    tasks.DiffusionModelOutput: [({"schedule": "sigmoid"}, "schedule must be one of"),
+                                 ({"schedule": [1.5]}, "schedule must be the name"),
+                                 ({"prediction": "x"}, "prediction must be one of"), ({"draws": 0}, "draws must be")],
+    tasks.ContrastiveModelOutput: [({"similarity": "l2"}, "similarity must be one of"),
+                                   ({"temperature": -1}, "temperature must be")],
     tasks.SequenceToSequenceModelOutput: [({"pad_token_id": -1}, "pad_token_id must be a token id")],
-    tasks.CLIPModelOutput: [
-        ({"temperature": 0.0}, "temperature"),
-        ({"simulated_batch_size": 0}, "simulated_batch_size"),
-        ({"seed": 1.5}, "seed must be an integer"),
-        ({"input_names": ("image",)}, "two distinct names"),
-        ({"pairs": iter([])}, "pairs is a list_iterator. Expected a list of batches or a loader"),
-        ({"pairs": 3}, "pairs is a int"),
-        ({"pairs": DataLoader(LOGITS, shuffle=True)}, "DataLoader that shuffles.*shuffle=False"),
-    ],
+    tasks.CLIPModelOutput: [({"temperature": 0.0}, "temperature"),
+                            ({"simulated_batch_size": 0}, "simulated_batch_size"),
+                            ({"seed": 1.5}, "seed must be an integer"),
+                            ({"input_names": ("image",)}, "two distinct names"),
+                            ({"pairs": iter([])}, "pairs is a list_iterator. Expected a list of batches or a loader"),
+                            ({"pairs": 3}, "pairs is a int"),
+                            ({"pairs": DataLoader(LOGITS, shuffle=True)}, "DataLoader that shuffles.*shuffle=False")],
     partial(tasks.QuestionsModelOutput, IMAGES): [({"questions": {}}, "questions is empty")],
     partial(tasks.ActivationModelOutput, "0"): [
         ({"direction": torch.ones(2, 2)}, "no vector of finite numbers"),
@@ -138,7 +122,7 @@ SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
         ({"direction": torch.ones(5), "position": "middle"}, "position must be one of"),
         ({"direction": torch.ones(5), "position": True}, "position must be one of"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "settings", "message"), flat(SETTINGS))
@@ -176,12 +160,10 @@ TERMS: dict[Any, list[tuple[Any, ...]]] = {
         (LOGITS[:, :, None], LABELS, r"shape \(2, 3, 1\)"),
         (LOGITS[:, :1], LABELS, "at least 2 classes.*binary_classification"),
     ],
-    BINARY: [
-        (FIRST, torch.tensor([1, 5]), r"sample 1: labels\[1\] is 5\. Expected .*0 .*1"),
-        (LOGITS, LABELS, r"logits have shape \(2, 3\). Expected \(B,\) or \(B, 1\).*multilabel"),
-        (FIRST, LOGITS, r"labels have shape \(2, 3\)"),
-        (FIRST, LABELS[:1], r"labels have shape \(1,\), the logits \(2,\)"),
-    ],
+    BINARY: [(FIRST, torch.tensor([1, 5]), r"sample 1: labels\[1\] is 5\. Expected .*0 .*1"),
+             (LOGITS, LABELS, r"logits have shape \(2, 3\). Expected \(B,\) or \(B, 1\).*multilabel"),
+             (FIRST, LOGITS, r"labels have shape \(2, 3\)"),
+             (FIRST, LABELS[:1], r"labels have shape \(1,\), the logits \(2,\)")],
     tasks.MultiLabelModelOutput(): [
         (FIRST, LABELS, r"logits of shape \(2,\)"),
         (LOGITS[:, :0], LABELS, r"logits of shape \(2, 0\)"),
@@ -200,28 +182,20 @@ TERMS: dict[Any, list[tuple[Any, ...]]] = {
         (zeros(2, 7), zeros(2, 1), r"Expected \(B, T, V\) with at least 2 positions"),
         (zeros(2, 1, 7), zeros(2, 1), r"Expected \(B, T, V\) with at least 2 positions"),
         (zeros(2, 4, 7), zeros(2, 3).long(), r"shape \(2, 3\). Expected \(2, 4\)"),
-        (
-            zeros(2, 3, 7),
-            torch.tensor([[0, 1, 2], [0, 1, 99]]),
-            r"sample 1: labels\[1, 2\] is 99\..* 0 to 6 .*-100",
-        ),
+        (zeros(2, 3, 7), torch.tensor([[0, 1, 2], [0, 1, 99]]), r"sample 1: labels\[1, 2\] is 99\..* 0 to 6 .*-100"),
         (zeros(2, 3, 7), torch.tensor([[0, 1, 2], [5, -100, -100]]), "sample 1 has no token to predict"),
     ],
     tasks.CallableModelOutput(lambda call, batch: call(batch[0]).sum()): [
         (LOGITS, LABELS, r"shape \(\). Expected a tensor of shape \(2,\)")
     ],
-    tasks.CallableModelOutput(lambda call, batch: call(batch[0])): [
-        (LOGITS, LABELS, r"shape \(2, 3\)"),
-        (LABELS, LABELS, "dtype torch.int64"),
-        (1.0, LABELS, "returned float"),
-    ],
-}
+    tasks.CallableModelOutput(lambda call, batch: call(batch[0])): [(LOGITS, LABELS, r"shape \(2, 3\)"),
+                                                                    (LABELS, LABELS, "dtype torch.int64"),
+                                                                    (1.0, LABELS, "returned float")],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "logits", "labels", "message"), flat(TERMS))
-def test_logits_and_labels_that_do_not_fit_are_refused(
-    task: tasks.AbstractModelOutput, logits: Any, labels: Any, message: str
-) -> None:
+def test_logits_and_labels_that_do_not_fit_are_refused(task, logits, labels, message):
     with pytest.raises(InvalidInputError, match=message):
         task.evaluate(tasks.ModelCall(Answer(logits)), (zeros(2, 1), labels))
 
@@ -235,31 +209,18 @@ def test_logits_and_labels_that_do_not_fit_are_refused(
         (tasks.MultiLabelModelOutput(), (3,), (2,), r"labels have shape \(B, 2\), the logits \(B, 3\)"),
         (tasks.MultiLabelModelOutput(), (), (2,), r"logits of shape \(B,\). Expected \(B, C\)"),
         (tasks.RegressionModelOutput(), (3,), (2,), r"predictions have shape \(B, 3\), the targets \(B, 2\)"),
-        (
-            tasks.RegressionModelOutput(),
-            (3,),
-            (3,),
-            r"predictions of shape \(B, 3\). Expected \(B,\) or \(B, 1\)",
-        ),
+        (tasks.RegressionModelOutput(), (3,), (3,), r"predictions of shape \(B, 3\). Expected \(B,\) or \(B, 1\)"),
         (LANGUAGE, (3,), (3,), r"logits of shape \(B, 3\). Expected \(B, T, V\)"),
         (LANGUAGE, (3, 4), (2,), r"shape \(B, 2\). Expected \(B, 3\)"),
         (lambda call, batch: call(batch[0]), (3,), (), r"returned shape \(B, 3\). Expected .* shape \(B,\)"),
-        (
-            lambda call, batch: call(batch[0]).sum(),
-            (3,),
-            (),
-            r"returned shape \(\). Expected .* shape \(B,\)",
-        ),
+        (lambda call, batch: call(batch[0]).sum(), (3,), (), r"returned shape \(\). Expected .* shape \(B,\)"),
     ],
-)
-def test_shapes_under_transforms_do_not_speak_of_a_batch_of_one(
-    task: Any, logits: tuple[int, ...], labels: tuple[int, ...], message: str
-) -> None:
+)  # fmt: skip
+def test_shapes_under_transforms_do_not_speak_of_a_batch_of_one(task, logits, labels, message):
     """A sample-by-sample computer gives each sample an axis of one, which the user has never seen."""
     run = torch.func.grad(
         lambda values, label: terms_of_logits(tasks.resolve_task(task), values[None], label[None]).output[0]
     )
-
     with pytest.raises(InvalidInputError, match=message):
         torch.func.vmap(run)(zeros(5, *logits), zeros(5, *labels).long())
 
@@ -272,67 +233,48 @@ BATCHES: list[tuple[Any, Callable[[], nn.Module], Any, str]] = [
     (IMAGES, nn.Identity, {"inputs": LOGITS, "label": LABELS, "labels": LABELS}, "exactly one of"),
     (IMAGES, nn.Identity, {"labels": LABELS}, r"keys \['labels'\]"),
     (LANGUAGE, LanguageModel, (IDS, IDS, IDS, IDS), "3 parts before the labels.*use dict batches"),
-    (
-        tasks.TextClassificationModelOutput(),
-        TextModel,
-        (IDS, MASK, TEXT_LABELS),
-        r"2 part.s. before the labels.*token_type_ids.*input_names",
-    ),
-]
+    (tasks.TextClassificationModelOutput(), TextModel, (IDS, MASK, TEXT_LABELS),
+     r"2 part.s. before the labels.*token_type_ids.*input_names"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "model", "batch", "message"), BATCHES)
-def test_batches_of_another_form_are_refused(
-    task: tasks.AbstractModelOutput, model: Callable[[], nn.Module], batch: Any, message: str
-) -> None:
+def test_batches_of_another_form_are_refused(task, model, batch, message):
     with pytest.raises(InvalidInputError, match=message):
         task.evaluate(tasks.ModelCall(model()), batch)
 
 
 COLUMNS: dict[str, list[tuple[Any, ...]]] = {
-    "dpo-plain": [
-        ({"ref_chosen_logps": None}, r"Missing: \['ref_chosen_logps'\]"),
-        ({"chosen_labels": [1]}, "'chosen_labels' is a list"),
-        ({"rejected_labels": zeros(B, 2).long()}, "rejected_labels have shape"),
-        ({"ref_chosen_logps": zeros(B, 1)}, "'ref_chosen_logps' is a .*one real number"),
-        (tuple, "batch is a tuple. Expected a dict"),
-        (Answer(zeros(B, 2)), r"logits of shape \(4, 2\). Expected \(B, T, V\)"),
-    ],
+    "dpo-plain": [({"ref_chosen_logps": None}, r"Missing: \['ref_chosen_logps'\]"),
+                  ({"chosen_labels": [1]}, "'chosen_labels' is a list"),
+                  ({"rejected_labels": zeros(B, 2).long()}, "rejected_labels have shape"),
+                  ({"ref_chosen_logps": zeros(B, 1)}, "'ref_chosen_logps' is a .*one real number"),
+                  (tuple, "batch is a tuple. Expected a dict"),
+                  (Answer(zeros(B, 2)), r"logits of shape \(4, 2\). Expected \(B, T, V\)")],
     "policy_gradient-clipped": [({"old_logps": None}, r"Missing: \['old_logps'\]")],
     "policy_gradient-grpo": [({"ref_logps": None}, r"Missing: \['ref_logps'\]")],
-    "policy_gradient-ratio": [
-        ({"old_logps": zeros(B, T - 1)}, "one number per token"),
-        ({"advantages": 3.0}, "'advantages' is a float"),
-        ({"labels": [1]}, "labels are a list"),
-    ],
-    "diffusion-epsilon": [
-        ({"seed": None}, r"Missing: \['seed'\]"),
-        ({"seed": zeros(B)}, "seeds are not a tensor of integers"),
-        ({"sample": zeros(B)}, "Expected a tensor"),
-        ({"timestep": zeros(B, 2).long()}, "does not fit 1 draw"),
-        (Answer(zeros(B, 2)), r"predicted shape \(4, 2\) for samples of shape \(4, 5\)"),
-        (Answer({"logits": zeros(B, 5)}), "model gave a dict with the keys"),
-    ],
-    "contrastive-mean": [
-        ({"negative_input_ids": None}, "none of which begins with 'negative_'"),
-        ({"negative_input_ids": zeros(B).long()}, "the same number of negatives"),
-        ({"labels": [0]}, "labels are a list"),
-        (Answer(zeros(B)), "embeddings of shape"),
-        (Answer({"logits": zeros(B)}), "model gave a dict with the keys"),
-    ],
+    "policy_gradient-ratio": [({"old_logps": zeros(B, T - 1)}, "one number per token"),
+                              ({"advantages": 3.0}, "'advantages' is a float"),
+                              ({"labels": [1]}, "labels are a list")],
+    "diffusion-epsilon": [({"seed": None}, r"Missing: \['seed'\]"),
+                          ({"seed": zeros(B)}, "seeds are not a tensor of integers"),
+                          ({"sample": zeros(B)}, "Expected a tensor"),
+                          ({"timestep": zeros(B, 2).long()}, "does not fit 1 draw"),
+                          (Answer(zeros(B, 2)), r"predicted shape \(4, 2\) for samples of shape \(4, 5\)"),
+                          (Answer({"logits": zeros(B, 5)}), "model gave a dict with the keys")],
+    "contrastive-mean": [({"negative_input_ids": None}, "none of which begins with 'negative_'"),
+                         ({"negative_input_ids": zeros(B).long()}, "the same number of negatives"),
+                         ({"labels": [0]}, "labels are a list"), (Answer(zeros(B)), "embeddings of shape"),
+                         (Answer({"logits": zeros(B)}), "model gave a dict with the keys")],
     "reward_modeling-plain": [(Answer(zeros(B, 2)), r"scores of shape \(4, 2\). Expected \(B,\)")],
     "sequence_to_sequence-log_prob": [(tuple, "batch is a tuple")],
-    "dense_classification-tokens": [
-        (lambda columns: tuple(columns)[:1], "batch is a tuple of 1"),
-        (Answer(zeros(B, 2)), "for one label per sample"),
-    ],
-}
+    "dense_classification-tokens": [(lambda columns: tuple(columns)[:1], "batch is a tuple of 1"),
+                                    (Answer(zeros(B, 2)), "for one label per sample")],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "message"), flat(COLUMNS))
-def test_columns_and_answers_of_post_training_that_do_not_fit_are_refused(
-    name: str, change: Any, message: str
-) -> None:
+def test_columns_and_answers_of_post_training_that_do_not_fit_are_refused(name, change, message):
     """Changed columns (None leaves one out), columns without names, or another answer of the model."""
     case = POST_TRAINING[name]()
     model, batch = case.model, case.batch
@@ -397,7 +339,6 @@ class Reshaped(nn.Module):
 def test_answers_that_are_no_pair_of_features_are_refused(form: Callable[..., Any], message: str) -> None:
     task = tasks.CLIPModelOutput(simulated_batch_size=3)
     task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
-
     with pytest.raises(InvalidInputError, match=message):
         task.evaluate(tasks.ModelCall(Reshaped(form)), PAIRS)
 
@@ -424,15 +365,12 @@ CLIP: list[tuple[Callable[[], Any], str]] = [
     (lambda: clip().set_embeddings(zeros(8, 3), zeros(8, 2)), "same .N, d. for both"),
     (lambda: clip().set_embeddings(zeros(8), zeros(8)), "same .N, d. for both"),
     (lambda: clip().set_embeddings(*FEW), "same .N, d. for both"),
-    (
-        lambda: clip().set_embeddings(*2 * FEW[:1]),
-        "2 embedded pairs. Expected at least simulated_batch_size = 3",
-    ),
+    (lambda: clip().set_embeddings(*2 * FEW[:1]), "2 embedded pairs. Expected at least simulated_batch_size = 3"),
     (lambda: clip(pairs=[]).prepare(prepared(PairModel())), "gave no batch"),
     (lambda: clip(pairs=[FEW]).prepare(prepared(PairModel())), "2 embedded pairs"),
     (embed, "loader gave no batch"),
     (lambda: embed(PAIRS, embedding_dim=512), "width 3, expected embedding_dim = 512"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "message"), CLIP)

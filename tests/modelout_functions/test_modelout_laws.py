@@ -92,9 +92,7 @@ def test_timesteps_and_noise_of_a_seed_are_those_of_splitmix64(seed: int) -> Non
     """Draw d takes its timestep from stream 2 d and its noise from the next one."""
     clean = torch.zeros(2, D, dtype=torch.float64)
     task = DiffusionModelOutput(schedule=[0.0] * 10, draws=3)
-
     seen = seen_by(prepared(Denoiser()), task, {"sample": clean, "seed": torch.tensor([5, seed])})
-
     for draw, (noise, steps) in enumerate(seen):
         assert int(steps[1]) == int(uniforms(seed, 2 * draw, 1)[0] * 10)
         expected = [NormalDist().inv_cdf(value) for value in uniforms(seed, 2 * draw + 1, D)]

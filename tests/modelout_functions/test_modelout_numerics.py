@@ -73,9 +73,7 @@ ANSWERS += [{"hidden": LOGITS + 1, "logits": LOGITS}, SimpleNamespace(logits=LOG
 )
 def test_usual_answers_of_models_and_usual_batches_are_understood(answer, batch, called):
     model = Called(answer)
-
     terms = IMAGES.evaluate(tasks.ModelCall(model), batch)
-
     assert model.called == called
     same(terms, terms_of_logits(IMAGES, LOGITS, LABELS))
 
@@ -91,7 +89,6 @@ def test_usual_answers_of_models_and_usual_batches_are_understood(answer, batch,
 def test_labels_of_several_dtypes_are_taken(task, dtypes, labels):
     logits, plain = randn(3, 4, seed=11)[:, : 4 if task is IMAGES else 1], torch.tensor(labels)
     expected = terms_of_logits(task, logits, plain.double() if task.name == "regression" else plain)
-
     for dtype in dtypes:
         same(terms_of_logits(task, logits, plain.to(dtype)), expected)
 
@@ -116,31 +113,25 @@ def test_text_parts_can_have_other_names() -> None:
 def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(output, predictions, targets):
     values, wanted = randn(predictions[0], seed=1), randn(predictions[0], seed=2)
     task = tasks.RegressionModelOutput(output=output)
-
     terms = terms_of_logits(task, values.reshape(predictions), wanted.reshape(targets))
-
     same(terms, terms_of_logits(task, values, wanted))
 
 
 def test_a_last_axis_of_one_is_taken_off_under_transforms_too() -> None:
     values, wanted = randn(3, 1, seed=1), randn(3, seed=2)
     task = tasks.RegressionModelOutput(output="neg_squared_error")
-
     gradients = torch.func.vmap(
         torch.func.grad(lambda value, target: terms_of_logits(task, value[None], target[None]).output[0])
     )(values, wanted)
-
     torch.testing.assert_close(gradients, wanted[:, None] - values)
 
 
 def test_an_invalid_label_is_nan_under_transforms_also_where_torch_does_not_tell_them(monkeypatch):
     """Torch's own answer is a private function."""
     monkeypatch.setattr("trak_lite.modelout_functions._inputs._ask_torch", None)
-
     found = torch.func.vmap(
         lambda logits, label: terms_of_logits(IMAGES, logits[None], label[None]).output[0]
     )(LOGITS, torch.tensor([2, 5]))
-
     assert found.isnan().tolist() == [False, True]
     torch.testing.assert_close(found[0], terms_of_logits(IMAGES, LOGITS[:1], LABELS[:1]).output[0])
 
@@ -151,7 +142,6 @@ def test_the_first_label_of_a_shifted_sample_is_not_used() -> None:
     other = ids.clone()
     other[:, 0] = 999
     task = tasks.CausalLanguageModelingModelOutput()
-
     same(
         task.evaluate(tasks.ModelCall(model), (ids, other)), task.evaluate(tasks.ModelCall(model), (ids, ids))
     )
@@ -159,9 +149,7 @@ def test_the_first_label_of_a_shifted_sample_is_not_used() -> None:
 
 def test_neg_squared_error_sums_over_targets_of_any_shape() -> None:
     predictions, targets = randn(2, 3, 2, seed=12), randn(2, 3, 2, seed=13)
-
     terms = terms_of_logits(tasks.RegressionModelOutput(output="neg_squared_error"), predictions, targets)
-
     expected = [-0.5 * float(((p - t) ** 2).sum()) for p, t in zip(predictions, targets, strict=True)]
     assert terms.output.tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -169,11 +157,9 @@ def test_neg_squared_error_sums_over_targets_of_any_shape() -> None:
 def test_small_logits_are_resized_to_the_labels() -> None:
     model, images = prepared(nn.Conv2d(1, 3, 2, stride=2)), randn(2, 1, 4, 6, seed=1)
     labels = randint(3, (2, 4, 6), 2)
-
     terms = tasks.DenseClassificationModelOutput(upsample=True).evaluate(
         tasks.ModelCall(model), (images, labels)
     )
-
     full = nn.functional.interpolate(model(images), size=(4, 6), mode="bilinear")
     expected = -nn.functional.cross_entropy(full, labels, reduction="none").sum((1, 2))
     torch.testing.assert_close(terms.output, expected)
@@ -181,7 +167,6 @@ def test_small_logits_are_resized_to_the_labels() -> None:
 
 def test_an_empty_batch_gives_empty_terms() -> None:
     empty = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-
     assert [term.shape for term in IMAGES.evaluate(tasks.ModelCall(mlp(C)), empty)] == [(0,)] * 3
 
 
@@ -206,32 +191,18 @@ def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
     [
         (IMAGES, [[40.0, 0.0, 0.0]], [0], [MARGIN], [math.exp(-MARGIN)], [math.exp(-MARGIN)]),
         (IMAGES, [[-30.0, 0.0]], [0], [-30.0], [1.0], [math.exp(-30.0)]),
-        (
-            BINARY,
-            [50.0, 50.0, -50.0, -50.0],
-            [1, 0, 1, 0],
-            [50.0, -50.0, -50.0, 50.0],
-            [SMALL, 1, 1, SMALL],
-            [SMALL] * 4,
-        ),
+        (BINARY, [50.0, 50.0, -50.0, -50.0], [1, 0, 1, 0], [50.0, -50.0, -50.0, 50.0], [SMALL, 1, 1, SMALL],
+         [SMALL] * 4),
         (tasks.MultiLabelModelOutput(output="log_prob"), [[30.0]], [[1]], [-math.exp(-30.0)], [1.0], [0.0]),
         (tasks.RegressionModelOutput(), [1.0, 5.0], [3, 2], [1.0, 5.0], [2.0, -3.0], [1.0, 1.0]),
-        (
-            tasks.RewardModelOutput(),
-            [40.0, -40.0],
-            [0.0, 0.0],
-            [40.0, -40.0],
-            [math.exp(-40), 1.0],
-            [math.exp(-40)] * 2,
-        ),
+        (tasks.RewardModelOutput(), [40.0, -40.0], [0.0, 0.0], [40.0, -40.0], [math.exp(-40), 1.0],
+         [math.exp(-40)] * 2),
     ],
-)
+)  # fmt: skip
 def test_terms_keep_their_digits_far_from_the_decision(task, logits, labels, f, q, w):
     """In float32, 1 - softmax would be 0 from a margin of 17 on, and log-softmax as well."""
     ask: Callable[..., OutputTerms] = reward_terms if task.name == "reward_modeling" else terms_of_logits
-
     terms = ask(task, torch.tensor(logits), torch.tensor(labels))
-
     for term, expected in zip(terms, (f, q, w), strict=True):
         assert term.dtype == torch.float32
         assert term.tolist() == pytest.approx(expected, rel=1e-5, abs=0)
@@ -241,15 +212,12 @@ def test_terms_keep_their_digits_far_from_the_decision(task, logits, labels, f, 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
 def test_a_common_offset_of_two_logits_costs_no_digits(offset: float) -> None:
     logits = torch.tensor([[offset + 0.5, offset], [offset, offset + 2.5]])
-
     assert terms_of_logits(IMAGES, logits, torch.tensor([0, 0])).output.tolist() == [0.5, -2.5]
 
 
 def test_a_thousand_classes_agree_with_float64_softmax() -> None:
     logits, labels = randn(8, 1000, seed=0).float() * 10, randint(1000, (8,), 1)
-
     terms = terms_of_logits(IMAGES, logits, labels)
-
     p = torch.softmax(logits.double(), 1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(terms.output.double(), torch.log(p) - torch.log1p(-p), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(terms.out_to_loss_grad.double(), 1 - p, rtol=1e-5, atol=1e-7)
@@ -258,20 +226,16 @@ def test_a_thousand_classes_agree_with_float64_softmax() -> None:
 
 def test_huge_logits_give_finite_terms_and_gradients() -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [-1e30, 1e30, 0.0]], requires_grad=True)
-
     terms = terms_of_logits(IMAGES, logits, torch.tensor([0, 0]))
     (gradient,) = torch.autograd.grad(terms.output.sum(), logits)
-
     assert torch.stack([*terms, gradient.sum(1)]).isfinite().all()
     assert terms.out_to_loss_grad.tolist() == [0.0, 1.0]
 
 
 def test_a_class_that_is_ruled_out_by_minus_infinity_does_not_count() -> None:
     with_it = torch.tensor([[1.0, -torch.inf, 2.0]], requires_grad=True)
-
     terms = terms_of_logits(IMAGES, with_it, torch.tensor([0]))
     (gradient,) = torch.autograd.grad(terms.output.sum(), with_it)
-
     expected = terms_of_logits(IMAGES, torch.tensor([[1.0, 2.0]]), torch.tensor([0]))
     torch.testing.assert_close(terms.output, expected.output)
     torch.testing.assert_close(gradient, torch.tensor([[1.0, 0.0, -1.0]]))
@@ -279,9 +243,7 @@ def test_a_class_that_is_ruled_out_by_minus_infinity_does_not_count() -> None:
 
 def test_temperature_changes_q_and_w_and_not_f() -> None:
     logits, labels = randn(5, 4, seed=2), randint(4, (5,), 3)
-
     warm = terms_of_logits(tasks.ImageClassificationModelOutput(temperature=2.5), logits, labels)
-
     q = 1 - torch.softmax(logits / 2.5, 1).gather(1, labels[:, None])[:, 0]
     assert torch.equal(warm.output, terms_of_logits(IMAGES, logits, labels).output)
     torch.testing.assert_close(warm.out_to_loss_grad, q)
@@ -291,9 +253,7 @@ def test_temperature_changes_q_and_w_and_not_f() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits_give_float32_terms(dtype: torch.dtype) -> None:
     logits, labels = randn(4, 3, seed=10).to(dtype), torch.tensor([0, 1, 2, 0])
-
     terms = terms_of_logits(IMAGES, logits, labels)
-
     assert {term.dtype for term in terms} == {torch.float32}
     same(terms, terms_of_logits(IMAGES, logits.float(), labels))
 
@@ -304,8 +264,6 @@ def test_a_label_out_of_range_leaves_the_gpu_usable() -> None:
     """An index out of range in a kernel would make every later call fail."""
     case = image_case(IMAGES)
     model, (images, labels) = case.model.cuda(), (part.cuda() for part in case.batch)
-
     with pytest.raises(InvalidInputError, match=r"sample 0: labels\[0\] is 77"):
         IMAGES.evaluate(tasks.ModelCall(model), (images, labels + 77))
-
     assert IMAGES.evaluate(tasks.ModelCall(model), (images, labels)).output.isfinite().all()

@@ -37,8 +37,7 @@ def state(model):
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize(
-    ("name", "make"),
-    [("ImageClassificationModelOutput", images), ("TextClassificationModelOutput", text)],
+    ("name", "make"), [("ImageClassificationModelOutput", images), ("TextClassificationModelOutput", text)]
 )
 def test_both_methods_and_gradients_agree_with_the_original(name, make, temperature):
     """Gradients as the original's functional computer takes them: by weights, un-batched samples under vmap."""
@@ -147,8 +146,6 @@ def test_a_subclass_of_a_task_that_adds_nothing_to_the_contract_keeps_it():
 def test_get_output_takes_a_mapping_of_one_sample():
     model, ids = cases.prepared(cases.LanguageModel()), cases.randint(cases.V, (2, cases.T), 3)
     task = tasks.CausalLanguageModelingModelOutput()
-
     one = task.get_output(model, None, None, {"input_ids": ids[1], "labels": ids[1]})
-
     whole = task.evaluate(tasks.ModelCall(model), {"input_ids": ids, "labels": ids}).output
     torch.testing.assert_close(one, whole[1])

@@ -46,7 +46,6 @@ def test_every_name_resolves_to_its_class():
 
 def test_instances_classes_and_functions_resolve_to_tasks():
     task, made = Own(), tasks.resolve_task(mean_of_squares)
-
     assert tasks.resolve_task(task) is task
     assert type(tasks.resolve_task(Own)) is Own
     assert type(made) is tasks.CallableModelOutput
@@ -56,7 +55,6 @@ def test_instances_classes_and_functions_resolve_to_tasks():
 def test_a_task_has_no_state_and_nothing_to_prepare_by_default():
     task, model = Own(), nn.Linear(2, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-
     assert task.prepare(model) is None
     assert (task.state_digest(), task.settings(), vars(task)) == (None, {}, {})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -68,26 +66,19 @@ CHANGES = {
     "causal_language_modeling": [{"shift": False}, {"output": "margin"}],
     "clip": [{"seed": 1}, {"simulated_batch_size": 3}, {"temperature": 1.0}],
     "dpo": [{"beta": 0.2}],
-    "policy_gradient": [
-        {"clip": 0.2},
-        {"clip": (0.2, 0.3)},
-        {"kl_weight": 0.1},
-        {"reduction": "mean"},
-        {"temperature": 0.7},
-        {"kl_correction": True},
-    ],
+    "policy_gradient": [{"clip": 0.2}, {"clip": (0.2, 0.3)}, {"kl_weight": 0.1}, {"reduction": "mean"},
+                        {"temperature": 0.7}, {"kl_correction": True}],
     "diffusion": [{"schedule": "cosine"}, {"prediction": "v_prediction"}, {"draws": 2}, {"num_steps": 100}],
     "contrastive": [{"similarity": "dot"}, {"pooling": "last"}, {"temperature": 1.0}],
     "dense_classification": [{"class_axis": -1}, {"ignore_index": 255}, {"upsample": True}],
     "sequence_to_sequence": [{"pad_token_id": 0}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_that_change_numbers_change_the_identity(name):
     cls = tasks.MODEL_OUTPUTS[name]
     made = [identity_of(cls(**settings)) for settings in ({}, *CHANGES[name])]
-
     assert made == [identity_of(cls(**settings)) for settings in ({}, *CHANGES[name])]
     assert len({json.dumps(identity) for identity in made}) == len(made)
 
@@ -214,10 +205,7 @@ PAIRS = {
     "base class": lambda: (prompted(1, derived=True), prompted(2, derived=True)),
     "class of a factory": lambda: (own_task(1), own_task(2)),
     "attribute of a class": lambda: (with_member("scale", 1), with_member("scale", 2)),
-    "property": lambda: (
-        with_member("width", property(scaled(1))),
-        with_member("width", property(scaled(2))),
-    ),
+    "property": lambda: (with_member("width", property(scaled(1))), with_member("width", property(scaled(2)))),
     "cached property": lambda: (
         with_member("width", functools.cached_property(scaled(1))),
         with_member("width", functools.cached_property(scaled(2))),
@@ -244,13 +232,12 @@ PAIRS = {
     "object that holds itself": lambda: (scaled(own_list(1)), scaled(own_list(2))),
     "end of a long list": lambda: (scaled([*range(9_999), 0]), scaled([*range(9_999), 1])),
     "function or object": lambda: (scaled(len), scaled(Scaler())),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
 def test_other_code_is_another_task(make):
     (one, other), (again, _) = make(), make()
-
     assert identity_of(one) == identity_of(again) != identity_of(other)
 
 
@@ -322,10 +309,7 @@ CONTENT = {
     "class of an object": lambda: (Weighted(1), Heavier(1)),
     "slots": lambda: (Slotted(1), Slotted(2)),
     "task": lambda: (tasks.RegressionModelOutput(), tasks.RegressionModelOutput(output="neg_squared_error")),
-    "task of a function": lambda: (
-        tasks.CallableModelOutput(scaled(1)),
-        tasks.CallableModelOutput(scaled(2)),
-    ),
+    "task of a function": lambda: (tasks.CallableModelOutput(scaled(1)), tasks.CallableModelOutput(scaled(2))),
     "class": lambda: (Weighted, Heavier),
     "Python module": lambda: (json, functools),
     "weights of a network": lambda: (network(1.0), network(2.0)),
@@ -336,7 +320,7 @@ CONTENT = {
     "method of a built-in object": lambda: ("a".join, "b".join),
     "cached function": lambda: (functools.lru_cache(scaled(1)), functools.lru_cache(scaled(2))),
     "item getter": lambda: (operator.itemgetter(0), operator.itemgetter(1)),
-}
+}  # fmt: skip
 CARRIERS = {
     "closure": scaled,
     "keyword": lambda value: functools.partial(powered, weights=value),
@@ -353,7 +337,6 @@ CARRIERS = {
 def test_a_carried_value_counts_by_its_content(carrier, values):
     """The same content made twice is the same task; other content is another one."""
     (one, other), (again, _) = values(), values()
-
     assert identity_of(carrier(one)) == identity_of(carrier(again)) != identity_of(carrier(other))
 
 
@@ -395,17 +378,15 @@ LOCK, NO_VALUES = threading.Lock(), "captures factor, a torch.Tensor.*no plain v
         (scaled(x for x in "ab"), "captures factor, a builtins.generator"),
         (scaled(torch.ones(1).to_sparse()), NO_VALUES),
         (scaled(torch.ones(1, device="meta")), NO_VALUES),
-        (
-            scaled(functools.reduce(lambda inner, _: [inner], range(40), 1)),
-            r"captures factor\[0\].*, a builtins.list.*nested in more than 32 objects",
-        ),
+        (scaled(functools.reduce(lambda inner, _: [inner], range(40), 1)),
+         r"captures factor\[0\].*, a builtins.list.*nested in more than 32 objects"),
         (scaled(sys.__stdout__), "TextIOWrapper"),
         (Weighted(LOCK), "captures function.weight, a _thread.lock"),
         (Weighted(LOCK).output, "captures function.__self__.weight, a _thread.lock"),
         (functools.partial(powered, weights=LOCK), "captures weights, a _thread.lock"),
         (with_attribute(LOCK), "captures function.weight, a _thread.lock"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_described_is_refused_by_its_name(function, message):
     with pytest.raises(
         InvalidInputError, match=message + r".*AbstractModelOutput, and return .*settings\(\)"

@@ -46,9 +46,7 @@ def test_labels_are_drawn_as_often_as_the_loss_says(name, row):
 def test_labels_are_drawn_at_labelled_positions_only(name):
     case, count = POST_TRAINING[name](), 2000
     batch, noise = repeated(case.batch, 1, count)
-
     drawn = case.task.sample_labels(tasks.ModelCall(case.model), batch, noise)
-
     assert torch.equal(drawn["labels"] == IGNORED, batch["labels"] == IGNORED)
     logits = case.model(**{key: value[:1] for key, value in drawn.items() if key != "labels"})["logits"][0]
     shares = torch.bincount(drawn["labels"][:, 0], minlength=V) / count
@@ -57,9 +55,7 @@ def test_labels_are_drawn_at_labelled_positions_only(name):
 
 def test_drawn_answers_of_a_decoder_do_not_change_its_inputs():
     case = POST_TRAINING["sequence_to_sequence-log_prob"]()
-
     drawn = case.task.sample_labels(tasks.ModelCall(case.model), case.batch, evenly(B))
-
     explicit = POST_TRAINING["sequence_to_sequence-margin"]().batch["decoder_input_ids"]
     assert torch.equal(drawn["decoder_input_ids"], explicit)
     assert not torch.equal(drawn["labels"], case.batch["labels"])
@@ -68,9 +64,7 @@ def test_drawn_answers_of_a_decoder_do_not_change_its_inputs():
 def test_pixels_are_drawn_from_the_classes_of_their_own_position():
     case, count = POST_TRAINING["dense_classification-log_prob"](), 2000
     images, labels = (part[1:2].repeat_interleave(count, 0) for part in case.batch)
-
     drawn = case.task.sample_labels(tasks.ModelCall(case.model), (images, labels), evenly(count))[1]
-
     p = case.model(images[:1])["out"][0, :, 3, 4].softmax(0)
     shares = torch.bincount(drawn[:, 3, 4], minlength=3).double() / count
     torch.testing.assert_close(shares, p, rtol=0, atol=2 / count)
@@ -96,9 +90,7 @@ def test_drawn_targets_of_a_denoiser_have_unit_variance_around_its_predictions()
     case, count = POST_TRAINING["diffusion-v_prediction"](), 1000
     batch, noise = repeated(case.batch, 0, count)
     call = tasks.ModelCall(case.model)
-
     drawn = case.task.sample_labels(call, batch, noise)
-
     assert drawn["target"].shape == (count, 2, 5)
     assert bool((drawn["target"].var(0) - 1).abs().max() < 1e-2)
     output = case.task.evaluate(call, drawn).output.detach()
@@ -151,10 +143,8 @@ def test_rows_are_scored_from_end_to_end(name, method):
     case = POST_TRAINING[name]()
     attributor = Attributor(case.model, case.task, None, proj_dim=32, method=method, progress=False)
     rows = BatchRows(case.batch)
-
     attributor.featurize(rows)
     scores = attributor.score(rows).numpy()
-
     assert (scores.diagonal() > 0).all()
     assert scores[0] == pytest.approx(scores[B], rel=1e-2, abs=1e-3 * float(abs(scores).max()))
 

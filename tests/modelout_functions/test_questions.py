@@ -52,9 +52,7 @@ def asking(**questions: Any) -> QuestionsModelOutput:
     return QuestionsModelOutput("image_classification", {"gap": gap, **questions})
 
 
-def featurized(
-    task: Any = "image_classification", path: Any = None, model: nn.Module | None = None, **settings: Any
-) -> Attributor:
+def featurized(task="image_classification", path=None, model=None, **settings):
     settings = {"proj_dim": 8, **settings} if "projector" not in settings else settings
     attributor = Attributor(model or classifier(), task, path, progress=False, **settings)
     attributor.featurize(TRAIN)
@@ -165,15 +163,11 @@ def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", [{"task": "dpo"}, {"task": {"name": ["dpo"]}}, {"task": 3}, ["task"]])
-def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(
-    targets: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(targets, monkeypatch):
     attributor = featurized()
     attributor.score(TARGETS)
     monkeypatch.setattr("trak_lite.scoring.source.ScoreSource.target_identity", targets)
-
     shown = attributor.scores(dense=False).settings
-
     assert shown.get("task") == ("custom" if isinstance(targets, dict) else None)
 
 
@@ -224,7 +218,6 @@ def test_names_of_rows_do_not_hide_another_question() -> None:
     attributor = featurized(task)
     named = Rows(TARGETS, name="targets of today", indices=[2, 0, 1], batch_size=2)
     found = attributor.score(task.ask("gap", named), name="t").numpy()
-
     whole = attributor.score(task.ask("gap", TARGETS), name="whole").numpy()
     np.testing.assert_allclose(found, whole[:, [2, 0, 1]], rtol=1e-3, atol=1e-5)
     with pytest.raises(ManifestMismatchError):
@@ -291,9 +284,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("position", ["mean", "sum", "first", "last", 1, -2])
 @pytest.mark.parametrize("computer", [HookGradientComputer, FunctionalGradientComputer])
-def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(
-    position: Any, computer: Any
-) -> None:
+def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(position, computer):
     model, direction = prepared(Tower()), randn(5, seed=60)
     ids, mask = randint(V, (B, T), 61), torch.ones(B, T, dtype=torch.long)
     mask[1, 4:] = 0
@@ -341,14 +332,10 @@ def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as
         ("unused", 5, "mean", "does not call its module 'unused'"),
     ],
 )
-def test_activations_that_do_not_exist_are_refused(
-    module: str, size: int, position: Any, message: str
-) -> None:
+def test_activations_that_do_not_exist_are_refused(module, size, position, message):
     model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
-
     with pytest.raises(InvalidInputError, match=message):
         ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
-
     assert not any(part._forward_hooks for part in model.modules())
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_lite.projectors import AbstractProjector
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock
+from trak_lite.types import DenseBlock, FactoredBlock, LookupBlock
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -23,9 +22,7 @@ def random32(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def random_gradients(
-    shapes: Shapes, num_samples: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> dict[str, torch.Tensor]:
+def random_gradients(shapes, num_samples=4, seed=0, dtype=torch.float64):
     return {
         name: random(num_samples, *shape, seed=10 * seed + i, dtype=dtype)
         for i, (name, shape) in enumerate(shapes.items())
@@ -36,9 +33,7 @@ def dense_blocks(grads: Mapping[str, torch.Tensor]) -> list[DenseBlock]:
     return [DenseBlock(name, grad) for name, grad in grads.items()]
 
 
-def factors(
-    shape: tuple[int, ...], positions: int, num_samples: int = 3, dtype=torch.float64
-) -> FactoredBlock:
+def factors(shape, positions, num_samples=3, dtype=torch.float64):
     """Factors of the gradient of a parameter ``w``."""
     d_in = torch.Size(shape[1:]).numel()
     x = random(num_samples, positions, d_in, seed=1, dtype=dtype)
@@ -65,14 +60,7 @@ def formed(block: FactoredBlock | LookupBlock, shape: tuple[int, ...]) -> DenseB
     return DenseBlock(block.name, product.reshape(-1, *shape), block.start)
 
 
-def accumulated(
-    projector: AbstractProjector,
-    blocks: Iterable[GradientBlock],
-    *,
-    num_samples: int = 4,
-    parameters: Shapes,
-    model_id: int = 0,
-) -> torch.Tensor:
+def accumulated(projector, blocks, *, num_samples=4, parameters, model_id=0):
     """Features of blocks that are added in this order."""
     accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
     for block in blocks:

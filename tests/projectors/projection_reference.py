@@ -167,9 +167,7 @@ def matrix_entries(d_out: int, d_in: int, proj_dim: int, key) -> tuple[np.ndarra
     return bucket.ravel(), sign.ravel()
 
 
-def sketch(
-    rows: np.ndarray, shape: tuple[int, ...], k: int, *, seed=0, model_id=0, name="", copies=1
-) -> np.ndarray:
+def sketch(rows, shape, k, *, seed=0, model_id=0, name="", copies=1):
     """Features ``(B, K)`` of gradient rows ``(B, P)`` of one parameter.
 
     A parameter with two rows and 64 columns, or more, is sketched as a matrix.
@@ -203,9 +201,7 @@ def mask_key(seed: int, model_id: int, name: str, part: int) -> int:
     return fold((part, 0), stream_key(seed, model_id, name, MASK))
 
 
-def mask(
-    shapes: Shapes, k: int, mask_dim: int | None = None, *, seed: int, model_id: int, segment: str = "joint"
-) -> np.ndarray:
+def mask(shapes, k, mask_dim=None, *, seed, model_id, segment="joint"):
     """All entries sorted by their words, the first of them kept, and with ``mask_dim`` sketched to k features."""
     places = [(name, i) for name, shape in shapes.items() for i in range(math.prod(shape))]
     words = {p: word_at(mask_key(seed, model_id, p[0], CHOICE), p[1]) for p in places}

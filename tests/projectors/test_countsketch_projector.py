@@ -77,7 +77,6 @@ def project(block, shape: tuple[int, ...], proj_dim: int, **settings) -> torch.T
 def test_large_parameters_have_the_map_of_the_definition(shape, proj_dim, copies):
     grads, settings = random(1, *shape), {"seed": 2, "copies": copies}
     features = CountSketchProjector(proj_dim, **settings).project({"w": grads}, 1)
-
     expected = reference.sketch(grads.flatten(1).numpy(), shape, proj_dim, name="w", model_id=1, **settings)
     np.testing.assert_allclose(features.numpy(), expected, rtol=1e-10, atol=1e-10)
 
@@ -101,9 +100,7 @@ def test_the_adjoint_is_the_transposed_matrix(shape, proj_dim, copies):
     units = torch.zeros(len(chosen), size, dtype=torch.float64)
     units[torch.arange(len(chosen)), chosen] = 1
     columns = projector.project({"w": units.reshape(len(chosen), *shape)}, model_id=5)
-
     found = projector.adjoint(rows, model_id=5, parameters={"w": shape})
-
     assert found["w"].shape == (2, *shape)
     torch.testing.assert_close(found["w"].flatten(1)[:, chosen], rows @ columns.T)
 
@@ -124,7 +121,6 @@ def test_features_have_their_golden_digest(shape, proj_dim, copies):
     grads = (torch.arange(count * math.prod(shape)) * 7919 % 17 - 8).float().view(count, *shape)
     projector = CountSketchProjector(proj_dim, seed=5, copies=copies)
     sums = projector.project({"layer.weight": grads}, 2) * math.sqrt(copies)
-
     exact = (sums.round() + 0.0).numpy().astype("<f4")  # no negative zeros
     assert float((sums - sums.round()).abs().max()) < 1e-2
     assert hashlib.sha256(exact.tobytes()).hexdigest() == GOLDEN[shape, proj_dim, copies]
@@ -203,7 +199,6 @@ def test_strided_rows_are_copied_once_for_all_copies(threads, monkeypatch):
     made, dense = [], DenseBlock.dense
     monkeypatch.setattr(DenseBlock, "dense", lambda block: made.append(block.num_samples) or dense(block))
     CountSketchProjector(16, copies=3).project({"w": random(32, 70, 4, dtype=torch.float32).mT}, 0)
-
     assert made == [32]
 
 
@@ -271,7 +266,6 @@ def test_the_gradient_of_factors_is_never_formed_as_a_whole(method, most, monkey
     shape, block = (512, 192), factors((512, 192), 2, num_samples=2)
     with Operators() as seen:
         project(block, shape, 256, factors=method)
-
     assert seen.entries <= most <= shape[0] * shape[1] / 4  # of one sample's gradient
 
 
@@ -316,5 +310,4 @@ def test_a_large_table_is_never_formed():
     shape = (5000, 128)
     with Operators() as seen:
         project(lookups(shape, 6), shape, 256)
-
     assert seen.entries < shape[0] * shape[1] / 10

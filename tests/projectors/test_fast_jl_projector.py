@@ -26,7 +26,6 @@ from trak_lite.projectors import (
 )
 from trak_lite.projectors.dense import fast_jl as wrapper
 from trak_lite.testing import RandomProjectorTests
-from trak_lite.types import DenseBlock
 
 MULTIPROCESSORS = 4
 
@@ -138,22 +137,10 @@ def test_features_are_the_first_columns_of_the_extensions_divided_by_the_root_of
     fake, proj_type, proj_dim, columns
 ):
     features = ready(fake, proj_dim, proj_type=proj_type).project(grads := random(3, 30), 0)
-
     (call,) = fake.calls
     assert (call[0], call[2]) == (f"project_{proj_type}_8", columns)
     expected = grads @ matrix_of(call)[:, :proj_dim] / math.sqrt(proj_dim)
     torch.testing.assert_close(features, expected, rtol=1e-3, atol=4e-3 if proj_dim == 1 else 2e-3)
-
-
-def test_seeds_models_names_and_kinds_have_seeds_of_their_own(fake):
-    for proj_type in ("rademacher", "normal"):
-        for seed in (0, -1, 2**64):
-            projector = FastJLProjector(512, seed=seed, proj_type=proj_type)
-            for model_id, name in ((0, "a"), (1, "a"), (0, "b")):
-                projector.project({name: random(1, 20)}, model_id)
-
-    ours = [call[3] for call in fake.calls if call[1] == (1, 20)]
-    assert (len(ours), len(set(ours))) == (18, 18)
 
 
 # ---- around its limits
@@ -208,8 +195,8 @@ GRADIENTS = {
 @pytest.mark.parametrize("grads", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_of_every_dtype_size_and_layout_keep_their_bits(fake, grads):
     features = ready(fake, 64).project(grads, 0)
-
     assert features.dtype == torch.float32
+    assert FastJLProjector(64, dtype=torch.float16).project(grads, 0).dtype == torch.float16
     assert_float16_close(features, grads.double() @ matrix_of(fake.calls[0])[:, :64].double() / 8)
 
 
@@ -227,23 +214,12 @@ def test_rows_of_zeros_and_rows_that_are_not_finite_stay_for_themselves(fake):
         assert features.bool().any(1).tolist() == [True, True, False, True]
 
 
-def test_blocks_of_some_rows_are_added_in_their_place(fake):
-    projector, grads = ready(fake, 16), random(40, 5)
-    accumulator = projector.accumulator(40, model_id=0, parameters={"w": (5,)})
-    accumulator.add(DenseBlock("w", grads[33:], start=33))
-    accumulator.add(DenseBlock("w", grads[:33]))
-
-    torch.testing.assert_close(accumulator.features(), projector.project({"w": grads}, 0))
-    assert FastJLProjector(16, dtype=torch.float16).project(grads, 0).dtype == torch.float16
-
-
 # ---- the fingerprint
 
 
 def test_the_fingerprint_names_the_map_and_the_multiprocessors(use, fake):
     fingerprint = FastJLProjector(16, seed=3).fingerprint()
     expected = {"proj_dim": 16, "seed": 3, "version": 1, "scaled": True, "multiprocessors": MULTIPROCESSORS}
-
     assert fingerprint == {"kind": "fast_jl_rademacher", **expected}
     normal = FastJLProjector(16, seed=3, proj_type="normal").fingerprint()
     assert normal == {"kind": "fast_jl_normal", **expected}
@@ -261,7 +237,6 @@ def test_the_self_test_runs_once_per_device_and_distribution_with_a_tile_per_mul
     assert fake.calls == tested
     assert {name for name, *_ in tested} == {f"project_rademacher_{rows}" for rows in (8, 16, 32)}
     assert {tiles for *_, tiles in tested} == {MULTIPROCESSORS}
-
     FastJLProjector(16, proj_type="normal")
     assert len(fake.calls) == 2 * len(tested)
 
@@ -304,7 +279,6 @@ def test_a_faulty_extension_is_replaced_with_one_warning(product, message, use, 
     use(incomplete() if product is None else FakeFastJL(product))
     with caplog.at_level(logging.WARNING, "trak_lite"):
         first, second = (FastJLProjector(16, seed=seed) for seed in (0, 1))
-
     assert len(caplog.records) == 1
     assert re.search(message, caplog.text)
     assert torch.equal(first.project(random(3, 20), 0), RademacherProjector(16).project(random(3, 20), 0))
@@ -318,7 +292,6 @@ def test_without_a_gpu_the_projector_is_this_packages_own(use, caplog):
     """The number of multiprocessors is that of no other device."""
     with caplog.at_level(logging.WARNING, "trak_lite"):
         projector = FastJLProjector(16, seed=2, device="cpu")
-
     assert "fast_jl is not used on cpu: it needs an NVIDIA GPU" in caplog.text
     assert projector.fingerprint() == RademacherProjector(16, seed=2).fingerprint()
     normal = FastJLProjector(16, seed=2, device="cpu", proj_type="normal")
@@ -382,7 +355,6 @@ def test_the_original_name_uses_the_extension_only_when_asked_and_without_its_sc
 def test_the_original_name_falls_back_to_the_map_of_the_other_original_names(use):
     projector = cuda_projector(use_fast_jl=True, device="cpu")
     basic = BasicProjector(20, 16, 3, "rademacher", "cpu")
-
     assert projector.fingerprint() == basic.fingerprint()
     assert torch.equal(projector.project(random(2, 20), 0), basic.project(random(2, 20), 0))
 
@@ -408,7 +380,6 @@ def test_settings_out_of_range_are_refused(fake, call, message):
 def test_the_installed_extension_passes_its_self_test(use):
     pytest.importorskip("fast_jl", reason="needs an installed fast_jl")
     projector = FastJLProjector(1000)
-
     assert projector.fingerprint()["kind"] == "fast_jl_rademacher"
     grads = random(40, 5000).cuda()
     features = projector.project(grads, 0)

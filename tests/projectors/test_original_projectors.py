@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import zlib
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from trak_lite.projectors import (
     ProjectionType,
     RademacherProjector,
 )
-from trak_lite.testing import RandomProjectorTests
 from trak_lite.types import DenseBlock, FactoredBlock
 
 P, K = 30, 12
@@ -73,15 +71,6 @@ def test_features_are_those_of_the_native_projector_without_its_scale(name, proj
     assert make(name, grad_dim=0).project(torch.zeros(2, 29), 0).shape == (2, K)
 
 
-def test_blocks_of_columns_do_not_come_again_in_other_models_and_seeds():
-    """In the original, block 100 of model 0 is block 0 of model 1, and block 1 of seed 0 is block 0 of seed 1000."""
-    identity, wide = torch.eye(8), {"grad_dim": 8, "proj_dim": 10_100}
-    first, second = (make("BasicProjector", **wide).project(identity, i) for i in (0, 1))
-    assert abs(float((first[:, 10_000:] * second[:, :100]).mean())) < 5 / math.sqrt(800)
-    other = make("BasicProjector", **wide, seed=1000).project(identity, 0)
-    assert abs(float((first[:, 100:200] * other[:, :100]).mean())) < 5 / math.sqrt(800)
-
-
 @pytest.mark.parametrize("options", [{"block_size": 1}, {"block_size": 7}, {"max_batch_size": 8}], ids=str)
 def test_arguments_without_effect_do_not_change_the_features(options):
     expected = make("BasicProjector").project(gradients(), 0)
@@ -118,7 +107,6 @@ def test_chunks_with_one_seed_are_the_whole_projection():
 def test_chunks_of_a_tensor_are_independent_even_with_one_seed():
     projectors = [make("CudaProjector", grad_dim=20, proj_dim=400, seed=0) for _ in range(2)]
     rows = ChunkedCudaProjector(projectors, 20, [20, 20], 8, "cpu", torch.float32).project(torch.eye(40), 0)
-
     assert abs(float((rows[:20] * rows[20:]).mean())) < 5 / math.sqrt(20 * 400)
 
 
@@ -177,33 +165,9 @@ def test_blocks_arrive_whole_and_in_the_order_of_the_model_without_a_graph_or_a_
 def test_factors_arrive_formed_and_missing_parameters_as_zeros():
     x, g = random32(4, 2, 5).double(), random32(4, 2, 4, seed=1).double()
     seen, _ = recorded([FactoredBlock("a", x, g)])
-
     torch.testing.assert_close(seen["a"], torch.einsum("bto,bti->boi", g, x))
     assert torch.equal(seen["b"], torch.zeros(4, dtype=torch.float64))
     assert torch.equal(seen["c"], torch.zeros(4, 9, dtype=torch.float64))
-
-
-class TestOriginalStyleProjector(RandomProjectorTests):
-    """A projector with one generator-drawn matrix per name passes the whole kit."""
-
-    num_seeds = 50
-
-    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
-        class ByName(AbstractProjector):
-            def __init__(self):
-                super().__init__(0, proj_dim, seed, "normal", "cpu")
-
-            def project(self, grads, model_id):
-                total = 0
-                for name, grad in grads.items():
-                    rows = grad.flatten(1) if grad.dim() > 1 else grad[:, None]
-                    key = zlib.crc32(f"{self.seed}/{model_id}/{name}".encode())
-                    generator = torch.Generator().manual_seed(key)
-                    matrix = torch.randn(rows.shape[1], self.proj_dim, generator=generator)
-                    total = total + rows.double() @ matrix.double()
-                return total / self.proj_dim**0.5
-
-        return ByName()
 
 
 class Nothing(AbstractProjector):

@@ -55,27 +55,19 @@ RANDOM = {
     **{name: make for name, make in REGISTERED.items() if name not in NOT_JOHNSON_LINDENSTRAUSS},
     "copies": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, copies=3, device=device),
     "form": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, factors="form", device=device),
-    "fourier": lambda k, seed, device=None: CountSketchProjector(
-        k, seed=seed, factors="fourier", device=device
-    ),
+    "fourier": lambda k, seed, device=None: CountSketchProjector(k, seed=seed, factors="fourier", device=device),
     "Basic": lambda k, seed, device=None: BasicProjector(0, k, seed, "normal", device, dtype=None),
-    "SingleBlock": lambda k, seed, device=None: BasicSingleBlockProjector(
-        0, k, seed, "rademacher", device, None
-    ),
+    "SingleBlock": lambda k, seed, device=None: BasicSingleBlockProjector(0, k, seed, "rademacher", device, None),
     "Cuda": lambda k, seed, device=None: CudaProjector(0, k, seed, "rademacher", device, 32, None),
-}
+}  # fmt: skip
 OTHERS = {
     **{name: REGISTERED[name] for name in sorted(NOT_JOHNSON_LINDENSTRAUSS)},
-    "mask by module": lambda k, seed, device=None: MaskProjector(
-        k, seed=seed, layout="module", device=device
-    ),
-    "grass by module": lambda k, seed, device=None: GraSSProjector(
-        k, seed=seed, layout="module", device=device
-    ),
+    "mask by module": lambda k, seed, device=None: MaskProjector(k, seed=seed, layout="module", device=device),
+    "grass by module": lambda k, seed, device=None: GraSSProjector(k, seed=seed, layout="module", device=device),
     "two_sided gaussian joint": lambda k, seed, device=None: TwoSidedProjector(
         math.isqrt(k), matrices="gaussian", layout="joint", seed=seed, device=device
     ),
-}
+}  # fmt: skip
 ALL = RANDOM | OTHERS
 ORIGINAL = {"Basic", "SingleBlock", "Cuda"}
 DENSE = {"fast_jl", "gaussian", "rademacher", *ORIGINAL}
@@ -153,8 +145,18 @@ class TestRandomProjectors(RandomProjectorTests):
         return float(proj_dim) if self.name in ORIGINAL else 1.0
 
 
+class Written(AbstractProjector):
+    """As for the original TRAK, with ``__init__`` and ``project`` alone."""
+
+    def __init__(self, proj_dim, seed):
+        super().__init__(0, proj_dim, seed, "normal", "cpu")
+
+    def project(self, grads, model_id):
+        return GaussianProjector(self.proj_dim, seed=self.seed).project(grads, model_id)
+
+
 class TestOtherProjectors(ProjectorTests):
-    @pytest.fixture(autouse=True, params=[*OTHERS, "identity for the rest", "chunks"])
+    @pytest.fixture(autouse=True, params=[*OTHERS, "identity for the rest", "chunks", "written"])
     def _named(self, request):
         self.name = request.param
 
@@ -162,6 +164,8 @@ class TestOtherProjectors(ProjectorTests):
         if self.name == "chunks":  # of the kit's own parameters: 15 + 1 and 24 + 7 entries
             parts = [CudaProjector(0, proj_dim, seed + i, "rademacher", "cpu", 32) for i in range(2)]
             return ChunkedCudaProjector(parts, 31, [16, 31], 8, "cpu", torch.float32)
+        if self.name == "written":
+            return Written(proj_dim, seed)
         if self.name == "identity for the rest":
             return TwoSidedProjector(2, seed=seed, rest=NoOpProjector())
         return OTHERS[self.name](proj_dim // 4, seed)
@@ -173,20 +177,8 @@ def test_inner_products_are_unbiased_over_the_row(name):
     x, y = gradients(1, 0), gradients(1, 1)
     both = {key: torch.cat([x[key], y[key] + 0.7 * x[key]]) for key in x}
     products = [(f := ALL[name](9, seed).project(both, 0)) @ f.T for seed in range(100)]
-
     errors = torch.stack(products) - flat(both) @ flat(both).T
     assert bool((errors.mean(0).abs() < 4 * errors.std(0) / math.sqrt(100)).all())
-
-
-@pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "two_sided gaussian joint"])
-def test_seeds_models_and_names_have_maps_of_their_own(name):
-    grad = random(1, 64, 64)
-    features = [ALL[name](1024, seed).project({"w": grad}, 0) for seed in (0, 1, 1000, -1, 1 << 32, 1 << 64)]
-    features += [ALL[name](1024, 0).project({"w": grad}, model_id) for model_id in (1, 100_000)]
-    features += [ALL[name](1024, 0).project(given, 0) for given in ({"v": grad}, {"w": grad.mT})]
-    rows = torch.nn.functional.normalize(torch.cat(features), dim=1)
-
-    assert float((rows @ rows.T).fill_diagonal_(0).abs().max()) < 5 / math.sqrt(1024)
 
 
 # ---- the map
@@ -210,7 +202,6 @@ SETTINGS = [(33, 0, 0), (7, 7, 3), (1, 2**40, 0), (300, 2**64 - 1, 1)]
 def test_features_are_the_product_with_the_matrix_of_the_definition(name, k, seed, model_id):
     grads = gradients()
     features = ALL[name](k, seed).project(grads, model_id)
-
     expected = flat(grads) @ torch.from_numpy(explicit_matrix(name, k, seed=seed, model_id=model_id))
     assert features.dtype == torch.float64
     assert_close(features, expected, 1e-11)
@@ -235,7 +226,6 @@ def test_lower_precision_gradients_are_added_up_in_float32(name, dtype):
 @every_projector
 def test_float16_products_and_sums_do_not_overflow(name):
     grad = torch.full((2, 3, 70), 60_000.0).half()
-
     wide = ALL[name](7, 0).project({"wide.weight": grad.double()}, 0)
     assert_close(ALL[name](7, 0).project({"wide.weight": grad}, 0), wide, 1e-5)
 
@@ -274,7 +264,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(name):
     for grad in grads.values():
         grad[1] = math.nan
     features = projector.project(grads, 0)
-
     assert features[1].isnan().any()
     assert torch.equal(features[[0, 2, 3]], clean[[0, 2, 3]])
 
@@ -350,11 +339,10 @@ def test_rows_have_the_same_bits_in_any_batch_and_in_any_order_of_blocks(name):
         assert torch.equal(accumulate(projector, order, num_samples=9), whole)
 
 
-@pytest.mark.parametrize("name", ["mask", "grass", *RANDOM])
+@pytest.mark.parametrize("name", ["mask", "grass"])
 def test_the_order_of_parameters_does_not_matter(name):
     grads, projector = gradients(), ALL[name](9, 0)
     other = dict(reversed(grads.items()))
-
     assert_close(projector.project(other, 0), projector.project(grads, 0), 1e-13)
 
 
@@ -369,7 +357,6 @@ def test_a_wider_projection_begins_with_the_same_columns(name):
 def test_with_room_for_all_entries_nothing_is_lost(name, k):
     grads, projector = gradients(), ALL[name](k, 0)
     features = projector.project(grads, 0)
-
     assert features.shape == (4, projector.layout(SHAPES).width) == (4, NUM_ENTRIES)
     assert torch.equal(features.sort(1).values, flat(grads).sort(1).values)
 
@@ -379,7 +366,6 @@ def test_an_entry_that_is_not_finite_reaches_only_its_own_feature():
     before = projector.project({"w": grad}, 0)
     grad[0, 17::40] = math.nan
     after = projector.project({"w": grad}, 0)
-
     assert torch.equal(after.isnan(), after != before)
     assert 0 < int(after.isnan().sum()) <= 10
 
@@ -474,7 +460,6 @@ def test_factors_are_taken_in_pieces_of_some_samples(name, piece_bytes, monkeypa
     block = factors(shape, 6, 4)
     expected = accumulated(projector, [formed(block, shape)], parameters={"w": shape})
     monkeypatch.setattr("trak_lite.projectors._factored._PIECE_BYTES", piece_bytes)
-
     for given in (block, formed(block, shape)):
         assert_close(accumulated(projector, [given], parameters={"w": shape}), expected, 1e-11)
 
@@ -485,7 +470,6 @@ def test_the_gradient_of_factors_is_never_formed(name):
     accumulator = projector.accumulator(4, model_id=0, parameters={"w": shape})
     with Operators() as seen:
         accumulator.add(factors(shape, 3, 4, torch.float32))
-
     assert bool(accumulator.features().any())
     assert seen.nbytes < 4 * 200 * 300  # of one sample, and there are four
 
@@ -620,15 +604,12 @@ def test_a_setting_out_of_range_is_refused(make, settings, message):
         (DenseBlock("b.bias", torch.zeros(2, 5), start=2), "covers rows 2 to 4 of a batch of 3"),
         (DenseBlock("b.bias", torch.zeros(2, 5), start=-1), "covers rows -1 to 1 of a batch of 3"),
         (DenseBlock("wide.weight", torch.zeros(3, 3, 70).int()), r"dtype torch\.int32, expected floating"),
-        (
-            LookupBlock("b.weight", torch.zeros(3, 1).long(), torch.zeros(3, 1, 4), 6),
-            r"has shape \(6, 4\) per",
-        ),
+        (LookupBlock("b.weight", torch.zeros(3, 1).long(), torch.zeros(3, 1, 4), 6), r"has shape \(6, 4\) per"),
         (FactoredBlock("wide.weight", torch.zeros(3, 1, 3), torch.zeros(3, 1, 70)), r"expected \(3, 70\)"),
         (FactoredBlock("b.weight", torch.zeros(3, 2, 4), torch.zeros(3, 2, 5), 1), "covers rows 1 to 4"),
     ],
     ids=lambda value: "" if isinstance(value, str) else None,
-)
+)  # fmt: skip
 @every_projector
 def test_a_block_that_does_not_fit_is_refused(name, block, message):
     accumulator = ALL[name](4, 0).accumulator(3, model_id=0, parameters=SHAPES)

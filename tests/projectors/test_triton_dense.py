@@ -13,13 +13,7 @@ import torch
 import triton_cases
 from projection_cases import Operators, assert_close
 from projection_cases import random32 as random
-from triton_cases import (
-    KEY,
-    fresh_kernels,
-    interpreted,
-    kernels_of,
-    use_on,
-)
+from triton_cases import KEY, fresh_kernels, interpreted, kernels_of, use_on
 
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
 from trak_lite.testing import ProjectorTests
@@ -84,7 +78,6 @@ def test_products_are_the_dense_product_up_to_float32_rounding_and_are_added(
     rows = random(num_rows, num_entries)
     total = torch.ones(num_rows, 40)
     kernel.add_signed_product_(total, rows, KEY)
-
     assert_rounded(kernel_product(kernel, rows, 40), rows, signs(num_entries, 40))
     assert torch.equal(total, 1 + kernel_product(kernel, rows, 40))
 
@@ -105,7 +98,6 @@ GRADIENTS = {
 @pytest.mark.parametrize("rows", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_of_other_dtypes_and_strides_are_read_where_they_lie(kernel, rows):
     found = kernel_product(kernel, rows, 40)
-
     assert torch.equal(found, kernel_product(kernel, rows.float().contiguous(), 40))
     assert_rounded(found, rows, signs(rows.shape[1], 40).reshape(rows.shape[1], 40))
 
@@ -150,10 +142,7 @@ class TestRademacherProjectorOnTheKernel(ProjectorTests):
 @interpreted
 def test_a_projector_gives_the_same_features_with_and_without_the_kernel(monkeypatch, launches):
     grads = {"a": random(4, 5, 6), "b": random(4, seed=1)}
-    kinds = [
-        lambda: RademacherProjector(40, seed=2),
-        lambda: BasicProjector(0, 40, 2, "rademacher", None),
-    ]
+    kinds = [lambda: RademacherProjector(40, seed=2), lambda: BasicProjector(0, 40, 2, "rademacher", None)]
     for make in kinds:
         use_on(monkeypatch, "cpu")
         launches.clear()
@@ -179,7 +168,6 @@ def test_a_projector_gives_the_same_features_with_and_without_the_kernel(monkeyp
 def test_what_the_kernel_does_not_do_stays_with_torch(projector, rows, launches):
     kind = "gaussian" if isinstance(projector, GaussianProjector) else "rademacher"
     matrix = torch.from_numpy(reference.dense(kind, {"": (9,)}, 8, seed=0, model_id=0))
-
     assert_close(projector.project(rows, 0), rows.double() @ matrix, 1e-5)
     assert launches == []
 
@@ -225,7 +213,6 @@ def test_without_triton_torch_makes_the_product_with_one_logged_line(monkeypatch
     with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
         monkeypatch.setitem(sys.modules, "triton", None)
         features = [RademacherProjector(40).project(random(2, 30), 0) for _ in range(2)]
-
     assert len(caplog.records) == 1
     assert "triton cannot be imported" in caplog.text
     assert all(torch.equal(found, expected) for found in features)
@@ -262,7 +249,6 @@ def test_features_on_a_gpu_equal_those_of_the_cpu_up_to_rounding(num_rows, dtype
     rows = random(num_rows, 50_000, dtype=dtype)
     projector = RademacherProjector(200)
     features = projector.project(rows.cuda(), 0)
-
     assert_close(features.cpu(), RademacherProjector(200).project(rows, 0), 1e-4)
     assert torch.equal(features, projector.project(rows.cuda(), 0))
 
@@ -271,7 +257,6 @@ def test_features_on_a_gpu_equal_those_of_the_cpu_up_to_rounding(num_rows, dtype
 def test_tf32_on_a_gpu_is_within_its_rounding():
     rows = random(16, 10_000).cuda()
     exact, rounded = (RademacherProjector(256, precision=p).project(rows, 0) for p in ("ieee", "tf32"))
-
     assert float((rounded - exact).norm() / exact.norm()) < 2**-10
 
 
@@ -282,5 +267,4 @@ def test_the_kernel_runs_on_the_gpu_that_the_gradients_are_on():
     rows = random(4, 1000)
     with torch.cuda.device(0):
         features = RademacherProjector(64).project(rows.to("cuda:1"), 0)
-
     assert_close(features.cpu(), RademacherProjector(64).project(rows, 0), 1e-4)

@@ -80,7 +80,6 @@ def assert_same_bits(launches: list, *arguments, **settings) -> None:
     actual = sketched(*arguments, **settings)
     assert launches, "the kernel did not run"
     expected = by_torch(*arguments, **settings)
-
     assert actual.dtype == expected.dtype
     assert torch.equal(actual, expected)
 
@@ -122,7 +121,6 @@ def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(ker
     rows = torch.ones(1, 1).expand(1, first + 2 * width)
     sums = torch.empty(2, 1, width)
     kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
-
     entries = range(first, first + 2 * width)
     expected = [1.0 - 2.0 * (reference.word_at(key, i // 32) >> i % 32 & 1) for i in entries]
     assert sums.flatten().tolist() == expected
@@ -134,11 +132,7 @@ def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpret
     memory = torch.from_numpy(np.zeros(2**31 + 61 * 2**26, dtype=np.float16))
     rows = memory.as_strided((2, 60), (2**31 + 64, 2**26))
     rows.copy_(random(2, 60))
-
-    for make in (
-        lambda rows: sketched(rows, 16),
-        lambda rows: RademacherProjector(40).project(rows, 0),
-    ):
+    for make in (lambda rows: sketched(rows, 16), lambda rows: RademacherProjector(40).project(rows, 0)):
         assert make(rows).any()
         assert torch.equal(make(rows), make(rows.clone()))
     wide = memory.as_strided((1, 192), (0, 2**24))
@@ -203,7 +197,6 @@ def test_a_gradient_formed_in_small_pieces_has_the_bits_of_the_whole(kernels, mo
     inputs, output_grads = (random(3, positions, size, seed=size).mul(50).round() for size in (64, 300))
     output_grads *= 2.0 ** torch.arange(300).remainder(23)  # a row is exact, a sum of rows is not
     whole = (output_grads.mT.double() @ inputs.double()).flatten(1)
-
     assert torch.equal(whole.float().double(), whole)
     made = sketched((inputs, output_grads), 290, (300, 64))
     assert torch.equal(made, by_torch(whole.float(), 290, (300, 64)))
@@ -219,7 +212,6 @@ def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, ba
     inputs, output_grads = (random(3, 2, size, seed=size).double() for size in (70, 150))
     whole = (output_grads.mT @ inputs).flatten(1)
     made = sketched((inputs, output_grads), 64, (150, 70))
-
     assert launches[-1]["apart"], "the kernel did not run"
     assert_close(made, by_torch(whole, 64, (150, 70)), 1e-12)
 
@@ -291,7 +283,6 @@ def test_kernels_that_fail_are_replaced_by_torch_with_one_logged_line(
     monkeypatch.setattr(kernels, launcher, value)
     with caplog.at_level(logging.WARNING, "trak_lite"):
         made = [sketched(random(2, 210), 8, shape) for shape in (None, (3, 70))]
-
     assert len(caplog.records) == 1
     assert reason in caplog.text
     assert torch.equal(made[0], by_torch(random(2, 210), 8))
@@ -304,7 +295,6 @@ def test_without_triton_torch_makes_the_features_with_one_logged_line(monkeypatc
     with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
         monkeypatch.setitem(sys.modules, "triton", None)
         made = [sketched(random(2, 30), 8) for _ in range(2)]
-
     assert len(caplog.records) == 1
     assert "triton cannot be imported" in caplog.text
     assert all(torch.equal(features, by_torch(random(2, 30), 8)) for features in made)
@@ -417,7 +407,6 @@ def test_no_register_is_spilled(compiler, capability, dtype):
 def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, name, call, reads, capability):
     files = compiled(name, call, torch.float32, capability)
     instructions = re.findall(r"\b(LDG|FFMA|STL|LDL)\b", machine_code(files["cubin"]))
-
     assert not {"STL", "LDL"}.intersection(instructions)
     first_sum = instructions.index("FFMA")
     assert instructions[:first_sum].count("LDG") >= reads
@@ -448,7 +437,6 @@ def test_signs_are_multiplied_in_float32_unless_tensor_cores_are_exact(compiled,
     """float16 and bfloat16 are TF32 numbers, as signs are."""
     files = compiled("_signed_product", signs, dtype, capability)
     ptx = files["ptx"].read_text()
-
     assert ("fma.rn.f32" in ptx) == (dtype == torch.float32)
     assert ("mma" in ptx) == (dtype != torch.float32)
     assert "cp.async" in ptx  # several entries per instruction, asynchronously
@@ -460,7 +448,6 @@ def test_gradients_are_addressed_with_64_bits(compiled, name):
     files = compiled(name, LAUNCHED[name], torch.float16)
     pattern = r"tt\.addptr %(\S+), .*ptr<f16>>?, (?:tensor<[\dx]*x)?(i\d+)"
     steps = re.findall(pattern, files["ttir"].read_text())
-
     assert len(steps) >= 2
     assert {bits for _, bits in steps} == {"i64"}, steps
 
@@ -482,7 +469,6 @@ def assert_launchable(launches: list) -> None:
 def test_launches_for_large_parameters_fit_the_grid(compiler, num_rows, num_entries, proj_dim):
     vector(torch.bfloat16, num_rows, num_entries, proj_dim)
     signs(torch.bfloat16, num_rows, num_entries, proj_dim)
-
     assert_launchable(compiler.launches)
     rings = [values for name, _, _, values in compiler.launches if name == "_ring_sums"]
     assert max(values["num_entries"] for values in rings) == num_entries
@@ -544,7 +530,6 @@ def test_the_kernels_compile_for_amd(tmp_path):
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-c", AMD]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-
     assert done.stdout.count("compiled, and no GPU to launch on") == 3, done.stdout
 
 
@@ -591,7 +576,6 @@ def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(monk
     block = factors((700, 600), 5, 9, torch.float32)
     grads = block.inputs, block.output_grads
     made = sketched(tuple(factor.cuda() for factor in grads), 512, (700, 600))
-
     assert_close(made.cpu(), sketched(grads, 512, (700, 600)), 1e-5)
 
 
@@ -615,5 +599,4 @@ def test_the_kernels_run_on_the_gpu_that_the_gradients_are_on():
         pytest.skip("needs two GPUs")
     with torch.cuda.device(0):
         made = sketched(random(4, 1400).to("cuda:1"), 64, (20, 70))
-
     assert torch.equal(made.cpu(), sketched(random(4, 1400), 64, (20, 70)))

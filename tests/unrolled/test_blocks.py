@@ -57,7 +57,6 @@ def test_every_spacing_stores_its_states_and_gives_the_same_bits(
     max_bytes, one = one_by_memory
     made = recipe(**MADE)
     other = made.train(tmp_path, **spacing)
-
     assert other.num_steps == 9
     assert made.train(**spacing).states.numbers() == other.states.numbers() == numbers
     assert replayed(other, MANY, block=3, max_bytes=max_bytes).tobytes() == one.tobytes()

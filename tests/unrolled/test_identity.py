@@ -77,7 +77,6 @@ def test_row_weights_are_a_part_of_the_training_and_ones_are_none(tmp_path):
     run = recipe(**BASE).train(tmp_path)
     with pytest.raises(ManifestMismatchError, match="row_weights"):
         recipe(**BASE).train(tmp_path, weights=np.linspace(0, 1, N))
-
     again = recipe(**{**BASE, "data": TensorDataset(*vectors(N, 0))}).train(tmp_path, weights=np.ones(N))
     assert again.digest == run.digest
 
@@ -87,9 +86,7 @@ def test_stored_scores_are_found_without_a_replay(tmp_path, monkeypatch):
     first = unrolled(recipe(epochs=4).train(tmp_path), targets(), margin, name="few")
     steps, step = [], TrainingRun.step
     monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
-
     again = unrolled(recipe(epochs=4).train(tmp_path), targets(), margin, name="few")
-
     assert again.numpy().tobytes() == first.numpy().tobytes()
     assert again.stored
     assert again.settings == first.settings
@@ -182,7 +179,6 @@ def test_stored_scores_of_another_training_or_task_are_not_returned(edit, tmp_pa
     old = edited(edit, 1.0, tmp_path)
     made = scores_of(recipe_of(old).train(tmp_path / "run"), old)
     new = edited(edit, 0.5, tmp_path)
-
     with pytest.raises(ManifestMismatchError):
         scores_of(recipe_of(new).train(tmp_path / "run"), new)
     assert not np.allclose(scores_of(recipe_of(new).train(), new), made, rtol=1e-3)
@@ -208,7 +204,6 @@ def test_a_run_notices_changes_that_are_made_while_it_is_held(edit, tmp_path):
     run = recipe_of(own).train(tmp_path / "run")
     made = scores_of(run, own)
     own["V"] = 0.5
-
     with pytest.raises(ManifestMismatchError):
         scores_of(run, own)
     own["V"] = 1.0
@@ -220,7 +215,6 @@ def test_a_name_of_the_training_stands_for_its_functions(tmp_path):
     own = edited("global of the loss", 1.0, tmp_path)
     made = scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own)
     own["V"] = 0.5
-
     assert (
         scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own).tobytes() == made.tobytes()
     )
@@ -291,7 +285,6 @@ def test_files_of_a_run_have_the_usual_permissions(tmp_path):
     run.metasmoothness()
     plain = tmp_path / "plain"
     plain.touch()
-
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
     assert len(files) >= 3

@@ -70,7 +70,6 @@ def test_a_verdict_is_that_of_plain_repetitions_without_some_rows(run, scores, v
     assert (masks.sum(1) == 95).all()
     with torch.no_grad():
         outputs = [margin(run.recipe.train(weights=mask).model(), FEW.tensors).numpy() for mask in masks]
-
     expected = linear_datamodeling_score(scores.numpy(), masks, np.stack(outputs))
     found = dict(verdict.lds)[0.05]
     assert found.mean == pytest.approx(expected.mean, abs=1e-6)
@@ -80,9 +79,7 @@ def test_a_verdict_is_that_of_plain_repetitions_without_some_rows(run, scores, v
 def test_a_run_with_row_weights_is_repeated_with_them():
     made = recipe(mlp, loss, TensorDataset(*vectors(ROWS, 0)), SGD(lr=0.1), batch_size=50)
     weights, kept = np.linspace(0.0, 3.0, ROWS), np.arange(10, ROWS)
-
     found = made.train(weights=weights).leave_out_fn(kept, 0)
-
     expected = made.train(weights=weights * np.isin(np.arange(ROWS), kept)).model()
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-12, atol=0)
 
@@ -197,7 +194,6 @@ def test_a_run_of_another_model_or_other_data_is_refused(
     run, scores, attributor, changes, of_replay, of_attributor
 ):
     wrong = changed(run.recipe, **changes).train()
-
     with pytest.raises(ManifestMismatchError, match=f"(?s){of_replay}.*Pass the run that was replayed"):
         one(scores, wrong)
     if of_attributor is not None:

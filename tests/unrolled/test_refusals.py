@@ -88,19 +88,6 @@ def test_a_model_that_cannot_be_repeated_is_refused(layers, message):
         recipe(around(*layers)).train()
 
 
-def test_batch_norm_in_eval_mode_is_exact():
-    norm = nn.BatchNorm1d(6).eval()
-    norm.running_var.fill_(2.0)
-
-    def build(seed):
-        model = around(nn.BatchNorm1d(6).eval())(seed)
-        model[1].load_state_dict(norm.state_dict())
-        return model
-
-    made = recipe(build)
-    assert_close(replayed(made.train())[[1]], differences(made, [1]), rtol=1e-5)
-
-
 class Once(torch.autograd.Function):
     """The identity with a derivative that has none."""
 
@@ -128,7 +115,6 @@ class OnceLayer(nn.Linear):
 @pytest.mark.quick
 def test_an_operation_without_second_derivative_is_refused():
     run = recipe(lambda seed: OnceLayer(WIDTH, CLASSES).double()).train()
-
     with pytest.raises(UnsupportedModelError, match=r"OnceLayer.*once_differentiable"):
         replayed(run)
 
@@ -148,7 +134,6 @@ def test_recurrent_layers_are_exact(kind):
     made = recipe(lambda seed: Recurrent(kind).double(), epochs=1)
     found = replayed(made.train())
     assert_close(found[[2]], differences(made, [2]), rtol=1e-5)
-
     halved = [TensorDataset(data.tensors[0].float(), data.tensors[1]) for data in (made.data, targets())]
     single = changed(made, model_fn=lambda seed: Recurrent(kind), data=halved[0]).train()
     np.testing.assert_allclose(replayed(single, halved[1]), found, rtol=1e-2, atol=1e-4)
@@ -158,7 +143,6 @@ def test_recurrent_layers_are_exact(kind):
 @pytest.mark.parametrize("spacing", [{"checkpoints": "sqrt"}, {"checkpoints": "all"}, {"interval": 99}])
 def test_a_training_that_becomes_nan_names_the_first_step(tmp_path, spacing):
     made = recipe(schedule=lambda step: float("inf") if step == 4 else 1.0, epochs=5)
-
     for path in (None, tmp_path):
         with pytest.raises(NonFiniteError, match="after step 4, counted from 0"):
             made.train(path, **spacing)

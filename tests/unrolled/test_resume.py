@@ -16,7 +16,7 @@ from unrolled_cases import Dicts, changed, dict_margin, images, recipe, replayed
 from trak_lite import Attributor, Rows
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store import check_store
-from trak_lite.unrolled import SGD, Adam, TrainingRun, unrolled
+from trak_lite.unrolled import SGD, Adam, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
@@ -48,16 +48,6 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path):
         assert files(path) == expected
         assert whole(path) == scores
         assert not list((path / "replays").glob("*"))
-
-
-def test_a_second_call_continues_and_does_not_train_again(tmp_path, monkeypatch):
-    """The first and the last stored segment are repeated to compare them: once for the run, once for its scores."""
-    first = whole(tmp_path)
-    steps, step = [], TrainingRun.step
-    monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
-
-    assert whole(tmp_path) == first
-    assert steps == 2 * [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def convolutions(seed):
@@ -104,7 +94,6 @@ def test_what_is_no_finished_run_is_refused(tmp_path):
     (tmp_path / "states" / f"{run.num_steps:09d}.safetensors").unlink()
     with pytest.raises(InvalidInputError, match="not finished"):
         replayed(run)
-
     (tmp_path / "zarr.json").write_text("{}")
     with pytest.raises(InvalidInputError, match="store of features"):
         recipe().train(tmp_path)
@@ -208,7 +197,6 @@ def test_a_state_of_another_run_is_refused(tmp_path):
     one, other = (changed(recipe(), seed=seed).train(tmp_path / str(seed)) for seed in range(2))
     place = f"states/{one.num_steps:09d}.safetensors"
     shutil.copyfile(other.path / place, one.path / place)
-
     with pytest.raises(CorruptStoreError, match="exchanged"):
         one.model()
     assert not check_store(tmp_path / "0").ok

@@ -32,7 +32,6 @@ def dropped(function, shape, p):
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_rate_and_scale(p):
     found = dropped(F.dropout, (200, 500), p)
-
     zero = found == 0
     assert abs(zero.double().mean() - p) < 5 * (p * (1 - p) / 1e5) ** 0.5
     torch.testing.assert_close(found[~zero], torch.full_like(found[~zero], 1 / (1 - p)))
@@ -85,7 +84,6 @@ def test_masks_differ_by_seed_step_part_and_call_and_are_repeatable():
 )
 def test_channels_are_dropped_whole(layer, shape):
     ((found,),) = drawn(lambda: layer(0.4)(torch.ones(shape)))
-
     axes = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}[layer]
     channels = found.reshape(*shape[: len(shape) - axes + 2], -1)
     assert (channels == channels[..., :1]).all()
@@ -99,7 +97,6 @@ def test_dropout2d_drops_the_channels_that_torch_drops_of_three_axes():
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="dropout2d: Received a 3D input"):
         theirs = nn.Dropout2d(0.5)(torch.ones(40, 30, 5))
-
     for found in (theirs, dropped(F.dropout2d, (40, 30, 5), 0.5)):
         assert (found == found[..., :1]).all()
         assert 0.3 < (found[..., 0] == 0).double().mean() < 0.7
@@ -110,17 +107,13 @@ def test_training_and_replay_leave_the_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-
     replayed(recipe(dropping).train())
-
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_repeated_step_has_the_masks_of_the_training():
     run = recipe(dropping).train(checkpoints="all")
-
     again = run.step(run.step(run.states.get(3), 3), 4)
-
     torch.testing.assert_close(again.parameters, run.states.get(5).parameters, rtol=0, atol=0)
     other = recipe(dropping, seed=1).train()
     assert not torch.equal(other.final.parameters["0.weight"], run.final.parameters["0.weight"])
@@ -131,9 +124,7 @@ def test_trainings_side_by_side_have_the_masks_of_one_alone(keep):
     run = recipe(dropping).train()
     function = run.leave_out_fn if keep else run.recipe.train_fn
     subsets, seeds = [np.arange(1, N), np.arange(N - 1)], [0, 3]
-
     together = function.train_many(subsets, seeds)
-
     for rows, seed, many in zip(subsets, seeds, together, strict=True):
         torch.testing.assert_close(
             function(rows, seed).state_dict(), many.state_dict(), rtol=1e-9, atol=1e-12
@@ -148,7 +139,6 @@ def test_losses_of_a_dropout_training_are_those_of_the_module():
     torch.manual_seed(0)
     model = dropping(0)
     F.cross_entropy(model[3](mask * model[1](model[0](inputs))), labels).backward()
-
     for found, p in zip(made.train().model().parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.detach(), p.detach() - 0.2 * p.grad, rtol=1e-12, atol=1e-14)
 

@@ -32,9 +32,7 @@ def test_a_step_changes_none_of_its_arguments(optimizer):
     first, second = ({"a": torch.randn(3), "b": torch.randn(2, 2)} for _ in range(2))
     state = optimizer.step(optimizer.start(first), second, factor=1.0, number=0)
     before = copy.deepcopy((state, first, second))
-
     one, again = (optimizer.step(state, second, factor=0.5, number=1) for _ in range(2))
-
     torch.testing.assert_close((tuple(state), first, second), (tuple(before[0]), *before[1:]), rtol=0, atol=0)
     torch.testing.assert_close(tuple(one), tuple(again), rtol=0, atol=0)
     assert not torch.equal(one.parameters["a"], state.parameters["a"])
@@ -44,9 +42,7 @@ def test_eps_root_is_added_under_the_root():
     gradient = torch.tensor([0.0, 1e-4, 3.0], dtype=torch.float64)
     made = Adam(lr=1.0, eps_root=1e-4, eps=0.0)
     start = made.start({"a": torch.zeros(3, dtype=torch.float64)})
-
     found = made.step(start, {"a": gradient}, factor=1.0, number=0).parameters["a"]
-
     torch.testing.assert_close(found, -gradient / (gradient**2 + 1e-4).sqrt(), rtol=1e-12, atol=1e-15)
 
 

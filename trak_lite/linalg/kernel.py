@@ -230,11 +230,7 @@ class EigenKernel:
 
 @torch.no_grad()
 def gram(
-    blocks: Iterable[Tensor],
-    weights: Tensor | None = None,
-    *,
-    layout: FeatureLayout,
-    exact: bool = True,
+    blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: FeatureLayout, exact: bool = True
 ) -> list[Tensor]:
     r"""Accumulate :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment.
 
@@ -553,7 +549,6 @@ class GramAccumulator:
         return self._grams
 
     def _multiply(self) -> None:
-        """Add the products of the buffered rows and empty the buffer."""
         for segment, matrix in zip(self._segments, self._grams, strict=True):
             columns = self._buffer[: self._filled, segment.start : segment.stop]
             with full_float32(columns.device):
@@ -623,7 +618,6 @@ def _check_count(num_weights: int, num_rows: int) -> None:
 
 
 def _check_block(block: Tensor, layout: FeatureLayout) -> None:
-    """Raise unless the block has floating-point rows of the layout's width."""
     if block.dim() != 2 or block.shape[1] != layout.width or not block.is_floating_point():
         raise InvalidInputError(
             f"Feature rows must be a floating tensor (rows, {layout.width}), "
@@ -632,7 +626,6 @@ def _check_block(block: Tensor, layout: FeatureLayout) -> None:
 
 
 def _check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str) -> None:
-    """Raise if the widths of kernels or gram matrices do not match the layout."""
     expected = [segment.width for segment in layout.segments]
     if not expected or list(widths) != expected:
         raise InvalidInputError(

@@ -161,7 +161,6 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 def _check_pair(train: Tensor, targets: Tensor) -> None:
-    """Raise unless both are floating-point matrices of the same width on the same device."""
     fits = train.dim() == targets.dim() == 2 and train.shape[1] == targets.shape[1]
     if not (fits and train.is_floating_point() and targets.is_floating_point()):
         raise InvalidInputError(
@@ -175,7 +174,6 @@ def _check_pair(train: Tensor, targets: Tensor) -> None:
 
 
 def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    """Raise if the result tensor cannot hold the scores."""
     if tuple(out.shape) != shape or out.dtype not in (torch.float32, torch.float64) or out.device != device:
         raise InvalidInputError(
             f"out must be a float32 or float64 tensor {shape} on {device}, "

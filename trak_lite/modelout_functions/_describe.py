@@ -115,7 +115,6 @@ def _is_setting(value: Any) -> bool:
 
 
 def _functions_of(member: Any) -> list[Any]:
-    """Return the functions in a class's attribute."""
     if isinstance(member, property):
         member_functions = [member.fget, member.fset]
     elif isinstance(member, functools.cached_property):
@@ -290,7 +289,6 @@ class _Description:
         return {**described, **self._extra(function, path)}
 
     def _cell(self, cell: CellType, name: str) -> Any:
-        """Return the description of a closure variable's value."""
         try:
             held = cell.cell_contents
         except ValueError:  # a variable that has no value yet
@@ -300,7 +298,6 @@ class _Description:
         return self.value(held, name)
 
     def _extra(self, function: Any, path: str) -> dict[str, Any]:
-        """Return the attributes of a function, if it has any."""
         attributes = vars(function)
         return {"attributes": self._attributes(attributes, path)} if attributes else {}
 

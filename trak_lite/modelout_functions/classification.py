@@ -47,7 +47,6 @@ class _Classifier(AbstractModelOutput):
         self.temperature = positive_real(temperature=temperature)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         args, kwargs, labels = self._inputs(batch)
         logits = logits_of(model_call(*args, **kwargs))
         if logits.dim() != 2:
@@ -59,14 +58,12 @@ class _Classifier(AbstractModelOutput):
         return multiclass_terms(logits, labels, temperature=self.temperature)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw labels from the softmax; see :meth:`AbstractModelOutput.sample_labels`."""
         args, kwargs, _ = self._inputs(batch)
         return with_labels(
             batch, sampled_classes(logits_of(model_call(*args, **kwargs)) / self.temperature, noise)
         )
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-        """Return the model's arguments and the labels."""
         return split_labels(batch)
 
 
@@ -151,7 +148,6 @@ class TextClassificationModelOutput(_Classifier):
             )
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-        """Return the model's keyword arguments and the labels."""
         args, kwargs, labels = split_labels(batch)
         if args:
             if len(args) != len(self.input_names):

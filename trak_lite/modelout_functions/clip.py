@@ -220,7 +220,6 @@ class CLIPModelOutput(AbstractModelOutput):
         return digest.hexdigest()
 
     def _call(self, model_call: Callable[..., Any], batch: Batch) -> Any:
-        """Call the model on a batch of pairs."""
         fields = fields_of(batch)
         if fields is not None:
             return model_call(**fields)

@@ -163,7 +163,6 @@ class DiffusionModelOutput(AbstractModelOutput):
         return predicted, noise if self.prediction == "epsilon" else signal * noise - spread * sample
 
     def _rows(self, batch: Batch) -> _Rows:
-        """Return the parts of a batch, checked."""
         conditions: Sequence[Any] = ()
         if isinstance(batch, tuple | list) and len(batch) >= 2:
             sample, *conditions, seeds = batch

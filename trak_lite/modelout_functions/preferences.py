@@ -52,7 +52,6 @@ class _PreferenceModelOutput(AbstractModelOutput):
         """Return f ``(B,)`` of rows whose chosen answer is preferred."""
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         output, margin, preferred = self._parts(model_call, batch)
         if preferred is not None:
             sign = _signs(preferred, output)
@@ -62,7 +61,6 @@ class _PreferenceModelOutput(AbstractModelOutput):
         return OutputTerms(output, self.beta * wrong, self.beta**2 * wrong * right)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        """Draw the column ``preferred``; see :meth:`AbstractModelOutput.sample_labels`."""
         output, margin, _ = self._parts(model_call, batch)
         drawn = sampled_answers(self.beta * output - margin, noise)
         return {**columns_of(batch, self.needed), _PREFERRED: drawn}

@@ -243,12 +243,7 @@ class ActivationModelOutput(AbstractModelOutput):
     has_curvature: bool = False
 
     def __init__(
-        self,
-        module: str,
-        direction: Tensor,
-        *,
-        position: Position = "mean",
-        channels_first: bool = False,
+        self, module: str, direction: Tensor, *, position: Position = "mean", channels_first: bool = False
     ) -> None:
         """Store the settings.
 
@@ -337,7 +332,6 @@ def _watched(model: nn.Module, name: str) -> Iterator[list[Tensor]]:
 
 
 def _inputs_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword inputs of the model, without labels."""
     fields = fields_of(batch)
     if fields is not None:
         return (), {name: value for name, value in fields.items() if name not in LABEL_KEYS}

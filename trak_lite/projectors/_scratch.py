@@ -54,7 +54,6 @@ class Scratch:
     """Scratch memory of one thread; new memory costs a page fault for every 4 KiB. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Start without memory."""
         self._flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 

@@ -12,11 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
-    AbstractProjector,
-    ProjectionType,
-)
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
 from trak_lite.projectors._blocks import block_rows
 from trak_lite.projectors._scratch import FeatureRows
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
@@ -92,7 +88,6 @@ class _ColumnAccumulator(AbstractFeatureAccumulator):
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         rows = block_rows(block, self._num_samples, self._parameters)
         features = self._features.of(rows.dtype, rows.device)
         column = self._columns[block.name]
@@ -100,5 +95,4 @@ class _ColumnAccumulator(AbstractFeatureAccumulator):
         target.add_(rows.to(features.device))
 
     def features(self) -> Tensor:
-        """Return ``(B, P)`` in the widest dtype of the gradients; float32 zeros if no block was added."""
         return self._features.whole()

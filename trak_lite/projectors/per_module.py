@@ -100,7 +100,6 @@ class PerModuleProjector(AbstractProjector):
         }
 
     def _projector_of(self, parameters: ParameterShapes) -> AbstractProjector:
-        """Return the projector of a module's parameters."""
         is_small = num_entries(parameters) <= self.projector.layout(parameters).width
         return NoOpProjector(device=self.device) if is_small else self.projector
 

@@ -21,7 +21,6 @@ __all__ = ["PROJECTORS", "projector_name", "select_projector"]
 
 
 def _identity(proj_dim: int, *, seed: int, device: str | torch.device | None) -> NoOpProjector:
-    """Return the identity projector, which has no ``proj_dim`` and no seed."""
     return NoOpProjector(device=device)
 
 

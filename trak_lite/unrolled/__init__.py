@@ -9,13 +9,4 @@ from trak_lite.unrolled.replay import unrolled as unrolled
 from trak_lite.unrolled.runs import SubsetTraining as SubsetTraining
 from trak_lite.unrolled.runs import TrainingRun as TrainingRun
 
-__all__ = [
-    "SGD",
-    "AbstractOptimizer",
-    "Adam",
-    "AdamW",
-    "Recipe",
-    "SubsetTraining",
-    "TrainingRun",
-    "unrolled",
-]
+__all__ = ["SGD", "AbstractOptimizer", "Adam", "AdamW", "Recipe", "SubsetTraining", "TrainingRun", "unrolled"]

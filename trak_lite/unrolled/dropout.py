@@ -93,7 +93,6 @@ class SeededDropout(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def _uniform(self, shape: Sequence[int]) -> Tensor:
-        """Return float32 numbers in [0, 1)."""
         self._calls += 1
         places = torch.arange(math.prod(shape), device=self._key.device).reshape(tuple(shape))
         bits = mixed(mixed(self._key + self._calls) + places * STEP)

@@ -225,7 +225,6 @@ class Program:
         return found
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
-        """Return the losses ``(b,)`` of some rows."""
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
         with SeededDropout(key), _without_onednn(self._recurrent):
             return self.recipe.loss(call, batch)
@@ -247,13 +246,7 @@ class Program:
         return State(*tree_map(Tensor.contiguous, tuple(found)))
 
     def step(
-        self,
-        state: State,
-        frozen: Frozen,
-        parts: Sequence[Part],
-        weights: Tensor,
-        number: int,
-        seed: int,
+        self, state: State, frozen: Frozen, parts: Sequence[Part], weights: Tensor, number: int, seed: int
     ) -> State:
         """Return the state after step ``number``.
 

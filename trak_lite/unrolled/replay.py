@@ -355,13 +355,11 @@ class _MeanMatrix(AbstractScoreMatrix):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(N, M)``."""
         return self._runs[0].shape
 
     stored = False
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the mean scores of some train rows, ``(len(indices), M)``."""
         parts = [run.rows(np.asarray(indices)) for run in self._runs]
         mean: NDArray[np.float64] = np.mean(parts, axis=0, dtype=np.float64)
         return mean.astype(np.float32)
@@ -423,12 +421,10 @@ class _Replay:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(N, M)``."""
         return len(self._run.recipe.rows), len(self._targets)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the run."""
         return self._run.num_steps
 
     def size(self, block: int | None) -> int:
@@ -440,7 +436,6 @@ class _Replay:
         return -(-count // blocks)
 
     def progress(self, blocks: int) -> KeptProgress:
-        """Return the bar of the steps of some blocks."""
         total = blocks * self._run.num_steps
         return KeptProgress(total, 0, label="Replaying", unit="step", progress=self._progress)
 

@@ -47,14 +47,7 @@ from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles, whole_file
 
-__all__ = [
-    "SMOOTH",
-    "Spacing",
-    "SubsetTraining",
-    "TrainingRun",
-    "repeatable",
-    "train",
-]
+__all__ = ["SMOOTH", "Spacing", "SubsetTraining", "TrainingRun", "repeatable", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +86,6 @@ class TrainingRun:
     """A finished training: its recipe, row weights, and states at some steps."""
 
     def __init__(self, recipe: TrainingSettings, path: Path | None, weights: Tensor | None) -> None:
-        """Prepare a run; :func:`train` trains it."""
         self.recipe, self.path = recipe, path
         model = recipe.model(recipe.seed)
         self.program = Program(recipe, model)
@@ -605,10 +597,7 @@ def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
     """Return JSON values that are stored with a run beside its fingerprint: what tells later changes."""
     schedule = recipe.schedule
     factors = [] if schedule is None else [float(schedule(number)) for number in range(recipe.num_steps)]
-    return {
-        "schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(),
-        "conditions": conditions(),
-    }
+    return {"schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(), "conditions": conditions()}
 
 
 def _modules_digest(model: nn.Module) -> str:

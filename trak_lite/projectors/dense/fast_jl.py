@@ -51,10 +51,7 @@ _TOP = 15  # rows are scaled so that their largest entry is below 2**15, half of
 _MOST_SHIFT = 126  # 2**126 and 2**-126 are normal float32 numbers
 _TEST_SEED = 0x80000001  # above the largest int32
 
-_STREAMS = {
-    ProjectionType.rademacher: Stream.RADEMACHER,
-    ProjectionType.normal: Stream.GAUSSIAN,
-}
+_STREAMS = {ProjectionType.rademacher: Stream.RADEMACHER, ProjectionType.normal: Stream.GAUSSIAN}
 
 
 @final
@@ -72,12 +69,18 @@ class FastJLEngine:
     def project(self, rows: Tensor, proj_dim: int, seed: int) -> Tensor:
         """Return the unscaled features ``(b, K)`` of gradient rows, float32.
 
+        Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row.
+
         Args:
             rows: ``(b, n)`` on the engine's device, b from 1 to 32, n from 1 to 2**24.
             proj_dim: K.
             seed: In ``[0, 2**32)``.
         """
-        halves, shift = _in_half_range(rows)
+        largest = torch.linalg.vector_norm(rows, math.inf, dim=1).float()
+        shift = (_TOP - torch.frexp(largest).exponent).clamp(-_MOST_SHIFT, _MOST_SHIFT)
+        shift = torch.where(largest.isfinite(), shift, 0)  # a row that is not finite stays so
+        scaled = rows * _power_of_two(shift)[:, None]  # in float32, or float64 for float64 rows: exact
+        halves = scaled.to(torch.float16).contiguous()
         num_rows = next(size for size in _ROWS if size >= halves.shape[0])
         function = getattr(self._module, f"project_{self._proj_type.value}_{num_rows}")
         columns = -(-proj_dim // _COLUMNS) * _COLUMNS
@@ -87,20 +90,6 @@ class FastJLEngine:
             if caller is not None:
                 features.record_stream(caller)
         return features[:, :proj_dim] * _power_of_two(-shift)[:, None]
-
-
-def _in_half_range(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows ``(b, n)`` as contiguous float16 times ``2**shift``, and the int32 shift ``(b,)``.
-
-    Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row. A row that is not finite
-    is not scaled, and stays so.
-    """
-    largest = torch.linalg.vector_norm(rows, math.inf, dim=1).float()
-    exponent = torch.frexp(largest).exponent  # largest < 2**exponent
-    shift = (_TOP - exponent).clamp(-_MOST_SHIFT, _MOST_SHIFT)
-    shift = torch.where(largest.isfinite(), shift, 0)
-    scaled = rows * _power_of_two(shift)[:, None]  # in float32, or float64 for float64 rows: exact
-    return scaled.to(torch.float16).contiguous(), shift
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -166,29 +155,16 @@ def _tested_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEng
 def _self_test(engine: FastJLEngine) -> str | None:
     """Return what is wrong with the extension on its device, or ``None``.
 
-    Vectors of small integers are exact in float16, so tolerances are for float32 sums alone. They are long
-    enough for one tile per multiprocessor, the last of them not full.
+    Vectors of small integers are exact in float16, so tolerances are for float32 sums alone. They are long enough for
+    one tile per multiprocessor, the last of them not full. Bounds of norms are 8 standard deviations.
     """
     num_entries = _TILE * (engine.multiprocessors - 1) + 3
-    x, y = torch.randint(
-        -4, 5, (2, num_entries), generator=torch.Generator().manual_seed(0), device="cpu"
-    ).float()
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(-4, 5, (2, num_entries), generator=generator, device="cpu").float()
     first, last = torch.zeros(2, num_entries, device="cpu")
     first[0] = last[-1] = 1.0
     rows = torch.stack([x, y, x - 2 * y, first, last, torch.zeros_like(x)]).to(engine.device)
     features = engine.project(rows, _COLUMNS, _TEST_SEED)
-    return (
-        _norm_fault(rows, features)
-        or _agreement_fault(engine, rows, features)
-        or _non_finite_fault(engine, rows)
-    )
-
-
-def _norm_fault(rows: Tensor, features: Tensor) -> str | None:
-    """Return whether norms are far from K times the gradients', in words; the last row is zero.
-
-    The bounds are 8 standard deviations of ``|features|^2 / (K |x|^2)`` at K = 512.
-    """
     gains = features[:-1].square().sum(1) / rows[:-1].square().sum(1) / _COLUMNS
     if not bool(((gains > 0.5) & (gains < 1.5)).all()):
         return (
@@ -196,11 +172,6 @@ def _norm_fault(rows: Tensor, features: Tensor) -> str | None:
         )
     if bool(features[-1].any()):
         return "a row of zeros had features other than zero"
-    return None
-
-
-def _agreement_fault(engine: FastJLEngine, rows: Tensor, features: Tensor) -> str | None:
-    """Return whether the extension is not one linear map in all its functions, in words; row 2 is x - 2 y."""
     slack = 1e-4 * float(features.abs().max())
     if float((features[2] - features[0] + 2 * features[1]).abs().max()) > slack:
         return "the features of x - 2 y were not those of x minus twice those of y"
@@ -208,11 +179,6 @@ def _agreement_fault(engine: FastJLEngine, rows: Tensor, features: Tensor) -> st
         again = engine.project(rows.repeat(repeats, 1), _COLUMNS, _TEST_SEED)
         if not bool(((again - features.repeat(repeats, 1)).abs() <= slack).all()):
             return f"{len(again)} rows had other features than the same {len(rows)} rows before"
-    return None
-
-
-def _non_finite_fault(engine: FastJLEngine, rows: Tensor) -> str | None:
-    """Return whether a row with inf or nan goes unnoticed or spoils its neighbours, in words."""
     for value in (math.inf, math.nan):
         bad = rows.clone()
         bad[1, 2] = value
@@ -234,18 +200,11 @@ class FastJLMap(AbstractMatrixMap):
         proj_dim: int,
         proj_type: ProjectionType,
         *,
-        seed: int,
-        dtype: torch.dtype | None,
-        scaled: bool,
         most_rows: int = _ROWS[-1],
+        **settings: Any,
     ) -> None:
-        """Store the settings.
-
-        Raises:
-            InvalidInputError: If the dtype is not floating point.
-        """
         kind = f"fast_jl_{proj_type.value}"
-        super().__init__(proj_dim, kind=kind, seed=seed, device=engine.device, dtype=dtype, scaled=scaled)
+        super().__init__(proj_dim, kind=kind, device=engine.device, **settings)
         self._engine = engine
         self._stream = _STREAMS[proj_type]
         self._most_rows = most_rows
@@ -270,17 +229,15 @@ def fast_jl_map(
     proj_dim: int,
     proj_type: ProjectionType,
     *,
-    seed: int,
     device: str | torch.device | None,
-    dtype: torch.dtype | None,
     memory_budget: int,
-    scaled: bool,
     most_rows: int = _ROWS[-1],
+    **settings: Any,
 ) -> AbstractMatrixMap:
     """Return the extension's map if it can be used, otherwise the map of this package.
 
-    The arguments are those of :class:`FastJLProjector`, ``scaled`` of :class:`AbstractMatrixMap`, and ``most_rows``:
-    rows per call of the extension, 8, 16 or 32.
+    The arguments are those of :class:`FastJLProjector` and :class:`AbstractMatrixMap`, and ``most_rows``: rows per call
+    of the extension, 8, 16 or 32.
 
     Raises:
         InvalidInputError: If an argument is out of range.
@@ -289,19 +246,17 @@ def fast_jl_map(
         raise InvalidInputError(
             f"fast_jl projects {list(_ROWS)} rows at a time, got {most_rows}. Choose one of these numbers."
         )
-    shared: dict[str, Any] = {"seed": seed, "dtype": dtype, "scaled": scaled}
     engine = fast_jl_engine(_concrete(device), proj_type)
     if engine is None:
-        return DenseMap(proj_dim, proj_type, device=device, memory_budget=memory_budget, **shared)
-    return FastJLMap(engine, proj_dim, proj_type, most_rows=most_rows, **shared)
+        return DenseMap(proj_dim, proj_type, device=device, memory_budget=memory_budget, **settings)
+    return FastJLMap(engine, proj_dim, proj_type, most_rows=most_rows, **settings)
 
 
 def _concrete(device: str | torch.device | None) -> torch.device:
     """Return the device with its index; ``None`` means the current GPU where there is one, else the CPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if str(device) == "cuda" and torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(("cuda" if has_gpu else "cpu") if device is None else device)
+    if str(device) == "cuda" and has_gpu:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
@@ -346,13 +301,8 @@ class FastJLProjector(AbstractDenseProjector):
             InvalidInputError: If an argument is out of range.
         """
         kind = projection_type(proj_type)
-        matrix_map = fast_jl_map(
-            positive_int(proj_dim=proj_dim),
-            kind,
-            seed=integer_seed(seed),
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            scaled=True,
-        )
-        super().__init__(0, matrix_map, kind)
+        made = fast_jl_map(
+            positive_int(proj_dim=proj_dim), kind, seed=integer_seed(seed), device=device, dtype=dtype,
+            memory_budget=memory_budget, scaled=True,
+        )  # fmt: skip
+        super().__init__(0, made, kind)

@@ -44,10 +44,6 @@ class MatrixCache:
         self._proj_dim = proj_dim
         self._seed = seed
         self._memory_budget = memory_budget
-        self.rows_drawn = 0
-        """Rows drawn since construction; a resident row counts once."""
-        self.peak_bytes = 0
-        """Most bytes held at once since construction."""
         self._width = entries.width(proj_dim)
         if self._workspace_bytes(1) > memory_budget:
             raise InvalidInputError(
@@ -66,11 +62,6 @@ class MatrixCache:
         self._num_rows = 0
         self._reserved = 0
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of resident matrices and of the scratch, counted as if every part of it were in use."""
-        return self._reserved + sum(matrix.nbytes for matrix in self._resident.values())
-
     def blocks(
         self, name: str, num_rows: int, *, model_id: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
@@ -86,9 +77,9 @@ class MatrixCache:
         Yields:
             A tensor that is valid until the next call.
         """
-        self._prepare(model_id, device)
+        entries = self._prepare(model_id, device)
         key = parameter_key(self._seed, model_id, name, self._entries_type.stream)
-        resident = self._resident_rows(name, num_rows, key)
+        resident = self._resident_rows(name, num_rows, key, entries)
         num_resident = resident.shape[0]
         if dtype == torch.float32 and num_resident:
             yield 0, resident[:, : self._proj_dim]
@@ -97,12 +88,12 @@ class MatrixCache:
                 yield start, self._widened(resident[start : start + self._num_rows], dtype)
         for start in range(num_resident, num_rows, self._num_rows):
             out = self._block_rows(min(self._num_rows, num_rows - start))
-            yield start, self._widened(self._draw_(out, key, start), dtype)
+            yield start, self._widened(entries.draw_(out, key, start), dtype)
 
-    def _prepare(self, model_id: int, device: torch.device) -> None:
+    def _prepare(self, model_id: int, device: torch.device) -> AbstractEntries:
         """Make the cache belong to this model and device."""
-        if self._owner == (model_id, device):
-            return
+        if self._entries is not None and self._owner == (model_id, device):
+            return self._entries
         self.clear()
         self._owner = (model_id, device)
         most = _CPU_WORKSPACE if device.type == "cpu" else _ACCELERATOR_WORKSPACE
@@ -111,29 +102,23 @@ class MatrixCache:
         self._num_rows = max(1, share // (self._workspace_bytes(1) - fixed))
         self._reserved = self._workspace_bytes(self._num_rows)
         self._entries = self._entries_type(self._proj_dim, self._num_rows, device)
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return self._entries
 
     def _workspace_bytes(self, num_rows: int) -> int:
         """Return the bytes of the scratch and of a float32 and a float64 block of ``num_rows`` rows."""
         return self._entries_type.scratch_bytes(self._proj_dim, num_rows) + num_rows * self._width * (4 + 8)
 
-    def _resident_rows(self, name: str, num_rows: int, key: int) -> Tensor:
+    def _resident_rows(self, name: str, num_rows: int, key: int, entries: AbstractEntries) -> Tensor:
         """Return the rows ``(r, width)`` of the parameter that stay in memory, drawn on the first call."""
         if name not in self._resident:
-            free = self._memory_budget - self.held_bytes
+            held = self._reserved + sum(matrix.nbytes for matrix in self._resident.values())
+            free = self._memory_budget - held
             num_resident = min(num_rows, free // (4 * self._width))
             matrix = self._empty(num_resident, torch.float32)
             for start in range(0, num_resident, self._num_rows):
-                self._draw_(matrix[start : start + self._num_rows], key, start)
+                entries.draw_(matrix[start : start + self._num_rows], key, start)
             self._resident[name] = matrix
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return self._resident[name][:num_rows]
-
-    def _draw_(self, out: Tensor, key: int, start: int) -> Tensor:
-        """Draw rows into ``out (n, width)`` and count them."""
-        assert self._entries is not None, "blocks() must prepare the scratch before drawing"
-        self.rows_drawn += out.shape[0]
-        return self._entries.draw_(out, key, start)
 
     def _block_rows(self, num_rows: int) -> Tensor:
         """Return the first rows of the scratch for rows that do not stay in memory."""

@@ -289,7 +289,6 @@ class _ChunkedAccumulator(AbstractFeatureAccumulator):
         self._by_name[block.name].add(block)
 
     def features(self) -> Tensor:
-        """Return the sum of the chunks' features ``(B, K)``."""
         total, *others = (part.features() for part in self._parts)
         for features in others:
             total = total + features.to(total.device)

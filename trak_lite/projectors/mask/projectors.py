@@ -25,14 +25,7 @@ from trak_lite.projectors._factored import check_factors, sample_pieces
 from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.mask.plan import Fold, MaskPlan, make_plan
-from trak_lite.types import (
-    FactoredBlock,
-    FeatureLayout,
-    GradientBlock,
-    ParameterShapes,
-    Segment,
-    num_entries,
-)
+from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes, Segment, num_entries
 
 __all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
 
@@ -49,15 +42,8 @@ class AbstractMaskProjector(AbstractProjector):
 
     @abstractmethod
     def __init__(
-        self,
-        proj_dim: int,
-        *,
-        mask_dim: int,
-        seed: int,
-        device: str | torch.device | None,
-        layout: str,
+        self, proj_dim: int, *, mask_dim: int, seed: int, device: str | torch.device | None, layout: str
     ) -> None:
-        """Store the settings; nothing is chosen."""
         device = None if device is None else torch.device(device)
         super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), self.kind, device)
         self.mask_dim = positive_int(mask_dim=mask_dim)
@@ -122,27 +108,12 @@ class MaskProjector(AbstractMaskProjector):
     kind = "mask"
 
     def __init__(
-        self,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        layout: str = "joint",
+        self, proj_dim: int, *, seed: int = 0, device: str | torch.device | None = None, layout: str = "joint"
     ) -> None:
-        """Store the settings; nothing is chosen.
-
-        Args:
-            proj_dim: K, number of selected entries, of all parameters together or of every module.
-            seed: Any integer.
-            device: Device of the features; ``None`` for the gradients' device.
-            layout: ``"joint"`` for one segment of K features, ``"module"`` for one per module (the parameters whose
-                names agree up to the last dot).
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
-        """
-        mask_dim = positive_int(proj_dim=proj_dim)
-        super().__init__(proj_dim, mask_dim=mask_dim, seed=seed, device=device, layout=layout)
+        """Store the settings; nothing is chosen. Arguments are those of :class:`GraSSProjector`; K' is K."""
+        super().__init__(
+            proj_dim, mask_dim=positive_int(proj_dim=proj_dim), seed=seed, device=device, layout=layout
+        )
 
 
 @final
@@ -205,7 +176,6 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         entries = self._plan.entries.get(block.name)
         index = torch.empty(0, dtype=torch.int64, device="cpu") if entries is None else entries.index
         if isinstance(block, FactoredBlock):
@@ -220,7 +190,6 @@ class _MaskAccumulator(AbstractFeatureAccumulator):
             rows.index_add_(1, entries.column.to(rows.device), values.to(rows))
 
     def features(self) -> Tensor:
-        """Return ``(B, K)``, in float64 if a gradient was float64."""
         chosen = self._chosen.whole()
         scaled = chosen * self._plan.scale.to(chosen)
         return scaled if self._plan.fold is None else _folded(scaled, self._plan.fold)

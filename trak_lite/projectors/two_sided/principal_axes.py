@@ -66,12 +66,7 @@ class PrincipalAxes:
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, int]],
-        columns: Mapping[str, Tensor],
-        *,
-        k_in: int,
-        k_out: int,
+        self, shapes: Mapping[str, tuple[int, int]], columns: Mapping[str, Tensor], *, k_in: int, k_out: int
     ) -> None:
         """Store fitted axes; use :meth:`fit` or :meth:`load` to obtain them.
 
@@ -199,7 +194,6 @@ class FittedSides(AbstractSides):
     """Principal axes as side matrices: the same for every model_id, orthonormal and therefore not scaled."""
 
     def __init__(self, axes: PrincipalAxes) -> None:
-        """Store the axes."""
         super().__init__()
         self._axes = axes
 
@@ -230,7 +224,6 @@ class _Covariances:
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Add one block of a batch."""
         if block.name not in self._shapes:
             return
         wanted = [block.name + suffix in self._axes_shapes for suffix in _SUFFIXES.values()]

@@ -135,12 +135,7 @@ class TwoSidedProjector(AbstractProjector):
 
     @classmethod
     def of_width(
-        cls,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        layout: str = "module",
+        cls, proj_dim: int, *, seed: int = 0, device: str | torch.device | None = None, layout: str = "module"
     ) -> Self:
         """Return a projector with about ``proj_dim`` features per matrix: ``k_in = k_out = floor(sqrt(proj_dim))``.
 
@@ -272,7 +267,6 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         matrix = self._matrices.get(block.name)
         if matrix is None:
             self._rest.add(block)
@@ -282,7 +276,6 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
             self._add_rows(matrix, block)
 
     def features(self) -> Tensor:
-        """Return ``(B, K)``: the matrices in model order, then the rest; float64 where a gradient was."""
         rest = self._rest.features() if len(self._matrices) < len(self._parameters) else None
         total = self._total.whole(None if rest is None else rest.device)
         return total if rest is None else torch.cat([total, rest.to(total.device)], 1)

@@ -50,7 +50,6 @@ class AbstractSides(ABC):
     """Provides side matrices and caches those of one model and device at a time."""
 
     def __init__(self) -> None:
-        """Start with nothing kept."""
         self.clear()
 
     def clear(self) -> None:
@@ -100,7 +99,6 @@ class RandomSides(AbstractSides):
     """Entries (i, j) drawn from the hash of (seed, model_id, parameter name, side, i, j), scaled by 1/sqrt(k)."""
 
     def __init__(self, entries: type[AbstractEntries], *, seed: int) -> None:
-        """Store the settings; nothing is drawn."""
         super().__init__()
         self._entries_type = entries
         self._seed = seed
