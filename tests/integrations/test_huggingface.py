@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from watching import Restless, random_states
 
 from trak_lite import Attributor, Rows
-from trak_lite.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.integrations import huggingface
 from trak_lite.modelout_functions import resolve_task
@@ -316,6 +316,31 @@ def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path: 
     trainer.add_callback(huggingface.FeaturizeCallback(other, trainer.train_dataset))
     with pytest.raises(InvalidInputError, match="parameters of the attributor's GPT2LMHeadModel"):
         trainer.train()
+
+
+def test_a_resumed_training_may_save_a_step_again_and_a_new_one_may_not(tmp_path: Path) -> None:
+    """With more steps the learning rate falls more slowly, so that step 6 has other weights."""
+
+    def trained_again(start: str | None, steps: int) -> Attributor:
+        trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path, max_steps=steps, save_steps=3)
+        attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+        trainer.add_callback(huggingface.FeaturizeCallback(attributor, trainer.train_dataset))
+        trainer.train(resume_from_checkpoint=start)
+        return attributor
+
+    trained_again(None, 6)
+    with pytest.warns(
+        UserWarning, match=r"other weights of .*checkpoint-6.* already \(ckpt-1, featurized as"
+    ):
+        attributor = trained_again(str(tmp_path / "out" / "checkpoint-3"), 9)
+
+    rows = hub.texts(attributor.model)
+    for number, step in ((0, 3), (2, 6), (3, 9)):
+        check_rows(
+            tmp_path / "a.zarr", reloaded("gpt2", tmp_path / "out" / f"checkpoint-{step}"), rows, 1e-5, number
+        )
+    with pytest.raises(ManifestMismatchError, match=r"other weights of .*checkpoint-3"):
+        trained_again(None, 9)
 
 
 @pytest.mark.parametrize("watched", [True, False])

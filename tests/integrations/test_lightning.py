@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from watching import Restless, random_states
 
 from trak_lite import Attributor
-from trak_lite.errors import CheckpointError, InvalidInputError
+from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
 from trak_lite.methods import TRAK
 
 pl = pytest.importorskip(
@@ -67,7 +67,7 @@ def built() -> Digits:
     return Digits()
 
 
-def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2) -> Any:
+def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2, start: Path | None = None) -> Any:
     trainer = pl.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
@@ -79,7 +79,8 @@ def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2) -> Any:
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    trainer.fit(module, DataLoader(ROWS, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6))
+    loaders = DataLoader(ROWS, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
+    trainer.fit(module, *loaders, ckpt_path=start, weights_only=False)
     return trainer
 
 
@@ -168,6 +169,29 @@ def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tm
     files = sorted(folder.glob("*.ckpt"))
     loader = partial(lightning.ckpt_weights, prefix="model.")
     assert inner.featurize(ROWS, files, checkpoint_loader=loader).rows_found == 12
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_path: Path) -> None:
+    def trained_again(start: Path | None, epochs: int) -> None:
+        module = built()
+        attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
+        saver = ModelCheckpoint(tmp_path, filename="best", save_top_k=1, enable_version_counter=False)
+        fit(
+            module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=epochs, start=start
+        )
+
+    file, again = tmp_path / "best.ckpt", r"other weights of .*best\.ckpt already \(ckpt-0,"
+    with pytest.warns(UserWarning, match=again):
+        trained_again(None, 2)
+    with pytest.warns(UserWarning, match=again):
+        trained_again(file, 3)
+
+    rows = expected_rows(torch.load(file, weights_only=True)["state_dict"])
+    np.testing.assert_allclose(stored_rows(tmp_path / "a.zarr", 2), rows, rtol=1e-5, atol=1e-6)
+    file.unlink()
+    with pytest.raises(ManifestMismatchError, match=again):
+        trained_again(None, 4)
 
 
 class Setting:
