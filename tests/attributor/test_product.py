@@ -6,7 +6,6 @@ Every pair of these occurs, and every computer with every projector on every kin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,23 +14,21 @@ import pytest
 import reference
 import torch
 from modelout_cases import BUILDERS
-from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS
-from trak_lite.methods import TRAK, AbstractKernelMethod, GaussNewton
+from trak_lite.methods import TRAK, GaussNewton
 from trak_lite.modelout_functions import ModelCall
-from trak_lite.projectors import PROJECTORS, AbstractProjector
-from trak_lite.testing import ModelOutputCase
+from trak_lite.projectors import PROJECTORS
 
 K = 6
 TRAIN_ROWS, TARGETS = [0, 1, 2, 3], [2, 0]
 PLAIN, CURVED = TRAK(damping=0.1, layout="stored"), GaussNewton(damping=0.1)
 
 
-def take_rows(batch: Any, rows: list[int]) -> Any:
+def take_rows(batch, rows):
     if is_dataclass(batch):
         return replace(batch, **{f.name: take_rows(getattr(batch, f.name), rows) for f in fields(batch)})
     return tree_map(lambda tensor: tensor[rows] if tensor.dim() else tensor, batch)
@@ -40,16 +37,16 @@ def take_rows(batch: Any, rows: list[int]) -> Any:
 class BatchRows(Dataset[Any]):
     """The samples of a ready-made batch."""
 
-    def __init__(self, batch: Any, rows: list[int]) -> None:
+    def __init__(self, batch, rows):
         self.batch, self.rows = batch, rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index):
         return torch.tensor(self.rows[index])
 
-    def collate(self, rows: list[Tensor]) -> Any:
+    def collate(self, rows):
         return take_rows(self.batch, torch.stack(rows).tolist())
 
 
@@ -57,9 +54,7 @@ MATRICES: dict[str, dict[str, np.ndarray]] = {}
 """By settings, checkpoint and parameters: a projection depends on nothing else."""
 
 
-def matrices_of(
-    projector: AbstractProjector, shapes: dict[str, tuple[int, ...]], model_id: int
-) -> dict[str, np.ndarray]:
+def matrices_of(projector, shapes, model_id):
     """The projection as explicit matrices: what it makes of every unit vector."""
     key = json.dumps([projector.fingerprint(), shapes, model_id])
     if key not in MATRICES:
@@ -67,22 +62,18 @@ def matrices_of(
     return MATRICES[key]
 
 
-def matrix_of(
-    projector: AbstractProjector, name: str, shapes: dict[str, tuple[int, ...]], model_id: int
-) -> np.ndarray:
+def matrix_of(projector, name, shapes, model_id):
     size = int(np.prod(shapes[name]))
     grads = {other: torch.zeros(size, *shape, dtype=torch.float64) for other, shape in shapes.items()}
     grads[name] = torch.eye(size, dtype=torch.float64).reshape(size, *shapes[name])
     return projector.project(grads, model_id).numpy()
 
 
-def output_of(case: ModelOutputCase) -> Callable[[nn.Module, Any], Tensor]:
+def output_of(case):
     return lambda model, batch: case.task.evaluate(ModelCall(model), batch).output
 
 
-def expected_terms(
-    case: ModelOutputCase, states: list[dict[str, Tensor]], attributor: Attributor
-) -> dict[str, list[np.ndarray]]:
+def expected_terms(case, states, attributor):
     """What scores are made from, per checkpoint, from one gradient at a time and dense matrices."""
     names = list(attributor.parameters)
     per_checkpoint: dict[str, list[np.ndarray]] = {"train": [], "target": [], "q": [], "w": []}
@@ -100,9 +91,7 @@ def expected_terms(
     return per_checkpoint
 
 
-def native_scores(
-    per_checkpoint: dict[str, list[np.ndarray]], attributor: Attributor, method: AbstractKernelMethod
-) -> np.ndarray:
+def native_scores(per_checkpoint, attributor, method):
     """Segment by segment, q where the method has it by default."""
     return reference.kernel_scores(
         *(per_checkpoint[part] for part in ("train", "q", "w", "target")),
@@ -112,7 +101,7 @@ def native_scores(
     )
 
 
-def first_of_shapes() -> set[str]:
+def first_of_shapes():
     """The first output function of each set of parameter shapes: all that a projector knows of a model."""
     found: dict[str, str] = {}
     for name, build in BUILDERS.items():
@@ -140,24 +129,18 @@ JOINT = [
 
 
 @pytest.mark.parametrize(("build", "computer", "projector"), TRIPLES)
-def test_scores_equal_the_reference(
-    build: Callable[[], ModelOutputCase], computer: str, projector: str
-) -> None:
+def test_scores_equal_the_reference(build, computer, projector):
     """With two methods, of which either is the attributor's own."""
     methods = (PLAIN, CURVED) if computer == "functional" else (CURVED, PLAIN)
     assert_scores_equal_the_reference(build(), methods, gradient_computer=computer, projector=projector)
 
 
 @pytest.mark.parametrize(("build", "projector"), JOINT)
-def test_scores_with_one_kernel_for_the_whole_row_equal_the_reference(
-    build: Callable[[], ModelOutputCase], projector: str
-) -> None:
+def test_scores_with_one_kernel_for_the_whole_row_equal_the_reference(build, projector):
     assert_scores_equal_the_reference(build(), (CURVED, PLAIN), projector=projector, layout="joint")
 
 
-def assert_scores_equal_the_reference(
-    case: ModelOutputCase, methods: tuple[AbstractKernelMethod, ...], **settings: Any
-) -> None:
+def assert_scores_equal_the_reference(case, methods, **settings):
     """Compare the scores of the attributor's method, and those of another one that reads the same rows."""
     if not case.task.has_curvature:
         methods = (PLAIN,)  # the named error of the other choice has a test of its own

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from trak_lite.store import ZarrFeatureStore
 N, M = 40, 5
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -37,23 +35,23 @@ LONGER = TensorDataset(*(torch.cat([part, part[:3]]) for part in TRAIN.tensors))
 states = partial(random_states, model)
 
 
-def attributor(path: Path | None = None, **changes: Any) -> Attributor:
+def attributor(path=None, **changes):
     settings = {"proj_dim": 16, "dtype": "float32", **changes}
     return Attributor(model(), "image_classification", path, **settings)
 
 
-def scored(made: Attributor, *name: str, method: Any = "EKFAC", **options: Any) -> np.ndarray:
+def scored(made, *name, method="EKFAC", **options):
     return made.score(TARGETS, *name, method=method, **options).numpy()
 
 
 class Watched:
     """Train rows that tell how many checkpoints were fitted to them since: a fit loads them twice."""
 
-    def __init__(self, data: TensorDataset = TRAIN) -> None:
+    def __init__(self, data=TRAIN):
         self.data = Counting(data)
         self.rows = Rows(self.data, name="train")
 
-    def fits(self) -> int:
+    def fits(self):
         loaded = len(self.data.loaded)  # and some rows to compare
         self.data.loaded.clear()
         return round(loaded / (2 * N))
@@ -68,9 +66,7 @@ class Watched:
     ],
     ids=lambda method: f"{method.fisher}-{method.draws}",
 )
-def test_scores_are_products_of_stored_rows_with_projected_targets_behind_the_curvature(
-    method: EKFAC,
-) -> None:
+def test_scores_are_products_of_stored_rows_with_projected_targets_behind_the_curvature(method):
     """The targets behind the curvature are those of whole gradients (``test_unprojected.py``), projected here."""
     made, whole = attributor(), attributor(projector="none")
     for one in (made, whole):
@@ -91,7 +87,7 @@ def test_scores_are_products_of_stored_rows_with_projected_targets_behind_the_cu
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_fit_is_found_again_and_fits_only_what_is_new(tmp_path: Path) -> None:
+def test_a_fit_is_found_again_and_fits_only_what_is_new(tmp_path):
     made, train = attributor(tmp_path / "store"), Watched()
     one, two = states()
     made.featurize(train.rows, [one])
@@ -113,7 +109,7 @@ def test_a_fit_is_found_again_and_fits_only_what_is_new(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.scores("both", method="EKFAC", dense=False).numpy(), first, rtol=1e-6)
 
 
-def test_settings_of_the_fit_share_neither_targets_nor_scores(tmp_path: Path) -> None:
+def test_settings_of_the_fit_share_neither_targets_nor_scores(tmp_path):
     sampled, empirical = EKFAC(), EKFAC(fisher="empirical")
     made, train = attributor(tmp_path / "store"), Watched()
     made.featurize(train.rows)
@@ -137,7 +133,7 @@ def test_settings_of_the_fit_share_neither_targets_nor_scores(tmp_path: Path) ->
     assert train.fits() == 1
 
 
-def test_a_part_of_the_rows_can_stand_for_all() -> None:
+def test_a_part_of_the_rows_can_stand_for_all():
     made = attributor()
     made.featurize(TRAIN)
     whole, part = (
@@ -152,7 +148,7 @@ def test_a_part_of_the_rows_can_stand_for_all() -> None:
 # What is refused
 
 
-def test_scores_before_featurizing_or_without_the_weights_are_refused(tmp_path: Path) -> None:
+def test_scores_before_featurizing_or_without_the_weights_are_refused(tmp_path):
     made = attributor(tmp_path / "store")
     with pytest.raises((StateError, MissingStoreError), match=r"featurize"):
         scored(made)
@@ -164,7 +160,7 @@ def test_scores_before_featurizing_or_without_the_weights_are_refused(tmp_path: 
         scored(made, checkpoints=[model().state_dict()])
 
 
-def test_train_data_that_are_not_those_of_the_store_any_more_are_not_fitted_to(tmp_path: Path) -> None:
+def test_train_data_that_are_not_those_of_the_store_any_more_are_not_fitted_to(tmp_path):
     made, other = attributor(tmp_path / "store"), attributor(tmp_path / "store")
     made.featurize(TRAIN)
     with pytest.raises(ManifestMismatchError, match="dataset"):
@@ -175,7 +171,7 @@ def test_train_data_that_are_not_those_of_the_store_any_more_are_not_fitted_to(t
         scored(made)
 
 
-def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     made = attributor(tmp_path / "store")
     made.featurize(TRAIN)
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
@@ -184,7 +180,7 @@ def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
         scored(made)
 
 
-def test_no_path_and_no_self_influence_are_refused() -> None:
+def test_no_path_and_no_self_influence_are_refused():
     made = attributor()
     made.featurize(TRAIN)
     scores = made.score(TARGETS, method="EKFAC")
@@ -195,7 +191,7 @@ def test_no_path_and_no_self_influence_are_refused() -> None:
         scores.self_influence()
 
 
-def test_a_curvature_of_fewer_train_rows_is_not_taken_for_that_of_all(tmp_path: Path) -> None:
+def test_a_curvature_of_fewer_train_rows_is_not_taken_for_that_of_all(tmp_path):
     made, fresh = attributor(tmp_path / "a.zarr"), attributor()
     made.featurize(TRAIN)
     scored(made)

@@ -45,11 +45,7 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
 )
-from trak_lite.modelout_functions import (
-    AbstractModelOutput,
-    CLIPModelOutput,
-    ImageClassificationModelOutput,
-)
+from trak_lite.modelout_functions import AbstractModelOutput, CLIPModelOutput, ImageClassificationModelOutput
 from trak_lite.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
 
 # --- Names and arguments -----------------------------------------------------------------------------------
