@@ -58,9 +58,6 @@ def expected():
     return finished()[1].numpy()
 
 
-# ------------------------------------------------------------------------ resuming
-
-
 @pytest.mark.quick
 def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path):
     data = Counting(TRAIN)
@@ -229,9 +226,6 @@ def test_open_asks_for_what_a_store_cannot_keep(tmp_path):
         Attributor.open(tmp_path / "nowhere.zarr", model())
 
 
-# ------------------------------------------------------------------------ the caller's model
-
-
 class Noisy(nn.Module):
     """Draws from batch statistics and dropout in train mode, and counts its calls in a buffer."""
 
@@ -298,9 +292,6 @@ def test_the_callers_random_numbers_are_left_alone():
     made.score(TARGETS)
 
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# ------------------------------------------------------------------------ what the result can be asked
 
 
 def test_positive_scores_mean_that_the_row_raises_the_output():
@@ -402,9 +393,6 @@ def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(own, load
     del sizes[:]
     attributor.score(Rows(TRAIN, name="targets"), batch_size=20)
     assert sizes == [20, 20, 20, 10]
-
-
-# ------------------------------------------------------------------------ wrong settings and wrong data
 
 
 def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_path):
@@ -525,9 +513,6 @@ def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(tmp
     with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
         again.featurize(TRAIN, checkpoints=states(3))
     assert contents(tmp_path) == before
-
-
-# ------------------------------------------------------------------------ checkpoints from anywhere
 
 
 def test_the_model_as_it_is_means_as_it_came_also_after_other_checkpoints():

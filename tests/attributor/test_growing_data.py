@@ -226,9 +226,6 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(monkeyp
         made.featurize(rows(N + 2), append=True)
 
 
-# ------------------------------------------------------------------------ dropping
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     made = attributor(None if in_memory else tmp_path / "a.zarr")
@@ -267,9 +264,6 @@ def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path):
     made.drop_checkpoint(names[0])
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() == ["ckpt-0", "ckpt-1"]
-
-
-# ------------------------------------------------------------------------ meeting on one store
 
 
 class Meanwhile(Counting):

@@ -61,9 +61,6 @@ def rows_done(path):
         return int(store.open_table("ckpt-0").done().sum())
 
 
-# ------------------------------------------------------------------------ the bar
-
-
 class Terminal(io.StringIO):
     """Takes text as a terminal does."""
 
@@ -125,9 +122,6 @@ def test_nothing_is_shown_where_nobody_looks(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-# ------------------------------------------------------------------------ logging and import
-
-
 def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured():
     """Each slow module takes longer to import than this package; what torch imports itself does not count."""
     slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}
@@ -143,9 +137,6 @@ logger.warning('heard')"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert (done.stdout, done.stderr) == ("[]\n", "WARNING:trak_lite.run.workspace:heard\n")
-
-
-# ------------------------------------------------------------------------ Ctrl-C
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

@@ -74,9 +74,6 @@ def lm(monkeypatch):
     return recording(LM, monkeypatch)
 
 
-# ------------------------------------------------------------------------ the numbers
-
-
 def token_log_likelihood(logits, labels):
     log_p = logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None].clamp(min=0))[:, :, 0]
     return torch.where(labels[:, 1:] == -100, 0, log_p).sum(1)
@@ -150,9 +147,6 @@ def test_rows_that_are_far_apart_come_in_whole_batches(lm):
     attributor(task=lm[0]).featurize(Rows(tokens(100, 2), batch_size=6))
 
     assert [len(batch[0]) for batch in lm[1]] == [6, 6, 4], "4 * K of 100 rows"
-
-
-# ------------------------------------------------------------------------ what is kept
 
 
 def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path, lm):
@@ -305,9 +299,6 @@ def test_every_machine_finds_it_in_an_object_store(tmp_path, lm):
     assert there.featurize(TRAIN).rows_written == 0
     np.testing.assert_array_equal(scored(there, name="there"), scored(local))
     assert len(drawn) == 2
-
-
-# ------------------------------------------------------------------------ what is refused
 
 
 class NormalisingComputer(FunctionalGradientComputer):

@@ -101,9 +101,6 @@ def by_hand(grads, normalize):
     return scaled
 
 
-# ------------------------------------------------------------------------ what is stored
-
-
 @pytest.mark.parametrize(
     ("normalize", "computer"),
     [
@@ -168,9 +165,6 @@ def test_one_pass_over_the_data_is_enough(normalize):
     assert counts[0] == counts[1]
 
 
-# ------------------------------------------------------------------------ resuming
-
-
 @pytest.mark.parametrize(
     ("normalize", "fail_at"), [(NONE, 5), (UNIT, 25), (UNIT_BY_MODULE, 39), (CLIP, 25), (CLIP_BY_MODULE, 15)]
 )
@@ -226,9 +220,6 @@ def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path):
     np.testing.assert_array_equal(norms, whole.gradient_norms()[1])
 
 
-# ------------------------------------------------------------------------ settings
-
-
 @pytest.mark.parametrize(
     ("stored", "given", "message"),
     [
@@ -275,9 +266,6 @@ def test_normalising_twice_is_refused_and_once_in_the_computer_is_the_same(tmp_p
     attributor(tmp_path / "b.zarr", gradient_computer=ComputerThatNormalises).featurize(TRAIN)
     found, expected = (columns(tmp_path / f"{name}.zarr")["features"] for name in ("b", "a"))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-
-
-# ------------------------------------------------------------------------ norms, and a threshold from them
 
 
 def test_a_threshold_from_stored_norms_clips_the_share_that_was_asked_for(tmp_path):

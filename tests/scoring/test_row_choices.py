@@ -76,9 +76,6 @@ def check_top(found, expected, target=slice(None)):
     np.testing.assert_array_equal(found.scores, expected[1][target])
 
 
-# ------------------------------------------------------------------------ against the whole matrix
-
-
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
@@ -153,9 +150,6 @@ def test_sums_keep_small_scores_beside_large_ones():
     assert rows.scores(PLAIN).group([0, 0, 0]).sums.tolist() == [[1.0]]
 
 
-# ------------------------------------------------------------------------ what is read
-
-
 def test_tiles_without_a_wanted_row_are_neither_read_nor_computed(tied, monkeypatch):
     mask = np.zeros(2500, bool)
     mask[[1030, 2040]] = True
@@ -184,9 +178,6 @@ def test_tiles_without_a_wanted_row_are_neither_read_nor_computed(tied, monkeypa
         scores.top(2, where=mask)
         scores.group(np.arange(2500) % 2, where=mask)
         assert set(read) == set(wanted)
-
-
-# ------------------------------------------------------------------------ refusals
 
 
 def test_scores_of_some_rows_have_no_sums_and_no_filter(made):
@@ -231,9 +222,6 @@ def test_a_score_that_is_not_finite_is_named_by_its_own_row():
 def test_columns_that_are_not_stored_are_named(made, call):
     with pytest.raises(UnknownNameError, match="Unknown columns"):
         call(made.score(TARGETS))
-
-
-# ------------------------------------------------------------------------ where they are stored
 
 
 def test_columns_are_stored_beside_the_rows_and_not_written_again(tmp_path, monkeypatch):
@@ -373,9 +361,6 @@ def test_dates_of_stored_columns_are_found_by_their_value():
         for value in ("2024-01-02", date(2024, 1, 2), datetime(2024, 1, 2), np.datetime64("2024-01-02")):
             found = scores.top(N, target=0, where={name: value}).indices
             assert sorted(found.tolist()) == list(range(1, N, 3))
-
-
-# ------------------------------------------------------------------------ selections and galleries
 
 
 def test_a_selection_reads_the_columns_of_the_store(made):

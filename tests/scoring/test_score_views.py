@@ -26,9 +26,6 @@ def made():
     return drawn().attributor()
 
 
-# ------------------------------------------------------------------------ against the definition
-
-
 @pytest.mark.parametrize(("name", "layout"), READINGS, ids=str)
 @pytest.mark.parametrize("q", QS)
 def test_every_method_equals_its_definition(made, name, layout, q):
@@ -84,9 +81,6 @@ def test_a_row_without_gradient_has_cosine_zero():
     assert scores.self_influence()[3] == 0
 
 
-# ------------------------------------------------------------------------ laws
-
-
 @st.composite
 def drawn_methods(draw):
     name = draw(st.sampled_from(sorted(METHODS)))
@@ -135,9 +129,6 @@ def test_the_scale_of_the_features_changes_nothing(name, powers):
     scaled = drawn().scaled((2.0 ** powers[0], 2.0 ** powers[1])).scores(METHODS[name]())
 
     close(scaled.numpy(), with_q(checkpoint_products(drawn(), name), drawn(), scaled.method.q))
-
-
-# ------------------------------------------------------------------------ the path
 
 
 @pytest.mark.parametrize("layout", ["stored", "joint"])

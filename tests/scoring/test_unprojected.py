@@ -304,9 +304,6 @@ def test_a_second_question_in_memory_may_be_about_other_train_data(expected):
     close(streamed(METHOD, made), expected, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------ candidates of stored rows
-
-
 @pytest.mark.quick
 def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expected):
     coarse = made.score(TARGETS, dense=False)

@@ -35,9 +35,6 @@ def made():
     return featurized(layout="module")
 
 
-# ------------------------------------------------------------------------ reading the same rows again
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -147,9 +144,6 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
             made.score(labelled(M, 5), name="test", **view)
 
 
-# ------------------------------------------------------------------------ methods that are fitted
-
-
 @pytest.mark.parametrize("default", ["GaussNewton", "Fisher"])
 @pytest.mark.parametrize("method", [Fisher(samples_per_feature=6), EKFAC()], ids=lambda method: method.name)
 def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same_bits(
@@ -183,9 +177,6 @@ def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same
     assert not np.allclose(made.score(TARGETS, name="test").numpy(), first)
 
 
-# ------------------------------------------------------------------------ without the matrix
-
-
 @pytest.mark.parametrize("method", [None, GradCos()], ids=str)
 def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(tmp_path, monkeypatch, method):
     made = featurized(tmp_path / "a.zarr")
@@ -210,9 +201,6 @@ def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(tmp_path,
         sparse = made.score(TARGETS, name="test", dense=False, k=k, method=other)
         dense = made.score(TARGETS, name="test", method=other)
         np.testing.assert_array_equal(sparse.top(k).indices, dense.top(k).indices)
-
-
-# ------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,6 @@ def assert_same(found, wanted):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
-# --- Where rows go ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 def test_rows_and_targets_may_be_named_in_any_order_and_form(tmp_path, expected):
     traker, order = made(tmp_path, "loaded"), np.random.default_rng(0).permutation(N)
@@ -177,9 +174,6 @@ def test_a_torch_device_and_a_string_are_the_same(tmp_path, expected, device):
     """Also a task by its class; the original chooses another projection for a torch.device."""
     traker = make_traker(tmp_path, device=device, task=ImageClassificationModelOutput)
     np.testing.assert_array_equal(run(traker, count=1), expected[1])
-
-
-# --- Resuming --------------------------------------------------------------------------------------------
 
 
 def test_a_new_instance_goes_on_where_the_last_one_was(tmp_path, expected):
@@ -386,9 +380,6 @@ def test_resuming_with_another_setting_is_refused_naming_the_key(tmp_path, chang
         make_traker(tmp_path, **changes)
 
 
-# --- Ids -------------------------------------------------------------------------------------------------
-
-
 def test_scores_are_rows_by_targets_and_averages_of_the_ids(tmp_path):
     """Ids average: (mean of products) times (mean of q)."""
     traker = make_traker(tmp_path)
@@ -460,9 +451,6 @@ def test_other_targets_under_a_used_name_are_refused(tmp_path, count, error, mat
 
     with refused(tmp_path, error, match):
         traker.score((images, labels), num_samples=M)
-
-
-# --- Numbers ---------------------------------------------------------------------------------------------
 
 
 def test_dependent_features_are_scored_by_the_pseudo_inverse(tmp_path, caplog):
