@@ -293,6 +293,14 @@ def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tm
         np.testing.assert_array_equal(found, expected)
 
 
+def test_rows_written_by_another_run_meanwhile_are_found(tmp_path):
+    data = Rows(Counting(rows(N)), name="d")
+    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr").featurize(data))
+
+    summary = attributor(tmp_path / "a.zarr").featurize(Rows(meanwhile, name="d"))
+    assert (summary.rows_written, summary.rows_found) == (0, N)
+
+
 def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path):
     """Same weights, other columns: no other number helps."""
     data = Rows(Counting(rows(N)), name="d")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
+from dense_cases import projection
 from modelout_cases import BUILDERS
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
@@ -25,6 +27,8 @@ from trak_lite.projectors import PROJECTORS
 
 K = 6
 TRAIN_ROWS, TARGETS = [0, 1, 2, 3], [2, 0]
+USED = {}
+"""Projectors and the shapes that they were used with, by settings."""
 PLAIN, CURVED = TRAK(damping=0.1, layout="stored"), GaussNewton(damping=0.1)
 
 
@@ -50,23 +54,11 @@ class BatchRows(Dataset[Any]):
         return take_rows(self.batch, torch.stack(rows).tolist())
 
 
-MATRICES: dict[str, dict[str, np.ndarray]] = {}
-"""By settings, checkpoint and parameters: a projection depends on nothing else."""
-
-
-def matrices_of(projector, shapes, model_id):
-    """The projection as explicit matrices: what it makes of every unit vector."""
-    key = json.dumps([projector.fingerprint(), shapes, model_id])
-    if key not in MATRICES:
-        MATRICES[key] = {name: matrix_of(projector, name, shapes, model_id) for name in shapes}
-    return MATRICES[key]
-
-
-def matrix_of(projector, name, shapes, model_id):
-    size = int(np.prod(shapes[name]))
-    grads = {other: torch.zeros(size, *shape, dtype=torch.float64) for other, shape in shapes.items()}
-    grads[name] = torch.eye(size, dtype=torch.float64).reshape(size, *shapes[name])
-    return projector.project(grads, model_id).numpy()
+@cache
+def matrices_of(key, model_id):
+    """The projection as explicit matrices: it depends on nothing but settings, shapes and the checkpoint."""
+    projector, shapes = USED[key]
+    return projection(projector, shapes, model_id)
 
 
 def output_of(case):
@@ -81,7 +73,9 @@ def expected_terms(case, states, attributor):
         case.model.load_state_dict(state)
         singles = [take_rows(case.batch, [row]) for row in TRAIN_ROWS]
         grads = reference.per_sample_gradients(case.model, output_of(case), singles, names)
-        matrices = matrices_of(attributor.projector, attributor.parameters, model_id)
+        key = json.dumps([attributor.projector.fingerprint(), attributor.parameters])
+        USED[key] = attributor.projector, attributor.parameters
+        matrices = matrices_of(key, model_id)
         features = reference.features(grads, matrices)
         per_checkpoint["train"].append(features)
         per_checkpoint["target"].append(features[TARGETS])
@@ -120,28 +114,14 @@ TRIPLES = [
     if name in FIRST or turn == (row + column) % len(COMPUTERS)
 ]
 """All triples of the first functions, all pairs of the others."""
-JOINT = [
-    pytest.param(build, projector, id=f"{name}-{projector}")
-    for row, (name, build) in enumerate(BUILDERS.items())
-    for column, projector in enumerate(PROJECTORS)
-    if name in FIRST or column == row % len(PROJECTORS)
-]
 
 
+@pytest.mark.parametrize("layout", ["auto", "joint"])
 @pytest.mark.parametrize(("build", "computer", "projector"), TRIPLES)
-def test_scores_equal_the_reference(build, computer, projector):
-    """With two methods, of which either is the attributor's own."""
-    methods = (PLAIN, CURVED) if computer == "functional" else (CURVED, PLAIN)
-    assert_scores_equal_the_reference(build(), methods, gradient_computer=computer, projector=projector)
-
-
-@pytest.mark.parametrize(("build", "projector"), JOINT)
-def test_scores_with_one_kernel_for_the_whole_row_equal_the_reference(build, projector):
-    assert_scores_equal_the_reference(build(), (CURVED, PLAIN), projector=projector, layout="joint")
-
-
-def assert_scores_equal_the_reference(case, methods, **settings):
-    """Compare the scores of the attributor's method, and those of another one that reads the same rows."""
+def test_scores_equal_the_reference(build, computer, projector, layout):
+    """Those of the attributor's method, and those of another one that reads the same rows."""
+    case, methods = build(), (PLAIN, CURVED) if computer == "functional" else (CURVED, PLAIN)
+    settings = {"gradient_computer": computer, "projector": projector, "layout": layout}
     if not case.task.has_curvature:
         methods = (PLAIN,)  # the named error of the other choice has a test of its own
     first = {name: value.clone() for name, value in case.model.state_dict().items()}

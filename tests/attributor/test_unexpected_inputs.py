@@ -11,7 +11,7 @@ from tiny_runs import contents
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trak_lite import Attributor, Rows, TRAKer, methods
+from trak_lite import Attributor, Rows, TRAKer, clip, methods
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -118,6 +118,10 @@ def one_sample(samples):
         (r"2 parameters.*'1.weight'", {"model": OPEN}),
         ("lazy module before", {"model": nn.LazyLinear(3)}),
         ("torch finds no CUDA GPU", {"device": "cuda"}),
+        *(
+            (r"normalize must be 'none', 'unit', clip\(C\)", {"normalize": n})
+            for n in ("clip", "unity", 2.0, clip)
+        ),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(tmp_path, said, settings):
