@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from os import PathLike
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -60,6 +61,17 @@ class FeaturizeSummary:
     """Rows that were already in the store or that other processes wrote, over all checkpoints."""
     other_checkpoints: int = 0
     """Checkpoints of earlier calls in the store. Scores use these too, without ``checkpoints=``."""
+
+
+class _MadeMatrix(NamedTuple):
+    """Scores of a method that does not multiply stored rows."""
+
+    scores: NDArray[np.float32]
+    """``(N, M)``."""
+    errors: NDArray[np.float32] | None
+    """Their standard errors over runs, if they are a mean over runs."""
+    smoothness: list[float]
+    """Metasmoothness of every replayed run."""
 
 
 class Attributor:
@@ -440,36 +452,32 @@ class Attributor:
         """Return the scores of a method that does not multiply stored rows; compute and store them if needed."""
         if isinstance(checkpoints, Iterator):
             checkpoints = list(checkpoints)
-        place = (run, run.targets(data, batch_size), name, method, checkpoints, checkpoint_loader)
-
-        smoothness: list[float] = []
-
-        def replayed(one: Unrolled) -> Scores:
-            runs = cast("tuple[TrainingRun, ...]", one.runs)
-            self._refuse_other_rows(runs)
-            smoothness.extend(round(one.metasmoothness(), 4) for one in runs)
-            targets = run.rows(data, "the targets", batch_size)
-            return unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
-
-        def matrix_of(one: AbstractMethod) -> NDArray[np.float32]:
-            if isinstance(one, Mean):
-                return one.combined([matrix_of(part) for part in one.methods])
-            if isinstance(one, Unrolled):
-                return replayed(one).numpy()
-            given = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
-            return self.score(data, name, method=one, task=task, batch_size=batch_size, **given).numpy()
-
-        def made() -> tuple[NDArray[np.float32], NDArray[np.float32] | None, Mapping[str, Any]]:
-            if isinstance(method, Unrolled) and len(method.runs) > 1:
-                mean = replayed(method)
-                matrix, errors = mean.numpy(), mean.standard_error()
-            else:
-                matrix, errors = matrix_of(method), None
-            return matrix, errors, {"metasmoothness": smoothness} if smoothness else {}
-
-        stored = self._stored_matrix(*place, made=None) or self._stored_matrix(*place, made=made())
+        given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
+        targets = run.targets(data, batch_size)
+        stored = self._stored_matrix(run, targets, name, method, **given)
+        if stored is None:
+            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
+            made = self._matrix_of(method, name, score, run, run.rows(data, "the targets", batch_size))
+            stored = self._stored_matrix(run, targets, name, method, made=made, **given)
         assert stored is not None  # it was just stored
         return stored
+
+    def _matrix_of(
+        self, method: AbstractMethod, name: str, score: Callable[..., Scores], run: Run, targets: Rows
+    ) -> _MadeMatrix:
+        """Compute the scores of a method; ``score`` returns those of a part that multiplies stored rows."""
+        if isinstance(method, Mean):
+            parts = [self._matrix_of(part, name, score, run, targets) for part in method.methods]
+            smoothness = [value for part in parts for value in part.smoothness]
+            return _MadeMatrix(method.combined([part.scores for part in parts]), None, smoothness)
+        if not isinstance(method, Unrolled):
+            return _MadeMatrix(score(method=method).numpy(), None, [])
+        runs = cast("tuple[TrainingRun, ...]", method.runs)
+        self._refuse_other_rows(runs)
+        smoothness = [round(one.metasmoothness(), 4) for one in runs]
+        scores = unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
+        errors = scores.standard_error() if len(runs) > 1 else None
+        return _MadeMatrix(scores.numpy(), errors, smoothness)
 
     def _stored_matrix(
         self,
@@ -477,10 +485,10 @@ class Attributor:
         targets: Rows,
         name: str,
         method: AbstractMatrixMethod,
+        *,
         checkpoints: CheckpointSource,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
-        *,
-        made: tuple[NDArray[np.float32], NDArray[np.float32] | None, Mapping[str, Any]] | None,
+        made: _MadeMatrix | None = None,
     ) -> Scores | None:
         """Return the stored scores; without them store those that were made first, or return ``None`` without these."""
         with (
@@ -498,7 +506,8 @@ class Attributor:
             if not ranks.broadcast("whether they are there", result.is_finished):
                 if made is None:
                     return None
-                ranks.broadcast("the scores", lambda: result.put(*made))
+                shown = {"metasmoothness": made.smoothness} if made.smoothness else {}
+                ranks.broadcast("the scores", lambda: result.put(made.scores, made.errors, shown))
             return result.scores(run, dense=True)
 
     def _refuse_other_rows(self, runs: tuple[TrainingRun, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -22,13 +20,13 @@ ROW_BYTES = {"float32": 60 + 8, "float16": 30 + 8, "int8": 15 + 4 + 8, "int4": 8
 DTYPES = pytest.mark.parametrize("dtype", [*LARGEST])
 
 
-def quantised(rows: np.ndarray, dtype: str) -> np.ndarray:
+def quantised(rows, dtype):
     mantissa, exponent = np.frexp(np.abs(rows).max(axis=-1) / np.float32(LARGEST[dtype]))
     scale = np.ldexp(np.floor(mantissa * 2.0**16), exponent.astype(int) - 16)[..., None]
     return np.rint(rows / scale) * scale
 
 
-def wide() -> Drawn:
+def wide():
     generator = np.random.default_rng(0)
     train, targets = (generator.normal(size=(2, n, K)).astype(np.float32) for n in (N, M))
     q, w = generator.uniform(0.1, 1, size=(2, 2, N)).astype(np.float32)
@@ -37,8 +35,8 @@ def wide() -> Drawn:
 
 @DTYPES
 def test_scores_are_those_of_quantised_train_rows_in_memory_on_disk_and_after_an_interruption(
-    tmp_path: Path, dtype: str
-) -> None:
+    tmp_path, dtype
+):
     """And of targets as they are."""
     rows = wide()
     rounded = quantised(rows.train, dtype)
@@ -74,7 +72,7 @@ def test_scores_are_those_of_quantised_train_rows_in_memory_on_disk_and_after_an
     np.testing.assert_array_equal(again.numpy(), found.numpy())
 
 
-def test_a_store_of_another_dtype_is_refused_and_the_quantisation_named(tmp_path: Path) -> None:
+def test_a_store_of_another_dtype_is_refused_and_the_quantisation_named(tmp_path):
     rows = wide()
     for dtype, row_bytes in ROW_BYTES.items():
         made = rows.attributor(tmp_path / dtype, dtype=dtype)
@@ -87,7 +85,7 @@ def test_a_store_of_another_dtype_is_refused_and_the_quantisation_named(tmp_path
 
 @DTYPES
 @pytest.mark.parametrize("factor", [1e8, 1e-12])
-def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype: str, factor: float) -> None:
+def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, factor):
     """Every row has a scale of its own."""
     rows = wide()
     rows.train[0, 3] *= factor
@@ -100,7 +98,7 @@ def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype: str,
 
 
 @DTYPES
-def test_rows_that_are_not_finite_are_refused_and_named(tmp_path: Path, dtype: str) -> None:
+def test_rows_that_are_not_finite_are_refused_and_named(tmp_path, dtype):
     """Before anything is quantised, and with nothing on disk."""
     rows = wide()
     rows.train[0, 3] = np.inf
@@ -110,7 +108,7 @@ def test_rows_that_are_not_finite_are_refused_and_named(tmp_path: Path, dtype: s
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gradients_in_bfloat16_are_rows_without_a_projection(dtype: str) -> None:
+def test_gradients_in_bfloat16_are_rows_without_a_projection(dtype):
     """NumPy has no bfloat16, in which these features are computed."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2).bfloat16()

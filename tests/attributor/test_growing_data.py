@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_runs import Counting, contents, perceptron, random_states
-from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from trak_lite import Attributor, Rows
@@ -35,28 +31,28 @@ INPUTS, LABELS = torch.randn(N + R + 1, 4, generator=generator), torch.arange(N 
 TARGETS = TensorDataset(torch.randn(5, 4, generator=generator), torch.arange(5) % 3)
 
 
-def rows(count: int) -> TensorDataset:
+def rows(count):
     return TensorDataset(INPUTS[:count], LABELS[:count])
 
 
-def attributor(path: Path | None, **changes: Any) -> Attributor:
+def attributor(path, **changes):
     return Attributor(
         model(), "image_classification", path, **{"proj_dim": 16, "dtype": "float32", **changes}
     )
 
 
-def features(path: Path, table: str = "ckpt-0") -> np.ndarray:
+def features(path, table="ckpt-0"):
     with ZarrFeatureStore.open(path) as store:
         return store.open_table(table).read("features")
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_chunks(monkeypatch):
     monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", R)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A store of all rows at once."""
     path = tmp_path_factory.mktemp("whole") / "a.zarr"
     attributor(path).featurize(rows(N + R + 1), states())
@@ -64,9 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("more", MORE)
-def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it_saw(
-    tmp_path: Path, whole: Path, more: int
-) -> None:
+def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it_saw(tmp_path, whole, more):
     path = tmp_path / "a.zarr"
     attributor(path).featurize(Rows(Counting(rows(N)), name="d"), states())
     before = features(path)
@@ -91,9 +85,7 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
-    tmp_path: Path, in_memory: bool
-) -> None:
+def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(tmp_path, in_memory):
     made = attributor(None if in_memory else tmp_path / "a.zarr")
     made.featurize(rows(N), states())
     old = made.score(TARGETS, "test")
@@ -121,14 +113,12 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
 
 
 @pytest.mark.parametrize("table", ["before the first table", "after it"])
-def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
-) -> None:
+def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, monkeypatch, table):
     made = attributor(tmp_path / "a.zarr")
     made.featurize(rows(N), states())
     grow, calls = ZarrFeatureStore.grow_table, []
 
-    def stop(self: ZarrFeatureStore, path: str, num_rows: int) -> Any:
+    def stop(self, path, num_rows):
         calls.append(path)
         if table == "after it":
             grow(self, path, num_rows)
@@ -148,7 +138,7 @@ def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(
     assert (summary.rows_written, summary.rows_found) == (10, 2 * N)
 
 
-def test_rows_are_appended_by_a_flag_alone_and_the_message_says_so(tmp_path: Path) -> None:
+def test_rows_are_appended_by_a_flag_alone_and_the_message_says_so(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     assert made.featurize(rows(N), append=True).rows_written == N
     before = contents(tmp_path)
@@ -162,7 +152,7 @@ def test_rows_are_appended_by_a_flag_alone_and_the_message_says_so(tmp_path: Pat
     assert contents(tmp_path) == before
 
 
-def changed(row: int) -> TensorDataset:
+def changed(row):
     inputs = INPUTS[: N + 3].clone()
     inputs[row] += 1
     return TensorDataset(inputs, LABELS[: N + 3])
@@ -177,9 +167,7 @@ OTHER = {
 }
 
 
-def test_data_that_does_not_begin_with_the_stored_rows_or_other_settings_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_does_not_begin_with_the_stored_rows_or_other_settings_are_refused(tmp_path, monkeypatch):
     made = attributor(tmp_path / "a.zarr")
     made.featurize(rows(N))
     before = contents(tmp_path)
@@ -206,9 +194,7 @@ def test_data_that_does_not_begin_with_the_stored_rows_or_other_settings_are_ref
         (Subset(rows(N), range(N)), Subset(changed(N + 1), range(N + 3)), [{}, {}]),
     ],
 )
-def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(
-    shorter: Any, longer: Any, options: list[dict[str, Any]]
-) -> None:
+def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(shorter, longer, options):
     made = attributor(None)
     count = made.featurize(Rows(shorter, **options[0])).rows_written
 
@@ -217,14 +203,12 @@ def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(
     assert (summary.rows_written, summary.rows_found) == (3, count)
 
 
-def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(monkeypatch):
     made = attributor(None)
     made.featurize(rows(N))
     grow, waits = MemoryFeatureStore.grow_table, []
 
-    def busy(self: MemoryFeatureStore, path: str, num_rows: int) -> Any:
+    def busy(self, path, num_rows):
         if len(waits) < 3:
             raise BusyError("held")
         return grow(self, path, num_rows)
@@ -234,7 +218,7 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
     assert made.featurize(rows(N + 1), append=True).rows_written == 1
     assert waits == sorted(waits)
 
-    def held_here(self: MemoryFeatureStore, path: str, num_rows: int) -> Any:
+    def held_here(self, path, num_rows):
         raise HeldHereError("held here")
 
     monkeypatch.setattr(MemoryFeatureStore, "grow_table", held_here)
@@ -242,11 +226,8 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(
         made.featurize(rows(N + 2), append=True)
 
 
-# ------------------------------------------------------------------------ dropping
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path: Path, in_memory: bool) -> None:
+def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     made = attributor(None if in_memory else tmp_path / "a.zarr")
     first, second = states()
     made.featurize(rows(N), [first, second])
@@ -266,7 +247,7 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path: Path, in_me
     assert made.score(TARGETS, "again").shape == (N, 5)
 
 
-def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(StateError, match="no store"):
         made.drop_checkpoint("ckpt-0")
@@ -285,24 +266,21 @@ def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path: Path) 
         assert store.table_names() == ["ckpt-0", "ckpt-1"]
 
 
-# ------------------------------------------------------------------------ meeting on one store
-
-
 class Meanwhile(Counting):
     """Rows before the first of which something happens."""
 
-    def __init__(self, first: Callable[[], Any]) -> None:
+    def __init__(self, first):
         super().__init__(rows(N))
         self.first = first
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if not self.loaded:
             self.loaded.append(index)
             self.first()
         return super().__getitem__(index)
 
 
-def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tmp_path: Path) -> None:
+def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tmp_path):
     """The projection depends on the number: the rows of the slower one are computed for the one that it gets."""
     first, second = states()
     made, data = attributor(tmp_path / "a.zarr"), Rows(Counting(rows(N)), name="d")
@@ -315,7 +293,15 @@ def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tm
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_rows_written_by_another_run_meanwhile_are_found(tmp_path):
+    data = Rows(Counting(rows(N)), name="d")
+    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr").featurize(data))
+
+    summary = attributor(tmp_path / "a.zarr").featurize(Rows(meanwhile, name="d"))
+    assert (summary.rows_written, summary.rows_found) == (0, N)
+
+
+def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path):
     """Same weights, other columns: no other number helps."""
     data = Rows(Counting(rows(N)), name="d")
     meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr", store_norms=True).featurize(data))
@@ -324,12 +310,12 @@ def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path: Path) -> None:
         attributor(tmp_path / "a.zarr").featurize(Rows(meanwhile, name="d"))
 
 
-def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path: Path) -> None:
+def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path):
     first, second = states()
     path = tmp_path / "a.zarr"
     attributor(path).featurize(rows(N), [first])
 
-    def meanwhile(new: dict[str, Tensor]) -> Any:
+    def meanwhile(new):
         yield first
         attributor(path).featurize(rows(N + R), [first, new], append=True)
         yield new

@@ -19,7 +19,7 @@ from forked import start_script
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from trak_lite import Attributor, FeaturizeSummary, Rows, verify
+from trak_lite import Attributor, Rows, verify
 from trak_lite.errors import StateError
 from trak_lite.retraining import retrain
 from trak_lite.store import ZarrFeatureStore
@@ -32,42 +32,39 @@ TARGETS = TensorDataset(*TRAIN[:5])
 class Stopping(Dataset[Any]):
     """The train rows, one of which is never loaded because a Ctrl-C comes first."""
 
-    def __init__(self, at: int = 100) -> None:
+    def __init__(self, at=100):
         self.at = at
 
-    def __len__(self) -> int:
+    def __len__(self):
         return N
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == self.at:
             self.stop()
         return TRAIN[index]
 
-    def stop(self) -> None:
+    def stop(self):
         raise KeyboardInterrupt
 
 
-def attributor(path: Path | None, **changes: Any) -> Attributor:
+def attributor(path, **changes):
     torch.manual_seed(0)
     return Attributor(nn.Linear(4, 3), "image_classification", path, proj_dim=8, **changes)
 
 
-def featurize(made: Attributor, data: Dataset[Any] = TRAIN) -> FeaturizeSummary:
+def featurize(made, data=TRAIN):
     return made.featurize(Rows(data, batch_size=BATCH, name="mine"))
 
 
-def rows_done(path: Path) -> int:
+def rows_done(path):
     with ZarrFeatureStore.open(path) as store:
         return int(store.open_table("ckpt-0").done().sum())
-
-
-# ------------------------------------------------------------------------ the bar
 
 
 class Terminal(io.StringIO):
     """Takes text as a terminal does."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -88,9 +85,7 @@ class Terminal(io.StringIO):
         (None, "1", None, False),
     ],
 )
-def test_of_several_processes_rank_0_shows_the_bar(
-    asked: bool | None, rank: str, group: int | None, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_processes_rank_0_shows_the_bar(asked, rank, group, shown, monkeypatch):
     terminal = io.StringIO() if asked else Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("RANK", rank)
@@ -102,9 +97,7 @@ def test_of_several_processes_rank_0_shows_the_bar(
     assert ("300/300" in terminal.getvalue()) is shown
 
 
-def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(capsys):
     made = attributor(None, progress=True)
     made.featurize(TRAIN)
     made.score(TARGETS, "first-five", method="EKFAC")
@@ -120,7 +113,7 @@ def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(
     assert len(re.findall(rate_and_time_left, shown)) >= len(labels)
 
 
-def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_shown_where_nobody_looks(capsys):
     made = attributor(None)
     made.featurize(TRAIN)
     made.score(TARGETS, method="EKFAC")
@@ -129,10 +122,7 @@ def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("", "")
 
 
-# ------------------------------------------------------------------------ logging and import
-
-
-def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured() -> None:
+def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured():
     """Each slow module takes longer to import than this package; what torch imports itself does not count."""
     slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}
     code = f"""import logging, sys, torch
@@ -149,11 +139,8 @@ logger.warning('heard')"""
     assert (done.stdout, done.stderr) == ("[]\n", "WARNING:trak_lite.run.workspace:heard\n")
 
 
-# ------------------------------------------------------------------------ Ctrl-C
-
-
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Path, on_disk: bool) -> None:
+def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path, on_disk):
     path = tmp_path / "run.zarr" if on_disk else None
     made = attributor(path)
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -169,7 +156,7 @@ def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path: Pat
     assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
 
 
-def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
+def test_a_ctrl_c_while_retraining_counts_models(tmp_path):
     trained = []
 
     def train(rows, seed):
@@ -186,9 +173,9 @@ def test_a_ctrl_c_while_retraining_counts_models(tmp_path: Path) -> None:
     assert f"Finished work is stored in {tmp_path}" in caught.value.__notes__[1]
 
 
-def test_other_errors_get_no_such_note() -> None:
+def test_other_errors_get_no_such_note():
     class Failing(Stopping):
-        def stop(self) -> None:
+        def stop(self):
             raise StateError("another")
 
     with pytest.raises(StateError) as caught:
@@ -215,7 +202,7 @@ featurize(attributor({path!r}), Waiting())
 """
 
 
-def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_path: Path) -> None:
+def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_path):
     path, script, output = (tmp_path / name for name in ("run.zarr", "victim.py", "output"))
     script.write_text(VICTIM.format(folder=str(Path(__file__).parent), path=str(path)))
     output.touch()

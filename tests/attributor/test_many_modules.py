@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,17 +21,17 @@ from trak_lite.report import write_report
 class Deep(nn.Module):
     """Layers of 2 x 2, each beside the identity."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(depth))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + 0.001 * layer(x)
         return x
 
 
-def small_data(rows: int) -> TensorDataset:
+def small_data(rows):
     generator = torch.Generator().manual_seed(rows)
     return TensorDataset(torch.randn(rows, 2, generator=generator), torch.arange(rows) % 2)
 
@@ -41,9 +40,7 @@ DEPTH = 200
 """Three times what a cache key of 1,024 characters has room for; a run of 2,000 takes 90 seconds and shows the same."""
 
 
-def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_path, capsys):
     torch.manual_seed(0)
     store, model, data = str(tmp_path / "run.zarr"), Deep(DEPTH), small_data(4)
     attributor = Attributor(model, "image_classification", store, proj_dim=2)
@@ -69,7 +66,7 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(
     assert len(str(caught.value)) < 4_000
 
 
-def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path: Path) -> None:
+def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path):
     """Twelve checkpoints with 24 descriptors: each table had one for its commit log, and one for every file it maps."""
     code = """
 import resource, sys
@@ -95,7 +92,7 @@ assert (again.self_influence() == one[0]).all()
     assert ended.returncode == 0, ended.stderr
 
 
-def test_messages_about_checkpoints_do_not_grow_with_their_number(tmp_path: Path) -> None:
+def test_messages_about_checkpoints_do_not_grow_with_their_number(tmp_path):
     model = nn.Linear(2, 2)
     states = [{name: value + 0.01 * i for name, value in model.state_dict().items()} for i in range(30)]
     Attributor(model, "image_classification", tmp_path / "run.zarr", proj_dim=2).featurize(

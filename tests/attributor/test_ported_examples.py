@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
@@ -19,7 +17,7 @@ N, M, REGULARIZATION = 200, 60, 1e-2
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[nn.Module, Tensor, Tensor]:
+def trained():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = torch.randn(N + M, 16)
@@ -33,12 +31,12 @@ def trained() -> tuple[nn.Module, Tensor, Tensor]:
     return model, inputs, labels
 
 
-def influences(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+def influences(model, inputs, labels):
     """Gradients of train losses times (Hessian of the mean loss + regularization)^-1 times those of target losses."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     flat = torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
 
-    def loss(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def loss(values, x, y):
         parts = values.split([shape.numel() for shape in shapes.values()])
         weights = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
         return nn.functional.cross_entropy(functional_call(model, weights, x), y)
@@ -49,7 +47,7 @@ def influences(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     return gradients[:N] @ torch.linalg.solve(damped, gradients[N:].T)
 
 
-def test_dattris_example_orders_train_rows_alike(trained: Any) -> None:
+def test_dattris_example_orders_train_rows_alike(trained):
     """Target by target; positive is helpful in both."""
     model, inputs, labels = trained
     train_set = TensorDataset(inputs[:N], labels[:N])

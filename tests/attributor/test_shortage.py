@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from forked import forkserver
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from trak_lite import Attributor, Rows
@@ -31,15 +31,15 @@ BEYOND = 1 << 47
 """Bytes: more than any address space gives."""
 
 
-def no_memory() -> None:
+def no_memory():
     torch.empty(BEYOND, dtype=torch.uint8)
 
 
-def no_array() -> None:
+def no_array():
     np.empty(BEYOND, np.uint8)
 
 
-def no_thread() -> None:
+def no_thread():
     before = threading.stack_size(1 << 45)
     try:
         threading.Thread(target=print).start()
@@ -50,24 +50,24 @@ def no_thread() -> None:
 class Failing(nn.Module):
     """A model during whose pass the machine refuses something, once ``passes`` are over."""
 
-    def __init__(self, fail: Any, passes: float) -> None:
+    def __init__(self, fail, passes):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 3)
         self.fail, self.passes = fail, passes
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.passes -= 1
         if self.passes < 0:
             self.fail()
         return self.linear(inputs)
 
 
-def attributor(path: Path, model: nn.Module, engine: str = "hook", **settings: Any) -> Attributor:
+def attributor(path, model, engine="hook", **settings):
     return Attributor(model, "image_classification", path, proj_dim=8, gradient_computer=engine, **settings)
 
 
-def finished(path: Path) -> np.ndarray[Any, Any]:
+def finished(path):
     """Featurize what is left, with a model that does not fail, and return the scores."""
     made = attributor(path, Failing(None, float("inf")))
     made.featurize(Rows(TRAIN, batch_size=8))
@@ -92,7 +92,7 @@ def test_rows_done_before_a_shortage_are_kept_and_the_others_are_right(passes, t
     assert finished(tmp_path / "a.zarr").tobytes() == finished(tmp_path / "b.zarr").tobytes()
 
 
-def limited(path: str, spare: int, report: str) -> None:
+def limited(path, spare, report):
     """Featurize and score with few file descriptors; write what came of it."""
     used = len(os.listdir("/proc/self/fd")) - 1  # one is that of the listing
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, used + spare))
@@ -132,10 +132,10 @@ def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
 class KilledLoading(Dataset[Any]):
     """The train rows; the process that loads row 17 is killed."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return N
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == 17:
             assert get_worker_info() is not None, "this would end the test itself"
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_runs import contents
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trak_lite import Attributor, Rows, TRAKer, methods
+from trak_lite import Attributor, Rows, TRAKer, clip, methods
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -35,42 +32,42 @@ TRAIN = TensorDataset(X, Y)
 MASKS = np.eye(2, dtype=bool)
 
 
-def net(seed: int = 0) -> nn.Sequential:
+def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def attributor(model: Any = None, path: Path | None = None, **changes: Any) -> Attributor:
+def attributor(model=None, path=None, **changes):
     settings = {"task": "image_classification", "proj_dim": 8, "progress": False, **changes}
     return Attributor(net() if model is None else model, path=path, **settings)
 
 
-def frame() -> Any:
+def frame():
     return pytest.importorskip("pandas").DataFrame(X.numpy()).assign(label=Y.numpy())
 
 
-def exported() -> nn.Module:
+def exported():
     return torch.export.export(net().eval(), (X,)).module()
 
 
-def with_input(row: int, value: float) -> TensorDataset:
+def with_input(row, value):
     x = X.clone()
     x[row] = value
     return TensorDataset(x, Y)
 
 
-def with_label(row: int, value: int) -> TensorDataset:
+def with_label(row, value):
     y = Y.clone()
     y[row] = value
     return TensorDataset(X, y)
 
 
-def empty(rows: int, width: int) -> TensorDataset:
+def empty(rows, width):
     return TensorDataset(torch.zeros(rows, width), torch.zeros(rows).long())
 
 
 class Branches(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * (1 if x.sum() > 0 else -1)
 
 
@@ -84,19 +81,19 @@ LOOP = {"gradient_computer": "iterative"}
 NONE_REACHED = "depends on none of the 4 kept parameters"
 
 
-def detached(call: Any, batch: Any) -> Tensor:
+def detached(call, batch):
     return call(batch[0]).detach().sum(1)
 
 
-def closed_over(call: Any, batch: Any) -> Tensor:
+def closed_over(call, batch):
     return NET(batch[0]).sum(1)
 
 
-def linear(call: Any, batch: Any) -> Tensor:
+def linear(call, batch):
     return call(batch[0])[:, 0]
 
 
-def one_sample(samples: Any) -> Any:
+def one_sample(samples):
     return torch.randn(1, 4), torch.zeros(1).long()
 
 
@@ -121,11 +118,13 @@ def one_sample(samples: Any) -> Any:
         (r"2 parameters.*'1.weight'", {"model": OPEN}),
         ("lazy module before", {"model": nn.LazyLinear(3)}),
         ("torch finds no CUDA GPU", {"device": "cuda"}),
+        *(
+            (r"normalize must be 'none', 'unit', clip\(C\)", {"normalize": n})
+            for n in ("clip", "unity", 2.0, clip)
+        ),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_is_written(
-    tmp_path: Path, said: str, settings: dict[str, Any]
-) -> None:
+def test_wrong_settings_are_refused_before_anything_is_written(tmp_path, said, settings):
     if "CUDA" in said and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(
@@ -171,9 +170,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(
         ("list of tensors", InvalidInputError, [X, Y[:, None]], {}),
     ],
 )
-def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(
-    tmp_path: Path, said: str, error: type[TrakLiteError], data: Any, settings: dict[str, Any]
-) -> None:
+def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(tmp_path, said, error, data, settings):
     with pytest.raises(error, match=said):
         attributor(path=tmp_path / "a.zarr", **settings).featurize(data)
 
@@ -206,7 +203,7 @@ def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(
         ("train_fn returned None", lambda: retrain(lambda rows, seed: None, MASKS, lambda found: [1.0])),
     ],
 )
-def test_the_error_says_what_to_do(said: str, call: Callable[[], Any]) -> None:
+def test_the_error_says_what_to_do(said, call):
     with pytest.raises((InvalidInputError, UnsupportedModelError), match=said) as caught:
         call()
     assert isinstance(caught.value, TrakLiteError)
@@ -223,14 +220,14 @@ def test_the_error_says_what_to_do(said: str, call: Callable[[], Any]) -> None:
         ([*TRAIN][::-1], "^The rows are of other samples, or of the same ones in another order"),
     ],
 )
-def test_other_rows_at_a_path_are_told_in_words(tmp_path: Path, data: Any, said: str) -> None:
+def test_other_rows_at_a_path_are_told_in_words(tmp_path, data, said):
     attributor(path=tmp_path / "a.zarr").featurize([*TRAIN] if isinstance(data, list) else TRAIN)
 
     with pytest.raises(ManifestMismatchError, match=said):
         attributor(path=tmp_path / "a.zarr").featurize(data)
 
 
-def test_another_model_at_a_path_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
+def test_another_model_at_a_path_is_told_before_what_follows_from_it(tmp_path):
     attributor(path=tmp_path / "a.zarr").featurize(TRAIN)
 
     with pytest.raises(ManifestMismatchError, match=r"^The rows are of another model"):
@@ -238,10 +235,10 @@ def test_another_model_at_a_path_is_told_before_what_follows_from_it(tmp_path: P
 
 
 @pytest.mark.parametrize("source", ["model", "file"])
-def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path: Path, source: str) -> None:
+def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path, source):
     file = None if source == "model" else tmp_path / "a.pt"
 
-    def featurized(seed: int, weights: Any = None) -> Attributor:
+    def featurized(seed, weights=None):
         if file is not None:
             torch.save(net(seed).state_dict(), file)
         made = attributor(net(seed), tmp_path / "a.zarr")
@@ -265,17 +262,17 @@ def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path: Path, sour
 class Mixed(nn.Module):
     """Layers of two dtypes."""
 
-    def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+    def __init__(self, first, second):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 5).to(first), nn.Linear(5, 3).to(second)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(torch.tanh(self.first(x.to(self.first.weight))).to(self.second.weight))
 
 
 @cache
-def mixed(*dtypes: torch.dtype) -> Attributor:
+def mixed(*dtypes):
     made = attributor(Mixed(*dtypes), projector="none", dtype="float32")
     made.featurize(TRAIN)
     return made
@@ -287,7 +284,7 @@ def mixed(*dtypes: torch.dtype) -> Attributor:
     ids=lambda method: method.name,
 )
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
-def test_layers_of_two_dtypes(method: methods.Method, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_layers_of_two_dtypes(method, dtypes):
     targets = TensorDataset(*TRAIN[:4])
     found, expected = (
         mixed(*chosen).score(targets, method.name, method=method).numpy()
@@ -298,7 +295,7 @@ def test_layers_of_two_dtypes(method: methods.Method, dtypes: tuple[torch.dtype,
 
 
 @pytest.mark.filterwarnings("ignore")  # quantization is deprecated in torch
-def test_a_dynamically_quantised_model_takes_its_own_state_dict() -> None:
+def test_a_dynamically_quantised_model_takes_its_own_state_dict():
     model = torch.ao.quantization.quantize_dynamic(net(), {"0"}, dtype=torch.qint8)
     expected = attributor(model, method=methods.GradDot())
     expected.featurize(TRAIN)

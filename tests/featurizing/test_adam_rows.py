@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns, gradients, projection
 from tiny_runs import Counting
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Normalization, Rows
@@ -26,7 +24,7 @@ by_kind = pytest.mark.parametrize("kind", KINDS)
 class Texts(nn.Module):
     """An embedding, layers with several positions, and a head that f does not use but training does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(WORDS, 4)
         self.hidden = nn.Linear(4, 5)
@@ -34,14 +32,14 @@ class Texts(nn.Module):
         self.auxiliary = nn.Linear(5, 2)
         self.head = nn.Linear(5, CLASSES)
 
-    def inner(self, ids: Tensor) -> Tensor:
+    def inner(self, ids):
         return self.norm(self.hidden(self.words(ids)).tanh()).mean(-2)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.inner(ids))
 
 
-def dataset(count: int, seed: int) -> TensorDataset:
+def dataset(count, seed):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(WORDS - 1, (count, 3), generator=generator)
     ids[0] = 2  # a word that occurs three times
@@ -53,7 +51,7 @@ TARGETS.tensors[0][-1] = WORDS - 1
 """The last target has a word that no train row has, so that Adam's moments of its embedding are zero."""
 
 
-def trained(steps: int = 4, **settings: Any) -> tuple[Texts, torch.optim.Optimizer]:
+def trained(steps=4, **settings):
     torch.manual_seed(0)
     net = Texts().double()
     given = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, **settings}
@@ -68,26 +66,26 @@ def trained(steps: int = 4, **settings: Any) -> tuple[Texts, torch.optim.Optimiz
     return net, optimizer
 
 
-def saved(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def saved(net, optimizer):
     return copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def attributor(path: Path | None, net: nn.Module, kind: str, **changes: Any) -> Attributor:
+def attributor(path, net, kind, **changes):
     settings = {"projector": "none", "dtype": "float32", "normalize": kind, "progress": False, **changes}
     return Attributor(net, "image_classification", path, **settings)
 
 
-def margins(net: nn.Module, data: TensorDataset) -> dict[str, np.ndarray]:
+def margins(net, data):
     ids, labels = data.tensors
     p = net(ids).softmax(1)[range(len(labels)), labels]
     return gradients(net, (p / (1 - p)).log())
 
 
-def flat(rows: dict[str, np.ndarray]) -> np.ndarray:
+def flat(rows):
     return np.concatenate([row.reshape(len(row), -1) for row in rows.values()], 1)
 
 
-def scaled(net: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset) -> np.ndarray:
+def scaled(net, optimizer, data):
     """Gradients of f over the fourth root of the bias-corrected second moment."""
     group, rows = optimizer.param_groups[0], margins(net, data)
     for name, p in net.named_parameters():
@@ -98,7 +96,7 @@ def scaled(net: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset
     return flat(rows)
 
 
-def steps(net: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset) -> np.ndarray:
+def steps(net, optimizer, data):
     """The change of the weights over the learning rate, when Adam steps on the loss of one row."""
     rows = []
     for ids, label in data:
@@ -124,9 +122,7 @@ EXPECTED = {"adam": scaled, "adam_update": steps}
     [pytest.param("hook", False, marks=pytest.mark.quick), ("functional", True), ("iterative", False)],
 )
 @by_kind
-def test_rows_are_those_of_autograd_and_of_real_steps(
-    tmp_path: Path, kind: str, computer: str, amsgrad: bool
-) -> None:
+def test_rows_are_those_of_autograd_and_of_real_steps(tmp_path, kind, computer, amsgrad):
     net, optimizer = trained(amsgrad=amsgrad)
     made = attributor(tmp_path / "a.zarr", net, kind, gradient_computer=computer, store_norms=True)
     made.featurize(Rows(TRAIN, batch_size=8), saved(net, optimizer))
@@ -143,9 +139,7 @@ def test_rows_are_those_of_autograd_and_of_real_steps(
 
 
 @by_kind
-def test_gradients_that_do_not_fit_at_once_give_the_same_rows(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_do_not_fit_at_once_give_the_same_rows(tmp_path, kind, monkeypatch):
     """And checkpoints each have their own moments."""
     monkeypatch.setattr("trak_lite.gradient_computers.normalized._MOST_ENTRIES", 50)
     runs = [trained(steps=count) for count in (2, 5)]
@@ -157,7 +151,7 @@ def test_gradients_that_do_not_fit_at_once_give_the_same_rows(
 
 
 @by_kind
-def test_projected_rows_are_the_projection_of_these(tmp_path: Path, kind: str) -> None:
+def test_projected_rows_are_the_projection_of_these(tmp_path, kind):
     net, optimizer = trained()
     made = attributor(tmp_path / "a.zarr", net, kind, projector="gaussian", proj_dim=7, layout="joint")
     made.featurize(TRAIN, saved(net, optimizer))
@@ -167,7 +161,7 @@ def test_projected_rows_are_the_projection_of_these(tmp_path: Path, kind: str) -
 
 
 @by_kind
-def test_a_store_refuses_other_moments_and_other_kinds(tmp_path: Path, kind: str) -> None:
+def test_a_store_refuses_other_moments_and_other_kinds(tmp_path, kind):
     net, optimizer = trained()
     made, first = attributor(tmp_path / "a.zarr", net, kind), saved(net, optimizer)
     for source in (None, net.state_dict()):
@@ -187,7 +181,7 @@ def test_a_store_refuses_other_moments_and_other_kinds(tmp_path: Path, kind: str
 
 
 @by_kind
-def test_a_store_that_is_opened_again_continues_and_scores(tmp_path: Path, kind: str) -> None:
+def test_a_store_that_is_opened_again_continues_and_scores(tmp_path, kind):
     net, optimizer = trained()
     torch.save(saved(net, optimizer), tmp_path / "epoch-1.pt")
     made = attributor(tmp_path / "a.zarr", net, kind)
@@ -209,7 +203,7 @@ def test_a_store_that_is_opened_again_continues_and_scores(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("layout", ["module", "joint"])
-def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout: str) -> None:
+def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout):
     """Section 4.1 of arXiv:2402.04333: the sum over checkpoints of eta cos(Gamma(z), gradient of the target)."""
     runs, rates = [trained(steps=count) for count in (2, 5)], (0.05, 0.02)
     made = attributor(None, runs[0][0], "adam_update", layout=layout)
@@ -231,7 +225,7 @@ def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout: str) 
         made.score(TARGETS, method=LESS(learning_rates=rates[:1]))
 
 
-def test_the_fisher_information_is_that_of_scaled_gradients() -> None:
+def test_the_fisher_information_is_that_of_scaled_gradients():
     """A diagonal change of coordinates: with all features and little damping the scores do not depend on it."""
     net, optimizer = trained()
     method = {"name": "Fisher", "samples_per_feature": 40, "max_draws": 4000, "damping": 1e-6}
@@ -244,7 +238,7 @@ def test_the_fisher_information_is_that_of_scaled_gradients() -> None:
     assert np.corrcoef(*found)[0, 1] > 0.99
 
 
-def test_methods_and_dtypes_that_the_rows_do_not_fit_are_refused() -> None:
+def test_methods_and_dtypes_that_the_rows_do_not_fit_are_refused():
     net, optimizer = trained()
     content = saved(net, optimizer)
     made = {kind: attributor(None, net, kind) for kind in ("none", *KINDS)}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns, gradients, projection, recording
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
@@ -28,28 +24,28 @@ LM, MULTI = "causal_language_modeling", "multilabel_classification"
 class LanguageModel(nn.Module):
     """Says the next token from the sum of those before."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 3)
         self.head = nn.Linear(3, VOCABULARY)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
 
 
-def tokens(count: int, seed: int) -> TensorDataset:
+def tokens(count, seed):
     ids = torch.randint(VOCABULARY - 1, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, 2] = -100
     return TensorDataset(ids, labels)
 
 
-def model() -> nn.Module:
+def model():
     return LanguageModel().double()
 
 
-def several_labels() -> nn.Module:
+def several_labels():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)).double()
 
@@ -58,35 +54,32 @@ TRAIN, TARGETS = tokens(N, 0), tokens(M, 1)
 LONGER = TensorDataset(*(torch.cat([part, part[:3]]) for part in TRAIN.tensors))
 
 
-def states(build: Callable[[], nn.Module] = model) -> list[dict[str, Tensor]]:
+def states(build=model):
     shapes = build().state_dict()  # which seeds
     return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(2)]
 
 
-def attributor(path: Any = None, net: nn.Module | None = None, task: Any = LM, **changes: Any) -> Attributor:
+def attributor(path=None, net=None, task=LM, **changes):
     settings = {"proj_dim": K, "dtype": "float32", "progress": False, **changes}
     return Attributor(model() if net is None else net, task, path, **settings)
 
 
-def scored(made: Attributor, **settings: Any) -> np.ndarray:
+def scored(made, **settings):
     return made.score(TARGETS, **settings).numpy()
 
 
 @pytest.fixture
-def lm(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+def lm(monkeypatch):
     """A task, and one batch of drawn labels per fit."""
     return recording(LM, monkeypatch)
 
 
-# ------------------------------------------------------------------------ the numbers
-
-
-def token_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
+def token_log_likelihood(logits, labels):
     log_p = logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:, None].clamp(min=0))[:, :, 0]
     return torch.where(labels[:, 1:] == -100, 0, log_p).sum(1)
 
 
-def label_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
+def label_log_likelihood(logits, labels):
     return logsigmoid(torch.where(labels > 0, logits, -logits)).sum(1)
 
 
@@ -94,9 +87,7 @@ def label_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     ("task", "batch_size", "damping"),
     [(LM, 3, None), (LM, N, 0.5), pytest.param(MULTI, 1, None, marks=pytest.mark.quick)],
 )
-def test_scores_are_those_of_the_gram_of_drawn_labels(
-    task: str, batch_size: int, damping: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_the_gram_of_drawn_labels(task, batch_size, damping, tmp_path, monkeypatch):
     """Without a damping, lambda is a share of the root mean square of the eigenvalues."""
     build, log_likelihood, train, targets = model, token_log_likelihood, TRAIN, TARGETS
     if task == MULTI:
@@ -136,9 +127,7 @@ def test_scores_are_those_of_the_gram_of_drawn_labels(
     close(found, q * products)
 
 
-def test_labels_come_as_often_as_the_model_says_and_anew_in_every_draw(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_labels_come_as_often_as_the_model_says_and_anew_in_every_draw(monkeypatch):
     torch.manual_seed(3)
     net, task, count, draws = nn.Linear(3, 3), "image_classification", 1500, 3
     known, drawn = recording(task, monkeypatch)
@@ -154,16 +143,13 @@ def test_labels_come_as_often_as_the_model_says_and_anew_in_every_draw(
     assert float((together - torch.eye(draws)).abs().max()) < 4.5 / count**0.5, together
 
 
-def test_rows_that_are_far_apart_come_in_whole_batches(lm: tuple[Any, list[Any]]) -> None:
+def test_rows_that_are_far_apart_come_in_whole_batches(lm):
     attributor(task=lm[0]).featurize(Rows(tokens(100, 2), batch_size=6))
 
     assert [len(batch[0]) for batch in lm[1]] == [6, 6, 4], "4 * K of 100 rows"
 
 
-# ------------------------------------------------------------------------ what is kept
-
-
-def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path: Path, lm: tuple[Any, list[Any]]) -> None:
+def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path, lm):
     """Other settings of the fit are kept beside it; a reopened store needs no train data."""
     (one, two), (task, drawn) = states(), lm
     made, other = attributor(tmp_path / "a.zarr", task=task), Fisher(seed=1)
@@ -193,7 +179,7 @@ def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path: Path, lm: tup
     )
 
 
-def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(lm: tuple[Any, list[Any]]) -> None:
+def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(lm):
     expected = attributor()
     expected.featurize(TRAIN, states())
     made = attributor(task=lm[0], method=TRAK(damping=None, layout="stored"))
@@ -207,13 +193,11 @@ def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(lm: tuple[An
     np.testing.assert_allclose(path[0], found, rtol=1e-3, atol=1e-5 * np.abs(found).max())
 
 
-def failing(
-    monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException, when: Callable[[str], bool]
-) -> None:
+def failing(monkeypatch, method, error, when):
     """Let a method of the stores on disk fail for some tables."""
     real = getattr(ZarrFeatureStore, method)
 
-    def maybe(self: ZarrFeatureStore, path: str, *given: Any) -> Any:
+    def maybe(self, path, *given):
         if when(path):
             raise error
         return real(self, path, *given)
@@ -221,9 +205,7 @@ def failing(
     monkeypatch.setattr(ZarrFeatureStore, method, maybe)
 
 
-def test_a_fit_that_was_killed_is_made_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: tuple[Any, list[Any]]
-) -> None:
+def test_a_fit_that_was_killed_is_made_by_the_next_call(tmp_path, monkeypatch, lm):
     """After the labels were drawn, and before the gram matrices: only these are computed."""
     whole, (task, drawn) = attributor(), lm
     whole.featurize(TRAIN)
@@ -241,9 +223,7 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(
     close(scored(made), scored(whole), rtol=1e-5)
 
 
-def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: tuple[Any, list[Any]]
-) -> None:
+def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(tmp_path, monkeypatch, lm):
     """Killed between the last row of the gram matrices and the dropping of the samples."""
     path, (task, drawn) = tmp_path / "a.zarr", lm
     with monkeypatch.context() as patch:
@@ -263,9 +243,7 @@ def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(
     assert len(drawn) == 1
 
 
-def test_a_fit_that_others_complete_meanwhile_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: tuple[Any, list[Any]]
-) -> None:
+def test_a_fit_that_others_complete_meanwhile_is_taken_over(tmp_path, monkeypatch, lm):
     """The process that completes the matrices drops the table they are made of, from under others too."""
     method, (task, drawn) = Fisher(samples_per_feature=6, seed=3), lm
     expected = attributor(method=method)
@@ -277,7 +255,7 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(
         ZarrFeatureStore.create_table,
     )
 
-    def completed(self: ZarrFeatureStore, path: str, *given: Any) -> Any:
+    def completed(self, path, *given):
         if not path.endswith("drawn"):
             return real(self, path, *given)
         monkeypatch.setattr(ZarrFeatureStore, "create_table", real)
@@ -293,7 +271,7 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(
         scored(made, method=Fisher(seed=4))
 
 
-def test_other_rows_and_other_weights_are_fitted_anew(tmp_path: Path) -> None:
+def test_other_rows_and_other_weights_are_fitted_anew(tmp_path):
     one, two = states()
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, [one])
@@ -308,7 +286,7 @@ def test_other_rows_and_other_weights_are_fitted_anew(tmp_path: Path) -> None:
         close(scored(made, name=name, checkpoints=[state]), scored(fresh), rtol=1e-5)
 
 
-def test_every_machine_finds_it_in_an_object_store(tmp_path: Path, lm: tuple[Any, list[Any]]) -> None:
+def test_every_machine_finds_it_in_an_object_store(tmp_path, lm):
     pytest.importorskip("fsspec", reason="fsspec is not installed")
     url, (task, drawn) = f"memory://{tmp_path.name}/fisher.zarr", lm
     local, here, there = (
@@ -323,11 +301,8 @@ def test_every_machine_finds_it_in_an_object_store(tmp_path: Path, lm: tuple[Any
     assert len(drawn) == 2
 
 
-# ------------------------------------------------------------------------ what is refused
-
-
 class NormalisingComputer(FunctionalGradientComputer):
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self):
         return {**super().fingerprint(), **Normalization("unit").fingerprint()}
 
 
@@ -343,7 +318,7 @@ NORMALISED = "The rows are normalised, and Fisher needs gradients that are not"
     ],
     ids=["no-labels", "normalised", "normalised-by-the-computer"],
 )
-def test_what_labels_cannot_be_drawn_for_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_labels_cannot_be_drawn_for_is_refused(changes, said):
     with pytest.raises(InvalidInputError, match=said):
         attributor(method="Fisher", **changes)
     made = attributor(**changes)
@@ -352,7 +327,7 @@ def test_what_labels_cannot_be_drawn_for_is_refused(changes: dict[str, Any], sai
         scored(made, method="Fisher")
 
 
-def test_normalised_rows_take_the_next_best_kernel() -> None:
+def test_normalised_rows_take_the_next_best_kernel():
     assert attributor(normalize="unit").method == TRAK(damping=None, layout="stored")
     margin = MultiLabelModelOutput(output="margin")
     assert attributor(net=several_labels(), task=margin, normalize="unit").method == GaussNewton()
@@ -360,14 +335,14 @@ def test_normalised_rows_take_the_next_best_kernel() -> None:
         attributor(method={"name": "Fisher", "layout": "joint"})
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch):
     """Token 4 is in no row, but in row 4 for every draw of labels."""
     net = model()
     net.embedding.weight.data[4] = torch.nan
     task, _ = recording(LM, monkeypatch)
     draw = task.sample_labels
 
-    def overflowing(*given: Any) -> Any:
+    def overflowing(*given):
         ids, labels = draw(*given)
         ids = ids.clone()
         ids[4::N] = 4
@@ -378,9 +353,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch:
         attributor(net=net, task=task).featurize(TRAIN)
 
 
-def test_a_store_that_cannot_be_written_is_refused_before_a_label_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: tuple[Any, list[Any]]
-) -> None:
+def test_a_store_that_cannot_be_written_is_refused_before_a_label_is_drawn(tmp_path, monkeypatch, lm):
     made, other = (
         attributor(tmp_path / "a.zarr", task=lm[0], method=method) for method in (Fisher(), Fisher(seed=1))
     )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dense_cases import close, gradients, in_batches, plain_rows, recording, streamed
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -32,7 +29,7 @@ LM = CausalLanguageModelingModelOutput(
 class Normalized(nn.Module):
     """Layers with buffers, one frozen parameter and one that is read twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 5)
         self.norm = nn.BatchNorm1d(5)
@@ -40,7 +37,7 @@ class Normalized(nn.Module):
         self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
         self.last = nn.Linear(5, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = torch.tanh(self.norm(self.first(x)) + self.frozen)
         return self.last(torch.tanh(self.second(torch.tanh(self.second(hidden)))))
 
@@ -48,12 +45,12 @@ class Normalized(nn.Module):
 class Attention(nn.Module):
     """Tied embedding and fused attention, whose kernels have no forward-mode derivative."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(7, 4)
         self.inner = nn.Linear(4, 12)
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids):
         q, k, v = self.inner(self.table(ids)).chunk(3, -1)
         found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return {"logits": (self.table(ids) + found) @ self.table.weight.T, "ids": ids}
@@ -65,35 +62,35 @@ class OnlyBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         return x**3
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
 class Cubed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(OnlyBackward.apply(self.first(x)))
 
 
 class Sampled(nn.Linear):
     """A model that torch.func cannot transform."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * float(self.weight.detach().numpy().sum())
 
 
-def prepared(make: Callable[[], nn.Module] = Normalized) -> nn.Module:
+def prepared(make=Normalized):
     torch.manual_seed(0)
     model = make().double()
     for name, buffer in model.named_buffers():
@@ -102,13 +99,13 @@ def prepared(make: Callable[[], nn.Module] = Normalized) -> nn.Module:
     return model.eval()
 
 
-def data(count: int, seed: int) -> TensorDataset:
+def data(count, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(x, torch.randint(3, (count,), generator=generator))
 
 
-def texts(count: int, seed: int) -> TensorDataset:
+def texts(count, seed):
     ids = torch.randint(7, (count, 6), generator=torch.Generator().manual_seed(seed))
     return TensorDataset(ids, ids)
 
@@ -116,17 +113,17 @@ def texts(count: int, seed: int) -> TensorDataset:
 TRAIN, TARGETS = data(N, 0), data(M, 1)
 
 
-def dense_matrix(model: nn.Module, train: TensorDataset) -> np.ndarray:
+def dense_matrix(model, train):
     """Sum over rows of J^T H J, with the Jacobian and Hessian of one row at a time, ``(P, P)``."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     total = 0
     for inputs, labels in train:
 
-        def logits(parameters: dict[str, Tensor], inputs: Tensor = inputs) -> Tensor:
+        def logits(parameters, inputs=inputs):
             out = functional_call(model, parameters, (inputs[None],))
             return (out["logits"] if isinstance(out, dict) else out).flatten()
 
-        def loss(z: Tensor, labels: Tensor = labels) -> Tensor:
+        def loss(z, labels=labels):
             if labels.dim() == 0:
                 return functional.cross_entropy(z[None], labels[None])
             return functional.cross_entropy(z.reshape(len(labels), -1)[:-1], labels[1:], reduction="sum")
@@ -136,7 +133,7 @@ def dense_matrix(model: nn.Module, train: TensorDataset) -> np.ndarray:
     return total.numpy()
 
 
-def whole(matrix: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def whole(matrix):
     return [(np.arange(len(matrix)), matrix)]
 
 
@@ -148,14 +145,7 @@ def whole(matrix: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
     ],
 )
-def test_cg_is_the_dense_solve_for_every_target(
-    make: Callable[[], nn.Module],
-    task: str,
-    train: Any,
-    targets: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_cg_is_the_dense_solve_for_every_target(make, task, train, targets, tmp_path, caplog):
     model = prepared(make)
     plain = plain_rows(model, task, train, targets, tmp_path)
     method = CG(damping=0.5, absolute=True, tolerance=1e-9, max_iterations=500)
@@ -171,9 +161,7 @@ def test_cg_is_the_dense_solve_for_every_target(
     assert f"iterations for {len(targets)} targets" in caplog.text
 
 
-def test_products_of_drawn_labels_are_those_of_their_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_drawn_labels_are_those_of_their_gradients(tmp_path, monkeypatch):
     """The same labels in every product, each draw with an equal share."""
     model, (task, drawn) = prepared(Cubed), recording(LABELS, monkeypatch)
     plain = plain_rows(model, LABELS, TRAIN, TARGETS, tmp_path)
@@ -188,7 +176,7 @@ def test_products_of_drawn_labels_are_those_of_their_gradients(
     close(found.numpy(), plain.scores(whole(flat.T @ flat / 2), 0.5, absolute=True))
 
 
-def test_lissa_converges_to_the_dense_solve(tmp_path: Path) -> None:
+def test_lissa_converges_to_the_dense_solve(tmp_path):
     model = prepared()
     plain = plain_rows(model, LABELS, TRAIN, TARGETS, tmp_path)
     expected = plain.scores(whole(dense_matrix(model, TRAIN)), 5.0, absolute=True)
@@ -203,7 +191,7 @@ def test_lissa_converges_to_the_dense_solve(tmp_path: Path) -> None:
     assert found.convergence[0].iterations.tolist() == [120] * M
 
 
-def test_the_damping_has_the_units_of_ekfac() -> None:
+def test_the_damping_has_the_units_of_ekfac():
     """With much damping both inverses are that of the damping alone."""
     found = [
         streamed(prepared(), LABELS, TRAIN, TARGETS, method(damping=1e5)).numpy() for method in (EKFAC, CG)
@@ -212,7 +200,7 @@ def test_the_damping_has_the_units_of_ekfac() -> None:
     close(found[1], found[0], rtol=2e-2)
 
 
-def test_what_did_not_converge_is_reported() -> None:
+def test_what_did_not_converge_is_reported():
     method = CG(damping=1e-3, max_iterations=2, tolerance=1e-8)
     with pytest.warns(UserWarning, match=r"CG did not converge .* 1e-08 for 4 of 4 targets at current"):
         found = streamed(prepared(), LABELS, TRAIN, TARGETS, method)
@@ -223,7 +211,7 @@ def test_what_did_not_converge_is_reported() -> None:
         streamed(prepared(Cubed), LABELS, TRAIN, TARGETS, LiSSA(scale=1e-6, depth=60, rows=N))
 
 
-def test_a_target_without_a_gradient_needs_no_iteration() -> None:
+def test_a_target_without_a_gradient_needs_no_iteration():
     targets = TensorDataset(torch.cat([torch.zeros(1, 4, dtype=torch.float64), TARGETS.tensors[0]]))
     model = prepared(lambda: nn.Linear(4, 1, bias=False))
     found = streamed(
@@ -238,7 +226,7 @@ def test_a_target_without_a_gradient_needs_no_iteration() -> None:
     assert found.convergence[0].iterations[0] == found.convergence[0].residuals[0] == 0
 
 
-def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path: Path) -> None:
+def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
     """Stored targets are found again without the train data."""
     model, method = prepared(), CG(damping=0.5, tolerance=1e-6, max_iterations=100)
     made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
@@ -260,7 +248,7 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path: Path)
         again.score(TARGETS, "new", method=method)
 
 
-def test_some_rows_stand_for_all() -> None:
+def test_some_rows_stand_for_all():
     """Every row comes three times, one of them is in the products."""
     tripled = TensorDataset(*(part.repeat_interleave(3, 0) for part in TRAIN.tensors))
     method = {"damping": 5.0, "absolute": True, "tolerance": 1e-8, "max_iterations": 100}
@@ -273,7 +261,7 @@ def test_some_rows_stand_for_all() -> None:
     assert 0.8 < np.corrcoef(found[2].flatten(), found[1].flatten())[0, 1] < 0.99999
 
 
-def test_what_cannot_be_solved_is_refused() -> None:
+def test_what_cannot_be_solved_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(UnsupportedModelError, match=r"Gauss-Newton products of Sampled.*EKFAC"):

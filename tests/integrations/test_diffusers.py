@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import DiffusionModelOutput
@@ -26,18 +26,18 @@ SMALL: dict[str, Any] = {
 }
 
 
-def unet() -> nn.Module:
+def unet():
     down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
     return diffusers.UNet2DModel(**SMALL, down_block_types=down, up_block_types=up)
 
 
-def unet_with_text() -> nn.Module:
+def unet_with_text():
     down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
     more = {"in_channels": 3, "out_channels": 3, "cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 8}
     return diffusers.UNet2DConditionModel(**SMALL, **more, down_block_types=down, up_block_types=up)
 
 
-def transformer() -> nn.Module:
+def transformer():
     more = {"in_channels": 3, "out_channels": 3, "num_layers": 2, "num_embeds_ada_norm": NUM_CLASSES}
     return diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, sample_size=SIZE, **more
@@ -54,9 +54,7 @@ MODELS = [(unet, ""), (unet_with_text, "encoder_hidden_states"), (transformer, "
 
 
 @pytest.mark.parametrize(("build", "condition"), MODELS, ids=lambda part: getattr(part, "__name__", ""))
-def test_gradients_are_those_of_the_squared_error_under_the_noise_of_the_scheduler(
-    build: Any, condition: str
-) -> None:
+def test_gradients_are_those_of_the_squared_error_under_the_noise_of_the_scheduler(build, condition):
     torch.manual_seed(0)
     model = build().double().eval()
     scheduler = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hub_models as hub
@@ -45,7 +43,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def mixture(name: str, experts: str = "eager") -> nn.Module:
+def mixture(name, experts="eager"):
     kind, settings = CONFIGS[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
     torch.manual_seed(0)
@@ -57,13 +55,13 @@ def mixture(name: str, experts: str = "eager") -> nn.Module:
     return model
 
 
-def batch_of(rows: Any = ROWS) -> dict[str, Tensor]:
+def batch_of(rows=ROWS):
     ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def plain_gradients(model: nn.Module, row: list[int]) -> dict[str, Tensor]:
+def plain_gradients(model, row):
     """Of the log-probability of one row alone, without padding."""
     logits = model(input_ids=torch.tensor([row])).logits[0, :-1]
     total = logits.log_softmax(-1)[torch.arange(len(row) - 1), torch.tensor(row[1:])].sum()
@@ -71,7 +69,7 @@ def plain_gradients(model: nn.Module, row: list[int]) -> dict[str, Tensor]:
     return {name: flat[name].view_as(p) for name, p in model.named_parameters()}
 
 
-def plain_routing(model: nn.Module, row: list[int]) -> dict[str, list[list[int]]]:
+def plain_routing(model, row):
     """Experts of each token of one row, as the blocks around the experts give them: by name of the experts' module."""
     found: dict[str, list[list[int]]] = {}
     for name, module in model.named_modules():
@@ -79,7 +77,7 @@ def plain_routing(model: nn.Module, row: list[int]) -> dict[str, list[list[int]]
             continue
         inner = module.forward
 
-        def watched(*args: Any, name: str = name, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
+        def watched(*args, name=name, inner=inner, **kwargs):
             (chosen,) = [
                 v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dtype == torch.int64
             ]
@@ -98,7 +96,7 @@ def plain_routing(model: nn.Module, row: list[int]) -> dict[str, list[list[int]]
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_report_is_what_a_plain_loop_finds(name: str, experts: str) -> None:
+def test_the_report_is_what_a_plain_loop_finds(name, experts):
     model = mixture(name, experts)
     computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
     gradients: dict[str, Tensor] = {}
@@ -135,7 +133,7 @@ def test_the_report_is_what_a_plain_loop_finds(name: str, experts: str) -> None:
             assert set(line.experts[row].nonzero()[0]) <= {expert for token in tokens for expert in token}
 
 
-def test_stored_rows_have_zeros_for_experts_that_no_token_reached(tmp_path: Path) -> None:
+def test_stored_rows_have_zeros_for_experts_that_no_token_reached(tmp_path):
     model = mixture("mixtral").float()
     rows = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in (ROWS[0], ROWS[0][::-1])]
     attributor = Attributor(model, "causal_language_modeling", tmp_path / "a.zarr", **hub.EXACT)
@@ -154,7 +152,7 @@ def test_stored_rows_have_zeros_for_experts_that_no_token_reached(tmp_path: Path
             assert not reach[name].experts.all()
 
 
-def test_a_task_that_calls_the_model_twice_has_the_tokens_of_both_calls() -> None:
+def test_a_task_that_calls_the_model_twice_has_the_tokens_of_both_calls():
     model = mixture("olmoe")
     chosen, rejected = batch_of(), batch_of([row[::-1] for row in ROWS])
     batch = {
@@ -175,7 +173,7 @@ def test_a_task_that_calls_the_model_twice_has_the_tokens_of_both_calls() -> Non
                 assert np.sort(found).tolist() == expected
 
 
-def test_the_table_counts_rows_and_experts() -> None:
+def test_the_table_counts_rows_and_experts():
     model = mixture("qwen3_moe")
     computer = IterativeGradientComputer(
         model, resolve_task("causal_language_modeling"), grad_wrt=["model.layers.0.mlp.*", "lm_head.weight"]
@@ -193,29 +191,29 @@ def test_the_table_counts_rows_and_experts() -> None:
 class TokensFirst(nn.Module):
     """Flattens ``(T, B)`` tokens before its experts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(hub.VOCABULARY, 4)
         self.experts = Experts()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         states = self.embed(ids).transpose(0, 1).flatten(0, 1)
         mixed = self.experts(states, (ids.T.flatten() % 3)[:, None])
         return mixed.view(ids.shape[1], ids.shape[0], 4).sum((0, 2))
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_experts = 3
         self.up = nn.Parameter(torch.randn(3, 4, 4))
 
-    def forward(self, states: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, states, chosen):
         return torch.einsum("ni,nij->nj", states, self.up[chosen[:, 0]])
 
 
 @pytest.mark.quick
-def test_tokens_in_another_order_and_empty_batches_are_refused() -> None:
+def test_tokens_in_another_order_and_empty_batches_are_refused():
     torch.manual_seed(0)
     computer = IterativeGradientComputer(TokensFirst(), resolve_task(lambda call, batch: call(batch[0])))
 

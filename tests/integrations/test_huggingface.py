@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from functools import cache, partial, wraps
-from pathlib import Path
-from typing import Any
 
 import hub_models as hub
 import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, peft, transformers
-from torch import Tensor, nn
+from torch import nn
 from watching import Restless, random_states
 
 from trak_lite import Attributor, Rows
-from trak_lite.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.integrations import huggingface
 from trak_lite.modelout_functions import resolve_task
@@ -34,16 +32,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def check_rows(path: Path, model: nn.Module, rows: Any, tolerance: float = 1e-5, checkpoint: int = 0) -> None:
+def check_rows(path, model, rows, tolerance=1e-5, checkpoint=0):
     found = hub.stored_rows(path, checkpoint)
     assert hub.relative_error(found, hub.expected_rows(model, rows)) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(name, dtype, tmp_path):
     """Padding, masked labels, columns that the model does not take and batches of the trainer's size change nothing."""
     model = hub.made(MODELS[name]).to(dtype)
     trainer = hub.trainer_of(model, tmp_path)
@@ -61,9 +57,7 @@ def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(
 
 
 @pytest.mark.parametrize("name", ["lora-llama", "dora-llama", "ia3-llama"])
-def test_an_adapter_that_was_loaded_for_inference_is_attributed_like_the_trained_one(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_adapter_that_was_loaded_for_inference_is_attributed_like_the_trained_one(name, tmp_path):
     trained_one = hub.made(MODELS[name])
     with torch.no_grad():
         for p in trained_one.parameters():
@@ -90,14 +84,11 @@ TASKS = [
     (hub.gpt2, "causal_language_modeling"),
     (hub.lora, "causal_language_modeling"),
     (hub.lora_bert, "text_classification"),
-    (
-        lambda: type("Own", (transformers.GPT2LMHeadModel,), {})(hub.gpt2().config),
-        "causal_language_modeling",
-    ),
+    (lambda: type("Own", (transformers.GPT2LMHeadModel,), {})(hub.gpt2().config), "causal_language_modeling"),
 ]
 
 
-def test_the_task_is_that_of_the_models_class_and_others_need_one(tmp_path: Path) -> None:
+def test_the_task_is_that_of_the_models_class_and_others_need_one(tmp_path):
     assert [huggingface.task_of(build()) for build, _ in TASKS] == [task for _, task in TASKS]
     model = transformers.BertForTokenClassification(hub.bert().config)
     rows = hub.texts(hub.gpt2()).map(lambda row: {"labels": [max(label, 0) % 3 for label in row["labels"]]})
@@ -106,21 +97,19 @@ def test_the_task_is_that_of_the_models_class_and_others_need_one(tmp_path: Path
     with pytest.raises(InvalidInputError, match="task of the class BertForTokenClassification is unknown"):
         huggingface.attributor_from_trainer(trainer, None)
 
-    def first_logit(call: Any, batch: Any) -> Tensor:
+    def first_logit(call, batch):
         return call(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0, 0]
 
     attributor = huggingface.attributor_from_trainer(trainer, None, task=first_logit, proj_dim=8)
     assert attributor.featurize(rows).rows_written == len(rows)
 
 
-def left() -> Any:
+def left():
     return transformers.DataCollatorForSeq2Seq(hub.tokenizer("left"))
 
 
 @pytest.mark.parametrize(("name", "settings"), [("gpt2", {"batch_size": 1}), ("llama", {})])
-def test_left_padding_is_exact_where_it_changes_nothing(
-    name: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_left_padding_is_exact_where_it_changes_nothing(name, settings, tmp_path):
     """Alone in its batch a row is not padded, and rotary positions are relative."""
     model = hub.made(MODELS[name]).double()
     trainer = hub.trainer_of(model, tmp_path, collator=left())
@@ -134,7 +123,7 @@ def test_left_padding_is_exact_where_it_changes_nothing(
 class Blinking(transformers.DataCollatorForSeq2Seq):
     """Replaces tokens by chance, as masking does."""
 
-    def __call__(self, features: Any, return_tensors: Any = None) -> Any:
+    def __call__(self, features, return_tensors=None):
         batch = super().__call__(features, return_tensors)
         batch["input_ids"] = torch.where(torch.rand(batch["input_ids"].shape) < 0.5, 1, batch["input_ids"])
         return batch
@@ -150,20 +139,15 @@ class Blinking(transformers.DataCollatorForSeq2Seq):
             {},
             r"Loading and collating rows \[6, 4\] .* twice gave",
         ),
-        (
-            hub.llama,
-            transformers.DataCollatorWithFlattening,
-            {},
-            r"Collating 2 samples .* gave a batch of 1",
-        ),
+        (hub.llama, transformers.DataCollatorWithFlattening, {}, r"Collating 2 samples .* gave a batch of 1"),
         (hub.gpt2, lambda: None, {"is_fsdp_enabled": True}, "shards its model"),
         (hub.gpt2, lambda: None, {"is_deepspeed_enabled": True}, "shards its model"),
         (hub.gpt2, lambda: None, {"train_dataset": None}, "train dataset is a NoneType"),
     ],
 )
 def test_trainers_whose_rows_are_no_function_of_the_row_alone_are_refused(
-    build: Any, collator: Any, attributes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+    build, collator, attributes, message, tmp_path
+):
     trainer = hub.trainer_of(hub.made(build), tmp_path, collator=collator())
     for name, value in attributes.items():
         setattr(trainer, name, value)
@@ -174,12 +158,12 @@ def test_trainers_whose_rows_are_no_function_of_the_row_alone_are_refused(
         huggingface.attributor_from_trainer(nn.Linear(2, 2), None)
 
 
-def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path: Path) -> None:
+def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
     sizes: list[int] = []
     padding = trainer.data_collator
 
-    def counted(samples: Any) -> Any:
+    def counted(samples):
         sizes.append(len(samples))
         return padding(samples)
 
@@ -191,7 +175,7 @@ def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path: Path) 
         assert sizes == expected
 
 
-def trained(name: str, folder: Path, *, watched: bool = True, **settings: Any) -> tuple[Any, Any]:
+def trained(name, folder, *, watched=True, **settings):
     """Train for six steps with dropout and save twice."""
     model = hub.made(MODELS[name])
     rows = Restless(hub.texts(model).remove_columns("text"))
@@ -204,7 +188,7 @@ def trained(name: str, folder: Path, *, watched: bool = True, **settings: Any) -
     return trainer, attributor
 
 
-def reloaded(name: str, folder: Path) -> nn.Module:
+def reloaded(name, folder):
     """Load a saved checkpoint as its own library does."""
     if name == "gpt2":
         return transformers.GPT2LMHeadModel.from_pretrained(folder)
@@ -213,18 +197,18 @@ def reloaded(name: str, folder: Path) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def watched(tmp_path_factory):
     """Return what trains a watched model once: its trainer, attributor and folder, and the random states after it."""
 
     @cache
-    def of(name: str) -> tuple[Any, Any, Path, Any]:
+    def of(name):
         folder = tmp_path_factory.mktemp(name)
         return (*trained(name, folder), folder, random_states())
 
     return of
 
 
-def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Path, watched: Any) -> None:
+def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path, watched):
     trainer, _, _, states = watched("gpt2")
     alone, _ = trained("gpt2", tmp_path, watched=False)
 
@@ -236,7 +220,7 @@ def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["gpt2", "dora-bert"])
-def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name: str, watched: Any) -> None:
+def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, watched):
     """Rows are those of the saved weights; later calls, new targets and new sessions find the weights on the disk."""
     trainer, attributor, folder, _ = watched(name)
     rows = trainer.train_dataset
@@ -255,7 +239,7 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name: 
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
 
 
-def test_gradient_checkpointing_changes_no_row(tmp_path: Path) -> None:
+def test_gradient_checkpointing_changes_no_row(tmp_path):
     """With an adapter it also puts a hook on the embeddings, which stays."""
     trainer, attributor = trained("lora-llama", tmp_path, activation_checkpointing=True)
     hooks = {id(module): dict(module._forward_hooks) for module in trainer.model.modules()}
@@ -269,9 +253,7 @@ def test_gradient_checkpointing_changes_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(
-    order: str, tmp_path: Path
-) -> None:
+def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(order, tmp_path):
     """The trainer leaves its 16 bit forward in the model when training begins."""
     trainer, attributor = trained("gpt2", tmp_path, watched=order == "before", bf16=True)
     if attributor is None:
@@ -283,7 +265,7 @@ def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(
     check_rows(tmp_path / "a.zarr", model, hub.texts(model))
 
 
-def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path: Path) -> None:
+def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
     model, fused = trainer.model, partial(transformers.GPT2LMHeadModel.forward, trainer.model)
     vars(model)["_original_forward"] = fused
@@ -294,7 +276,7 @@ def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path: Path) -> None:
     assert vars(attributor.model)["forward"] is fused
 
 
-def test_checkpoints_in_shards_are_read_whole(tmp_path: Path) -> None:
+def test_checkpoints_in_shards_are_read_whole(tmp_path):
     model = hub.made(hub.llama)
     trainer = hub.trainer_of(model, tmp_path)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
@@ -307,7 +289,7 @@ def test_checkpoints_in_shards_are_read_whole(tmp_path: Path) -> None:
     assert (summary.checkpoints, summary.rows_written) == (("sharded",), 0)
 
 
-def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path: Path) -> None:
+def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path, max_steps=1)
     other = Attributor(hub.made(hub.gpt2, seed=1), "causal_language_modeling", None)
 
@@ -318,11 +300,34 @@ def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path: 
         trainer.train()
 
 
+def test_a_resumed_training_may_save_a_step_again_and_a_new_one_may_not(tmp_path):
+    """With more steps the learning rate falls more slowly, so that step 6 has other weights."""
+
+    def trained_again(start, steps):
+        trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path, max_steps=steps, save_steps=3)
+        attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+        trainer.add_callback(huggingface.FeaturizeCallback(attributor, trainer.train_dataset))
+        trainer.train(resume_from_checkpoint=start)
+        return attributor
+
+    trained_again(None, 6)
+    with pytest.warns(
+        UserWarning, match=r"other weights of .*checkpoint-6.* already \(ckpt-1, featurized as"
+    ):
+        attributor = trained_again(str(tmp_path / "out" / "checkpoint-3"), 9)
+
+    rows = hub.texts(attributor.model)
+    for number, step in ((0, 3), (2, 6), (3, 9)):
+        check_rows(
+            tmp_path / "a.zarr", reloaded("gpt2", tmp_path / "out" / f"checkpoint-{step}"), rows, 1e-5, number
+        )
+    with pytest.raises(ManifestMismatchError, match=r"other weights of .*checkpoint-3"):
+        trained_again(None, 9)
+
+
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "lora-llama"])
-def test_rows_are_scaled_by_the_moments_in_the_folder_that_the_trainer_saved(
-    name: str, watched: bool, tmp_path: Path
-) -> None:
+def test_rows_are_scaled_by_the_moments_in_the_folder_that_the_trainer_saved(name, watched, tmp_path):
     """``optimizer.pt`` has two groups of numbered parameters, with and without weight decay."""
     model = hub.made(MODELS[name])
     saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "weight_decay": 0.1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import pytest
 import torch
 import zarr
 from tiny_runs import labelled
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from watching import Restless, random_states
 
 from trak_lite import Attributor
-from trak_lite.errors import CheckpointError, InvalidInputError
+from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
 from trak_lite.methods import TRAK
 
 pl = pytest.importorskip(
@@ -39,35 +38,35 @@ pytestmark = [
 
 
 class Digits(pl.LightningModule):
-    def __init__(self, width: int = 5) -> None:
+    def __init__(self, width=5):
         super().__init__()
         self.save_hyperparameters()
         self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.ReLU(), nn.Linear(width, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.model(x)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
 ROWS = labelled(12)
 
 
-def built() -> Digits:
+def built():
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     return Digits()
 
 
-def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2) -> Any:
+def fit(module, folder, *callbacks, epochs=2, start=None):
     trainer = pl.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
@@ -79,15 +78,16 @@ def fit(module: Digits, folder: Path, *callbacks: Any, epochs: int = 2) -> Any:
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    trainer.fit(module, DataLoader(ROWS, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6))
+    loaders = DataLoader(ROWS, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
+    trainer.fit(module, *loaders, ckpt_path=start, weights_only=False)
     return trainer
 
 
-def keeping_all(folder: Path, **settings: Any) -> ModelCheckpoint:
+def keeping_all(folder, **settings):
     return ModelCheckpoint(folder / "ckpt", filename="{epoch}-{step}", save_top_k=-1, **settings)
 
 
-def expected_rows(state: dict[str, Tensor]) -> np.ndarray:
+def expected_rows(state):
     """Gradients of each row's margin alone, with the weights of a ``.ckpt`` file: ``(N, P)``."""
     module = Digits().eval()
     module.load_state_dict(state)
@@ -100,15 +100,13 @@ def expected_rows(state: dict[str, Tensor]) -> np.ndarray:
     return np.stack(found)
 
 
-def stored_rows(path: Path, checkpoint: int) -> np.ndarray:
+def stored_rows(path, checkpoint):
     return zarr.open(path, mode="r")[f"ckpt-{checkpoint}/features"][:]
 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"save_on_train_epoch_end": True}, {"every_n_train_steps": 3}])
-def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(
-    tmp_path: Path, inside: bool, settings: dict[str, Any]
-) -> None:
+def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_path, inside, settings):
     """Saved at the end of a validation, of an epoch or of a step; a whole module, or one inside it."""
     module = built()
     attributed = module.model if inside else module
@@ -129,7 +127,7 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(
     assert "ckpt-3" not in zarr.open(tmp_path / "a.zarr", mode="r")
 
 
-def test_checkpoints_without_optimizer_states_are_featurized_too(tmp_path: Path) -> None:
+def test_checkpoints_without_optimizer_states_are_featurized_too(tmp_path):
     """Lightning tells callbacks nothing when it saves weights only."""
     module = built()
     attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
@@ -140,7 +138,7 @@ def test_checkpoints_without_optimizer_states_are_featurized_too(tmp_path: Path)
     assert attributor.featurize(ROWS, tmp_path / "ckpt").rows_written == 0
 
 
-def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Path) -> None:
+def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path):
     found = []
     for name, watched in (("alone", False), ("watched", True)):
         module, folder = built(), tmp_path / name
@@ -155,7 +153,7 @@ def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path: Pa
     assert found[0] == found[1]
 
 
-def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tmp_path: Path) -> None:
+def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tmp_path):
     module = built()
     fit(module, tmp_path, keeping_all(tmp_path))
     folder = tmp_path / "ckpt"
@@ -170,11 +168,34 @@ def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tm
     assert inner.featurize(ROWS, files, checkpoint_loader=loader).rows_found == 12
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_path):
+    def trained_again(start, epochs):
+        module = built()
+        attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
+        saver = ModelCheckpoint(tmp_path, filename="best", save_top_k=1, enable_version_counter=False)
+        fit(
+            module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=epochs, start=start
+        )
+
+    file, again = tmp_path / "best.ckpt", r"other weights of .*best\.ckpt already \(ckpt-0,"
+    with pytest.warns(UserWarning, match=again):
+        trained_again(None, 2)
+    with pytest.warns(UserWarning, match=again):
+        trained_again(file, 3)
+
+    rows = expected_rows(torch.load(file, weights_only=True)["state_dict"])
+    np.testing.assert_allclose(stored_rows(tmp_path / "a.zarr", 2), rows, rtol=1e-5, atol=1e-6)
+    file.unlink()
+    with pytest.raises(ManifestMismatchError, match=again):
+        trained_again(None, 4)
+
+
 class Setting:
     """A hyperparameter of one's own."""
 
 
-def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path: Path) -> None:
+def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path):
     file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
     torch.save({"state_dict": state, "hyper_parameters": {"setting": Setting()}}, file)
 
@@ -186,12 +207,12 @@ def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_na
         lightning.ckpt_weights(file, prefix="net.", weights_only=False)
 
 
-def elsewhere(module: Digits, saver: Any) -> Attributor:
+def elsewhere(module, saver):
     saver.last_model_path = "s3://bucket/last.ckpt"
     return Attributor(module, "image_classification", None)
 
 
-def on_a_gpu(module: Digits, saver: Any) -> Attributor:
+def on_a_gpu(module, saver):
     attributor = Attributor(module, "image_classification", None)
     attributor.device = torch.device("cuda")
     return attributor
@@ -218,9 +239,7 @@ def on_a_gpu(module: Digits, saver: Any) -> Attributor:
         ),
     ],
 )
-def test_the_callback_refuses_what_it_could_never_featurize(
-    attributor_of: Any, kind: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_the_callback_refuses_what_it_could_never_featurize(attributor_of, kind, message, tmp_path):
     module, saver = built(), keeping_all(tmp_path)
     attributor = attributor_of(module, saver)
 
@@ -235,7 +254,7 @@ def test_the_callback_refuses_what_it_could_never_featurize(
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path: Path, inside: bool) -> None:
+def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path, inside):
     """The optimizer of a ``.ckpt`` file numbers the parameters of the whole module."""
     module = built()
     attributed = module.model if inside else module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import hub_models as hub
@@ -43,7 +42,7 @@ SEGFORMER = {
 }
 
 
-def model_of(kind: str, name: str, **settings: Any) -> nn.Module:
+def model_of(kind, name, **settings):
     """A model in float64 that is far from uniform."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**settings)
@@ -54,15 +53,15 @@ def model_of(kind: str, name: str, **settings: Any) -> nn.Module:
     return model
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     return model_of("GPT2", "LMHeadModel", **GPT2, **EAGER)
 
 
-def drawn(*shape: int, seed: int, low: int = 3, high: int = V) -> Tensor:
+def drawn(*shape, seed, low=3, high=V):
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def texts(seed: int, length: int = T, prompt: int = 2) -> dict[str, Tensor]:
+def texts(seed, length=T, prompt=2):
     """Ids padded on the right, mask, and labels without prompt and padding."""
     ids, mask = drawn(B, length, seed=seed), torch.ones(B, length, dtype=torch.long)
     mask[1, length - 2 :] = 0
@@ -72,35 +71,35 @@ def texts(seed: int, length: int = T, prompt: int = 2) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def kept_of(row: dict[str, Tensor]) -> Tensor:
+def kept_of(row):
     """Positions of a row that are not padding."""
     return row.get("attention_mask", torch.ones_like(row["input_ids"]))[0] == 1
 
 
-def part_of(row: dict[str, Tensor], side: str) -> dict[str, Tensor]:
+def part_of(row, side):
     start = f"{side}_"
     return {name.removeprefix(start): column for name, column in row.items() if name.startswith(start)}
 
 
-def prefixed(side: str, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+def prefixed(side, columns):
     return {f"{side}_{name}": column for name, column in columns.items()}
 
 
-def sft_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
+def sft_loss(model, row):
     """Without padding; transformers computes the loss of this model in float32."""
     kept = kept_of(row)
     logits = model(input_ids=row["input_ids"][:, kept]).logits[0, :-1]
     return nn.functional.cross_entropy(logits, row["labels"][0, kept][1:], reduction="sum")
 
 
-def summed_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
+def summed_loss(model, row):
     """The loss of transformers is a mean over labelled positions."""
     ignored = getattr(model.config, "semantic_loss_ignore_index", -100)
     return model(**row).loss * (row["labels"] != ignored).sum()
 
 
-def contrastive_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
-    def embedded(inputs: dict[str, Tensor]) -> Tensor:
+def contrastive_loss(model, row):
+    def embedded(inputs):
         states = model(**inputs).last_hidden_state[0][kept_of(inputs)].mean(0)
         return states / states.norm()
 
@@ -110,19 +109,19 @@ def contrastive_loss(model: nn.Module, row: dict[str, Tensor]) -> Tensor:
     return -logits.log_softmax(0)[0]
 
 
-def masked() -> dict[str, Tensor]:
+def masked():
     batch = texts(3, prompt=0)
     return {**batch, "labels": batch["labels"].masked_fill(torch.arange(T) % 3 > 0, -100)}
 
 
-def images() -> dict[str, Tensor]:
+def images():
     labels = drawn(B, 16, 16, seed=9, low=0, high=4)
     labels[1, :5] = 255
     pixels = torch.randn(B, 3, 16, 16, generator=torch.Generator().manual_seed(8)).double()
     return {"pixel_values": pixels, "labels": labels}
 
 
-def queries() -> dict[str, Tensor]:
+def queries():
     query, positive = texts(10), texts(11, T - 1)
     del query["labels"], positive["labels"]
     return {
@@ -153,7 +152,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Tensor]]] = {
 LOSSES = {"sft": sft_loss, "contrastive": contrastive_loss}
 
 
-def compare(computer: Any, batch: dict[str, Tensor], value_of: Callable[[dict[str, Tensor]], Tensor]) -> None:
+def compare(computer, batch, value_of):
     """Hold q times the gradients of f against those of a value of each row alone."""
     found: dict[str, Tensor] = {}
     terms = computer.stream_gradients(batch, lambda block: found.update({block.name: block.dense()}))
@@ -167,7 +166,7 @@ def compare(computer: Any, batch: dict[str, Tensor], value_of: Callable[[dict[st
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of attention under vmap
 @pytest.mark.parametrize("computer", [HookGradientComputer, FunctionalGradientComputer])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_loss_of_transformers(name: str, computer: Any) -> None:
+def test_gradients_are_those_of_the_loss_of_transformers(name, computer):
     """Under vmap, transformers cannot read the masks of models that are not causal."""
     task, (kind, cls, settings), batch = CASES[name]
     model = model_of(kind, cls, **settings)
@@ -178,7 +177,7 @@ def test_gradients_are_those_of_the_loss_of_transformers(name: str, computer: An
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # from peft
-def test_a_base_model_is_the_reference_of_its_adapter() -> None:
+def test_a_base_model_is_the_reference_of_its_adapter():
     base = gpt2()
     rows = {**prefixed("chosen", texts(1)), **prefixed("rejected", texts(2, T - 1))}
     expected = tasks.reference_columns(base, [rows])
@@ -193,12 +192,12 @@ def test_a_base_model_is_the_reference_of_its_adapter() -> None:
     assert not torch.allclose(changed["ref_chosen_logps"], expected["ref_chosen_logps"])
 
 
-def test_a_layer_of_a_causal_model_is_asked_along_a_direction() -> None:
+def test_a_layer_of_a_causal_model_is_asked_along_a_direction():
     """The last token that is not padding, of a block in the middle."""
     model, direction = gpt2(), torch.randn(8, generator=torch.Generator().manual_seed(14)).double()
     task = tasks.ActivationModelOutput("transformer.h.0", direction, position="last")
 
-    def along(row: dict[str, Tensor]) -> Tensor:
+    def along(row):
         ids = row["input_ids"][:, kept_of(row)]
         return model(input_ids=ids, output_hidden_states=True).hidden_states[1][0, -1] @ direction
 
@@ -223,7 +222,7 @@ TALK = [
 @pytest.mark.parametrize(
     ("template", "labelled"), [(PLAIN, [6, 2, 10, 11, 2]), (MARKED, [6, 10, 11])], ids=["plain", "marked"]
 )
-def test_only_the_tokens_of_the_assistant_are_labelled(template: str, labelled: list[int]) -> None:
+def test_only_the_tokens_of_the_assistant_are_labelled(template, labelled):
     sample = tasks.response_labels(hub.tokenizer(chat_template=template), TALK)
 
     assert sample["input_ids"].tolist() == [20, 5, 2, 21, 6, 2, 20, 7, 8, 9, 2, 21, 10, 11, 2]
@@ -234,7 +233,7 @@ def test_only_the_tokens_of_the_assistant_are_labelled(template: str, labelled: 
     assert attributor.featurize([sample, sample]).rows_written == 2
 
 
-def test_conversations_that_cannot_be_labelled_are_refused() -> None:
+def test_conversations_that_cannot_be_labelled_are_refused():
     with pytest.raises(InvalidInputError, match="no message of the assistant"):
         tasks.response_labels(hub.tokenizer(chat_template=PLAIN), TALK[:1])
     with pytest.raises(InvalidInputError, match="tokens of message 1 cannot be found"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import hub_models as hub
@@ -49,7 +47,7 @@ TEMPLATE = (
 IGNORED = -100
 
 
-def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def made(build, seed=0):
     """A model in float64 that is far from uniform."""
     model = hub.made(build, seed).double().eval()
     with torch.no_grad():
@@ -58,7 +56,7 @@ def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model
 
 
-def arguments(folder: Path, config: Any, **settings: Any) -> Any:
+def arguments(folder, config, **settings):
     return config(
         output_dir=str(folder / "out"),
         use_cpu=True,
@@ -70,7 +68,7 @@ def arguments(folder: Path, config: Any, **settings: Any) -> Any:
     )
 
 
-def trainer_of(name: str, model: nn.Module, rows: list[Any], folder: Path, **settings: Any) -> Any:
+def trainer_of(name, model, rows, folder, **settings):
     more = {
         name: settings.pop(name) for name in ("ref_model", "reward_funcs", "peft_config") if name in settings
     }
@@ -83,17 +81,17 @@ def trainer_of(name: str, model: nn.Module, rows: list[Any], folder: Path, **set
     )
 
 
-def precise(model: nn.Module) -> dict[str, float]:
+def precise(model):
     return PRECISE if model.config.model_type == "gpt2" else ROUNDED
 
 
 class Recording(HookGradientComputer):
     """Keeps the last batch, its gradients of f by parameter ``(B, P)``, and f, q and w, in the model's dtype."""
 
-    def stream_gradients(self, batch: Any, consume: Callable[[Any], None]) -> Any:
+    def stream_gradients(self, batch, consume):
         found: dict[str, Tensor] = {}
 
-        def keep(block: Any) -> None:
+        def keep(block):
             found[block.name] = block.dense()
             consume(block)
 
@@ -102,9 +100,7 @@ class Recording(HookGradientComputer):
         return terms
 
 
-def compare_with_loss(
-    trainer: Any, rows: Any, loss_of: Callable[[int], Tensor], rtol: float = 3e-4
-) -> tuple[Any, Tensor]:
+def compare_with_loss(trainer, rows, loss_of, rtol=3e-4):
     """Hold minus q times the gradients of f against those of a loss of each row; return the batch, and f.
 
     TRL computes log-probabilities in float32; that tasks are exact is held where they are tested.
@@ -125,7 +121,7 @@ def compare_with_loss(
     return batch, terms.output
 
 
-def log_probs_of(model: nn.Module, prompt: list[int], answer: list[int]) -> Tensor:
+def log_probs_of(model, prompt, answer):
     """log p of each token of an answer, in a plain loop without padding."""
     logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]
     start = len(prompt) - 1
@@ -142,11 +138,7 @@ SFT: dict[str, tuple[list[Any], dict[str, Any], list[int]]] = {
     "prompt and completion": (PROMPTS, {"completion_only_loss": False}, [5, 6, 7, 8, 9, 2]),
     "text": (WHOLE, {}, [5, 6, 7, 8, 9, 2]),
     "assistant": (TALKS, {"assistant_only_loss": True}, [7, 8, 2, 10, 11, 12, 2]),
-    "conversation": (
-        TALKS,
-        {},
-        [30, 5, 6, 31, 30, 7, 8, 2, 30, 9, 31, 30, 10, 11, 12, 2],
-    ),
+    "conversation": (TALKS, {}, [30, 5, 6, 31, 30, 7, 8, 2, 30, 9, 31, 30, 10, 11, 12, 2]),
 }
 
 
@@ -161,15 +153,13 @@ SFT: dict[str, tuple[list[Any], dict[str, Any], list[int]]] = {
         ("conversation", hub.llama),
     ],
 )
-def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(
-    name: str, build: Callable[[], nn.Module], tmp_path: Path
-) -> None:
+def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build, tmp_path):
     rows, settings, labelled = SFT[name]
     trainer = trainer_of("SFT", made(build), rows, tmp_path, **settings)
     kept = trainer.train_dataset
     counts = (trainer.data_collator([*kept])["labels"][:, 1:] != IGNORED).sum(1)
 
-    def loss_of(row: int) -> Tensor:
+    def loss_of(row):
         """Of TRL: the mean over the tokens of a batch."""
         return trainer.compute_loss(trainer.model, trainer.data_collator([kept[row]])) * counts[row]
 
@@ -183,7 +173,7 @@ def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(
     torch.testing.assert_close(-f.sum() / counts.sum(), whole.double(), **TRLS, check_dtype=False)
 
 
-def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path: Path) -> None:
+def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
     """TRL changes forward of the model and turns on gradient checkpointing; rows are those of the saved weights."""
     model = hub.made(hub.lora)
     trainer = trainer_of("SFT", model, PROMPTS, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
@@ -200,9 +190,7 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("build", [hub.llama, hub.lora])
-def test_rows_are_those_of_the_weights_after_training_in_mixed_precision(
-    build: Callable[[], nn.Module], tmp_path: Path
-) -> None:
+def test_rows_are_those_of_the_weights_after_training_in_mixed_precision(build, tmp_path):
     """TRL trains in 16 bit by default, around a forward that it has replaced."""
     trainer = trainer_of("SFT", hub.made(build), PROMPTS, tmp_path, max_steps=2, bf16=True)
     trainer.train()
@@ -220,7 +208,7 @@ def test_rows_are_those_of_the_weights_after_training_in_mixed_precision(
 # Preferences
 
 
-def reference_of(model: nn.Module, rows: Any) -> dict[str, Tensor]:
+def reference_of(model, rows):
     with torch.no_grad():
         return {
             f"ref_{side}_logps": torch.stack(
@@ -232,9 +220,7 @@ def reference_of(model: nn.Module, rows: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precomputed", [True, False])
 @pytest.mark.parametrize("build", [hub.gpt2, hub.llama, hub.lora])
-def test_dpo_rows_are_the_trainers_loss_with_its_reference(
-    build: Callable[[], nn.Module], precomputed: bool, tmp_path: Path
-) -> None:
+def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, tmp_path):
     settings: dict[str, Any] = {"beta": 0.3, "precompute_ref_log_probs": precomputed}
     if build is hub.lora:  # the reference is the model without the new adapter
         other = None
@@ -261,9 +247,7 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(
         )
 
     _, f = compare_with_loss(
-        trainer,
-        rows,
-        lambda row: trainer.compute_loss(trainer.model, trainer.data_collator([rows[row]])),
+        trainer, rows, lambda row: trainer.compute_loss(trainer.model, trainer.data_collator([rows[row]]))
     )
     whole = trainer.compute_loss(trainer.model, trainer.data_collator(list(rows)))
     torch.testing.assert_close(
@@ -271,7 +255,7 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(
     )
 
 
-def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references_too(tmp_path: Path) -> None:
+def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references_too(tmp_path):
     trainer = trainer_of("DPO", made(hub.lora), PAIRS, tmp_path, max_steps=2)
     with pytest.raises(InvalidInputError, match=r"lack the reference.*rows = preference_rows\(trainer\)"):
         huggingface.attributor_from_trainer(trainer, None)
@@ -287,7 +271,7 @@ def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references
     assert all("lora" in name for name in attributor.parameters)
 
 
-def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path: Path) -> None:
+def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path):
     """TRL keeps the first weights of an adapter that is trained further as the adapter "ref"."""
     model = made(hub.lora)
     trainer = trainer_of("DPO", model, PAIRS, tmp_path)
@@ -308,8 +292,8 @@ def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path: Path) -> Non
         )
 
 
-def test_reward_rows_are_the_trainers_loss(tmp_path: Path) -> None:
-    def scorer() -> nn.Module:
+def test_reward_rows_are_the_trainers_loss(tmp_path):
+    def scorer():
         config = hub.llama().config
         config.num_labels, config.pad_token_id = 1, hub.PAD
         return transformers.LlamaForSequenceClassification(config)
@@ -319,7 +303,7 @@ def test_reward_rows_are_the_trainers_loss(tmp_path: Path) -> None:
     trainer = trainer_of("Reward", model, [{**row, "margin": 0.5} for row in rows], tmp_path)
     kept = list(trainer.train_dataset)
 
-    def loss_of(row: int) -> Tensor:
+    def loss_of(row):
         scores = [
             model(input_ids=torch.tensor([kept[row][f"{side}_ids"]])).logits[0, 0]
             for side in ("chosen", "rejected")
@@ -349,11 +333,11 @@ GRPO: dict[str, dict[str, Any]] = {
 }
 
 
-def rewarded(completions: list[str], **columns: Any) -> list[float]:
+def rewarded(completions, **columns):
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
-def policy_trainer(build: Callable[[], nn.Module], folder: Path, **settings: Any) -> Any:
+def policy_trainer(build, folder, **settings):
     given = {
         "per_device_train_batch_size": 4,
         "num_generations": 2,
@@ -364,11 +348,11 @@ def policy_trainer(build: Callable[[], nn.Module], folder: Path, **settings: Any
     return trainer_of("GRPO", model, QUESTIONS, folder, reward_funcs=rewarded, **{**given, **settings})
 
 
-def cut(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
+def cut(inputs, row):
     return {name: value[row : row + 1] if value.dim() else value for name, value in inputs.items()}
 
 
-def tokens_of(inputs: Mapping[str, Any], trainer: Any, rows: int) -> Tensor:
+def tokens_of(inputs, trainer, rows):
     """What TRL divides the sum over a row's tokens by, times the rows of the batch."""
     if trainer.args.loss_type == "grpo":
         return torch.tensor(1.0)
@@ -387,9 +371,7 @@ def tokens_of(inputs: Mapping[str, Any], trainer: Any, rows: int) -> Tensor:
         *((name, hub.gpt2) for name in ("grpo", "old policy, dapo", "temperature", "constant")),
     ],
 )
-def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(
-    name: str, build: Callable[[], nn.Module], tmp_path: Path
-) -> None:
+def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_path):
     trainer = policy_trainer(build, tmp_path, **GRPO[name])
     batches: list[Any] = []
     compute = trainer.compute_loss
@@ -407,7 +389,7 @@ def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(
     assert bool((inputs["prompt_mask"] == 0).any())
     assert len(rows) == 4
 
-    def loss_of(row: int) -> Tensor:
+    def loss_of(row):
         alone = cut(inputs, row)
         return compute(trainer.model, alone) * tokens_of(alone, trainer, 1)
 
@@ -421,7 +403,7 @@ def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(
         torch.testing.assert_close(ours, whole.double(), **TRLS, check_dtype=False)
 
 
-def test_recording_changes_nothing_and_rows_are_scored_from_end_to_end(tmp_path: Path) -> None:
+def test_recording_changes_nothing_and_rows_are_scored_from_end_to_end(tmp_path):
     weights = []
     for name in ("alone", "recorded"):
         trainer = policy_trainer(hub.lora, tmp_path / name)
@@ -441,7 +423,7 @@ def test_recording_changes_nothing_and_rows_are_scored_from_end_to_end(tmp_path:
     assert attributor.score(rows[:2]).shape == (8, 2)
 
 
-def test_masks_and_ratios_of_rollouts_are_kept() -> None:
+def test_masks_and_ratios_of_rollouts_are_kept():
     inputs = {
         "prompt_ids": torch.tensor([[0, 5], [6, 7], [8, 9]]),
         "prompt_mask": torch.tensor([[0, 1], [1, 1], [1, 1]]),
@@ -483,9 +465,7 @@ def test_masks_and_ratios_of_rollouts_are_kept() -> None:
         ("GRPO", {}, "prompts only, without answers"),
     ],
 )
-def test_losses_that_are_no_task_are_refused(
-    name: str, settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
     if name == "GRPO":
         trainer = policy_trainer(hub.llama, tmp_path, **settings)
     else:
@@ -496,7 +476,7 @@ def test_losses_that_are_no_task_are_refused(
         huggingface.attributor_from_trainer(trainer, None)
 
 
-def test_helpers_refuse_other_trainers_and_moving_references(tmp_path: Path) -> None:
+def test_helpers_refuse_other_trainers_and_moving_references(tmp_path):
     trainer = trainer_of("SFT", made(hub.llama), PROMPTS, tmp_path)
     with pytest.raises(InvalidInputError, match=r"SFTTrainer\. Expected a trl\.DPOTrainer"):
         helpers.preference_rows(trainer)
@@ -510,7 +490,7 @@ def test_helpers_refuse_other_trainers_and_moving_references(tmp_path: Path) -> 
         helpers.preference_rows(dpo)
 
 
-def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_not(tmp_path: Path) -> None:
+def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_not(tmp_path):
     class Own(trl.SFTTrainer):
         pass
 
@@ -529,7 +509,7 @@ def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_
     assert huggingface.attributor_from_trainer(trainer, None, "causal_language_modeling").task.name
 
 
-def test_the_load_balancing_loss_of_experts_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_the_load_balancing_loss_of_experts_is_left_out_with_a_warning(tmp_path):
     model = made(hub.mixtral)
     model.set_experts_implementation("eager")  # the grouped product takes no float64
     trainer = trainer_of("SFT", model, PROMPTS, tmp_path)

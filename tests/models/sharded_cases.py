@@ -147,10 +147,9 @@ MODELS = {"mlp": mlp, "transformer": transformer}
 
 def data(kind: str, count: int = N, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    inputs = {
-        "mlp": partial(torch.randn, count, 4),
-        "transformer": partial(torch.randint, 17, (count, 5)),
-    }[kind](generator=generator)
+    inputs = {"mlp": partial(torch.randn, count, 4), "transformer": partial(torch.randint, 17, (count, 5))}[
+        kind
+    ](generator=generator)
     return TensorDataset(inputs, torch.arange(count) % 3)
 
 

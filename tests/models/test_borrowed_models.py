@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,17 +17,17 @@ TRAIN = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed
 class Biased(nn.Module):
     """Adds a table of biases, looked up once in eval mode and dropped when it is put into train mode."""
 
-    def __init__(self, *, keeps: bool = True) -> None:
+    def __init__(self, *, keeps=True):
         super().__init__()
         self.linear, self.biases, self.keeps = nn.Linear(4, 3), nn.Parameter(torch.randn(5)), keeps
         self.kept: Tensor | None = None
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode=True):
         if mode:
             self.kept = None
         return super().train(mode)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         found = self.biases[[0, 2, 2]] if self.kept is None else self.kept
         if self.keeps and not self.training:
             self.kept = found
@@ -39,13 +37,13 @@ class Biased(nn.Module):
 class Rescaling(nn.Module):
     """Halves a weight when it comes into eval mode, doubles it when it leaves, and notes which state it is in."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
         self.rescaled = False
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.rescaled == self.training:
             with torch.no_grad():
                 self.first.weight.mul_(2.0 if self.training else 0.5)
@@ -54,12 +52,12 @@ class Rescaling(nn.Module):
         return self.last(hidden * 2 if self.rescaled else hidden)
 
 
-def biased(*, keeps: bool) -> nn.Module:
+def biased(*, keeps):
     torch.manual_seed(0)
     return nn.Sequential(Biased(keeps=keeps), nn.Linear(3, 3))
 
 
-def scores(model: nn.Module, engine: str, states: Any = None) -> np.ndarray:
+def scores(model, engine, states=None):
     settings = {"projector": "none", "dtype": "float32", "method": "GradDot", "progress": False}
     attributor = Attributor(model, "image_classification", None, gradient_computer=engine, **settings)
     attributor.featurize(Rows(TRAIN, batch_size=4), states)
@@ -67,7 +65,7 @@ def scores(model: nn.Module, engine: str, states: Any = None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
-def test_what_a_model_keeps_in_eval_mode_stands_for_no_parameter_and_no_other_checkpoint(engine: str) -> None:
+def test_what_a_model_keeps_in_eval_mode_stands_for_no_parameter_and_no_other_checkpoint(engine):
     model, plain, inputs = biased(keeps=True).eval(), biased(keeps=False).eval(), TRAIN.tensors[0]
     states = [{k: v * factor for k, v in plain.state_dict().items()} for factor in (1.0, -2.0)]
     model[1].training = True
@@ -84,7 +82,7 @@ def test_what_a_model_keeps_in_eval_mode_stands_for_no_parameter_and_no_other_ch
 
 
 @pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
-def test_a_forward_pass_that_changes_parameters_is_refused_and_the_model_comes_back(engine: str) -> None:
+def test_a_forward_pass_that_changes_parameters_is_refused_and_the_model_comes_back(engine):
     model, untouched = Rescaling(), Rescaling()
 
     with pytest.raises(UnsupportedModelError, match=r"changes 1 of its parameters in place.*'first.weight'"):
@@ -95,7 +93,7 @@ def test_a_forward_pass_that_changes_parameters_is_refused_and_the_model_comes_b
     assert torch.equal(model.eval()(TRAIN.tensors[0]), untouched.eval()(TRAIN.tensors[0]))
 
 
-def test_after_a_pass_in_eval_mode_the_same_rows_come_out_every_time() -> None:
+def test_after_a_pass_in_eval_mode_the_same_rows_come_out_every_time():
     model = Rescaling().eval()
     model(TRAIN.tensors[0])
 

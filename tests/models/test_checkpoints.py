@@ -14,32 +14,30 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 from tiny_runs import labelled
-from torch import Tensor, nn
+from torch import nn
 from versioned import Old, Versioned
 
 from trak_lite import Attributor, TRAKer, verify
 from trak_lite.errors import CheckpointError
 
 
-def filled(value: float) -> dict[str, Tensor]:
+def filled(value):
     return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}
 
 
-def flat(model: nn.Module) -> list[float]:
+def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
 @pytest.fixture
-def values(load: Any) -> Callable[..., list[float]]:
+def values(load):
     """Return what gives the weight's value of each checkpoint of a source."""
     return lambda source, loader=None: [float(row[0]) for row in load(nn.Linear(3, 2), source, loader)[1]]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["epoch-{}.safetensors", "checkpoint-{}/model.safetensors"])
-def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(
-    tmp_path: Path, load: Any, name: str
-) -> None:
+def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(tmp_path, load, name):
     for step in (1000, 2, 500):
         file = tmp_path / name.format(step)
         file.parent.mkdir(exist_ok=True)
@@ -54,9 +52,7 @@ def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(
 
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "model"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name_and_prefix(
-    tmp_path: Path, wrapper: str | None, prefix: str, values: Any
-) -> None:
+def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name_and_prefix(tmp_path, wrapper, prefix, values):
     state = {prefix + name: value for name, value in filled(3.0).items()}
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 4}, tmp_path / "a.pt")
 
@@ -66,20 +62,20 @@ def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name_and_prefix(
 class Wrapper(nn.Module):
     """Has a child called module, and a weight beside it."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value):
         super().__init__()
         self.module = nn.Linear(3, 2)
         self.weight = nn.Parameter(torch.full((2, 3), value))
 
 
-def test_a_wrapped_model_takes_plain_names_and_its_own(load: Any) -> None:
+def test_a_wrapped_model_takes_plain_names_and_its_own(load):
     model = nn.Sequential(collections.OrderedDict(module=nn.Linear(3, 2)))
 
     assert load(model, filled(5.0))[1][0].tolist() == [5.0] * 8
     assert load(Wrapper(1.0), Wrapper(4.0).state_dict())[1][0][:6].tolist() == [4.0] * 6
 
 
-def test_sources_may_be_lists_generators_and_loaders(tmp_path: Path, values: Any) -> None:
+def test_sources_may_be_lists_generators_and_loaders(tmp_path, values):
     save_file(filled(7.0), tmp_path / "seven.safetensors")
 
     assert values([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
@@ -91,11 +87,11 @@ def test_sources_may_be_lists_generators_and_loaders(tmp_path: Path, values: Any
         values([3], lambda item: item)
 
 
-def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load: Any) -> None:
+def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load):
     model, events = nn.Linear(3, 2), []
     model.register_forward_hook(lambda *_: events.append("pass"))
 
-    def state(number: int) -> dict[str, Tensor]:
+    def state(number):
         events.append(f"made {number}")
         return filled(float(number))
 
@@ -106,7 +102,7 @@ def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load: Any) -> None
     assert all(events[events.index(f"made {number}") + 1] == "pass" for number in range(3))
 
 
-def test_no_source_means_the_model_as_it_is_also_between_others(load: Any) -> None:
+def test_no_source_means_the_model_as_it_is_also_between_others(load):
     model = nn.Linear(3, 2)
     own = flat(model)
 
@@ -115,8 +111,8 @@ def test_no_source_means_the_model_as_it_is_also_between_others(load: Any) -> No
     assert flat(model) == own
 
 
-def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Path, load: Any) -> None:
-    def tied() -> nn.Module:
+def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path, load):
+    def tied():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model[1].weight = model[0].weight
         return model
@@ -127,8 +123,8 @@ def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path: Pat
     assert load(tied(), tmp_path / "tied.safetensors")[1][0].tolist() == flat(saved)
 
 
-def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load: Any) -> None:
-    def state(seed: int = 0, mean: float = 0.0) -> dict[str, Tensor]:
+def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load):
+    def state(seed=0, mean=0.0):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         model[1].running_mean += mean
@@ -141,11 +137,11 @@ def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load: Any) 
 
 
 class Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return (print, ("code from a checkpoint ran",))
 
 
-def shards(folder: Path, weight_map: object) -> Path:
+def shards(folder, weight_map):
     """A folder as Hugging Face saves a large model: an index, and a file for every few weights."""
     folder.mkdir()
     for name, value in filled(6.0).items():
@@ -154,7 +150,7 @@ def shards(folder: Path, weight_map: object) -> Path:
     return folder
 
 
-def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path: Path, load: Any) -> None:
+def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path, load):
     folder = shards(tmp_path / "checkpoint-7", {"weight": "weight.safetensors", "bias": "bias.safetensors"})
 
     for source in (tmp_path, folder, folder / "model.safetensors.index.json"):
@@ -164,7 +160,7 @@ def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path: Path, load: Any
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     """A folder of files that are no checkpoints, or not of a linear layer."""
     (tmp_path / "evil.pt").write_bytes(pickle.dumps({"state_dict": Evil()}, protocol=2))
     torch.save({"state_dict": Evil()}, tmp_path / "evil2.pt")
@@ -204,18 +200,15 @@ REFUSED: list[tuple[Any, str]] = [
         {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)},
         r"missing: \['bias'\]; unexpected: \['extra'\].*\(2, 4\) instead of \(2, 3\)",
     ),
-    (
-        {name: value.numpy() for name, value in filled(1.0).items()},
-        r"weight ndarray instead of \(2, 3\)",
-    ),
+    ({name: value.numpy() for name, value in filled(1.0).items()}, r"weight ndarray instead of \(2, 3\)"),
 ]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("source", "message"), REFUSED)
 def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
-    source: Any, message: str, files: Path, load: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+    source, message, files, load, capsys
+):
     model = nn.Linear(3, 2)
     before = model.weight.tolist()
 
@@ -232,7 +225,7 @@ def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
 class Adapted(nn.Module):
     """A linear layer with an adapter, and a head that is trained as a whole, by the names of PEFT."""
 
-    def __init__(self, active: object = "default", value: float = 0.0) -> None:
+    def __init__(self, active="default", value=0.0):
         super().__init__()
         self.active_adapter = active
         self.base_layer = nn.Linear(3, 3)
@@ -244,13 +237,13 @@ class Adapted(nn.Module):
             nn.init.constant_(parameter, value)
 
 
-def wrapped(adapted: nn.Module) -> nn.Module:
+def wrapped(adapted):
     outer = nn.Module()
     outer.head, outer.active_adapter = adapted, adapted.active_adapter
     return outer
 
 
-def adapter_file(folder: Path, *, without: str = "") -> Path:
+def adapter_file(folder, *, without=""):
     saved = {
         "head.lora_A.weight": torch.full((3, 3), 2.0),
         "head.lora_magnitude_vector": torch.full((3, 1), 3.0),
@@ -262,7 +255,7 @@ def adapter_file(folder: Path, *, without: str = "") -> Path:
     return folder
 
 
-def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path: Path, load: Any) -> None:
+def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path, load):
     """The weights of a checkpoint that was loaded before do not stay below it."""
     model = wrapped(Adapted(value=1.0))
 
@@ -292,9 +285,7 @@ def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path: Path, load: 
         (None, "", "has no adapter"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(
-    tmp_path: Path, active: object, without: str, match: str, load: Any
-) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path, active, without, match, load):
     with pytest.raises(CheckpointError, match=match):
         load(wrapped(Adapted(active)), adapter_file(tmp_path, without=without))
 
@@ -305,25 +296,25 @@ def test_an_adapter_that_does_not_fit_is_refused(
 class Scaled(nn.Module):
     """Keeps a number beside its weights, in the form that ``pack`` gives it."""
 
-    def __init__(self, scale: float, pack: Callable[[float], Any]) -> None:
+    def __init__(self, scale, pack):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(3, 2)
         self.scale, self.pack = scale, pack
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.pack(self.scale)
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         while isinstance(state, dict | list):
             state = state["scale"] if isinstance(state, dict) else state[0]
         self.scale = float(state)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.scale * self.linear(x)
 
 
-def output(call: Any, batch: Any) -> Tensor:
+def output(call, batch):
     """Its gradient by the bias is the scale."""
     return call(batch[0]).sum(1)
 
@@ -339,9 +330,7 @@ PACKS: list[Callable[[float], Any]] = [
 
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("form", ["memory", "file", "wrapped"])
-def test_other_entries_of_state_dicts_are_loaded_compared_and_given_back(
-    tmp_path: Path, pack: Callable[[float], Any], form: str, load: Any
-) -> None:
+def test_other_entries_of_state_dicts_are_loaded_compared_and_given_back(tmp_path, pack, form, load):
     model, state = Scaled(1.0, pack), Scaled(2.0, pack).state_dict()
     if form != "memory":
         torch.save({"model": state, "epoch": 3} if form == "wrapped" else state, tmp_path / "a.pt")
@@ -354,7 +343,7 @@ def test_other_entries_of_state_dicts_are_loaded_compared_and_given_back(
     assert model.scale == 1.0
 
 
-def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path: Path, load: Any) -> None:
+def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path, load):
     save_file(Scaled(2.0, float).linear.state_dict(prefix="linear."), tmp_path / "a.safetensors")
 
     with pytest.warns(UserWarning, match=r"has no _extra_state.*own values are used.*torch.save"):
@@ -364,7 +353,7 @@ def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path:
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected"])
-def test_other_entries_have_to_fit(change: str, load: Any) -> None:
+def test_other_entries_have_to_fit(change, load):
     plain, scaled = (nn.ModuleDict({"a": part}) for part in (nn.Linear(3, 2), Scaled(1.0, float)))
     given = scaled.state_dict()
     if change == "missing":
@@ -374,7 +363,7 @@ def test_other_entries_have_to_fit(change: str, load: Any) -> None:
         load(plain if change == "unexpected" else scaled, given)
 
 
-def test_entries_that_cannot_be_compared_are_named(load: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_that_cannot_be_compared_are_named(load, caplog):
     load(Scaled(1.0, lambda scale: {"scale": scale, "by": lambda: scale}), None)
 
     assert "_extra_state" in caplog.text
@@ -384,13 +373,13 @@ def test_entries_that_cannot_be_compared_are_named(load: Any, caplog: pytest.Log
 # Versions of modules, which state dicts record
 
 
-def build(seed: int = 0) -> nn.Module:
+def build(seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Versioned(5, 3)).eval()
 
 
-def old(seed: int) -> nn.Module:
+def old(seed):
     """The same model as it was before the present version, whose state dicts are of version 1."""
     model, last = build(seed), Old(5, 3)
     last.weight, last.bias = nn.Parameter(-model[2].weight.detach()), model[2].bias
@@ -398,17 +387,17 @@ def old(seed: int) -> nn.Module:
     return model
 
 
-def prefixed(model: nn.Module) -> nn.Module:
+def prefixed(model):
     """The model under the names that ``DataParallel`` and ``torch.compile`` give it."""
     return nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})
 
 
-def pt_file(content: Any, folder: Path) -> Path:
+def pt_file(content, folder):
     torch.save(content, folder / "a.pt")
     return folder / "a.pt"
 
 
-def versioned_shards(model: nn.Module, folder: Path) -> Path:
+def versioned_shards(model, folder):
     """A file for each child with the version of its own modules, and the list of them."""
     folder.mkdir()
     parts = {f"{name}.bin": part.state_dict(prefix=f"{name}.") for name, part in model.named_children()}
@@ -419,7 +408,7 @@ def versioned_shards(model: nn.Module, folder: Path) -> Path:
     return folder
 
 
-def safetensors_file(state: Any, folder: Path) -> Path:
+def safetensors_file(state, folder):
     save_file(dict(state), folder / "a.safetensors")
     return folder / "a.safetensors"
 
@@ -440,9 +429,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_modules_see_the_version_that_their_weights_were_saved_with(
-    tmp_path: Path, source: str, load: Any
-) -> None:
+def test_modules_see_the_version_that_their_weights_were_saved_with(tmp_path, source, load):
     """Where none was saved, the present one. Loading changes neither the checkpoint nor, in the end, the model."""
     given = SOURCES[source](tmp_path)
     versions = json.dumps(getattr(given, "_metadata", None))
@@ -453,7 +440,7 @@ def test_modules_see_the_version_that_their_weights_were_saved_with(
     assert json.dumps(getattr(given, "_metadata", None)) == versions
 
 
-def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path: Path) -> None:
+def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path):
     train, targets = labelled(12, 0), labelled(3, 1)
     forms: list[Callable[[int], Any]] = [
         lambda seed: build(seed),
@@ -482,7 +469,7 @@ def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path: Path) -> None
     np.testing.assert_array_equal(retrained[1:], retrained[:1] * 3)
 
 
-def test_a_lightning_checkpoint_keeps_the_versions_of_a_module_inside(tmp_path: Path, load: Any) -> None:
+def test_a_lightning_checkpoint_keeps_the_versions_of_a_module_inside(tmp_path, load):
     lightning = pytest.importorskip("trak_lite.integrations.lightning", exc_type=ImportError)
     outer = nn.ModuleDict({"model": old(1), "loss": Versioned(1, 1)})
     file = pt_file({"state_dict": outer.state_dict()}, tmp_path)

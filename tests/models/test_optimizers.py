@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite import named_optimizer_state
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
@@ -22,23 +20,23 @@ AdamW = torch.optim.AdamW
 class Normed(nn.Module):
     """Weights and biases of equal shapes side by side: batch norm decays its weight and not its bias in Trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 3)
         self.norm = nn.LayerNorm(3)
         self.batch = nn.BatchNorm1d(3)
         self.last = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(self.batch(self.norm(self.first(x)).tanh()))
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return Normed().double()
 
 
-def trained(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+def trained(net, optimizer, steps=3):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -47,7 +45,7 @@ def trained(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.step()
 
 
-def with_optimizer(make: Any = AdamW, net: nn.Module | None = None) -> tuple[nn.Module, Any, dict[str, Any]]:
+def with_optimizer(make=AdamW, net=None):
     """A model, its optimizer after three steps, and what both are saved as."""
     net = net or model()
     optimizer = make(net.parameters())
@@ -55,23 +53,23 @@ def with_optimizer(make: Any = AdamW, net: nn.Module | None = None) -> tuple[nn.
     return net, optimizer, {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def decayed(net: nn.Module, *wanted: str) -> Any:
+def decayed(net, *wanted):
     """An optimizer with two groups: the wanted parameters, and the others."""
     named = dict(net.named_parameters())
     kept, rest = [named[name] for name in wanted], [p for name, p in named.items() if name not in wanted]
     return AdamW([{"params": kept, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
 
 
-def total(call: Any, batch: Any) -> Tensor:
+def total(call, batch):
     """Its gradient is one everywhere, so that a row is what gradients are multiplied by."""
     return sum(p.sum() for p in call.parameters.values()).expand(len(batch[0]))
 
 
 @pytest.fixture
-def check(load: Any) -> Any:
+def check(load):
     """Return what holds the rows of a checkpoint against the states that the optimizer holds for each parameter."""
 
-    def check(net: nn.Module, optimizer: Any, source: Any, loader: Any = None, **settings: Any) -> None:
+    def check(net, optimizer, source, loader=None, **settings):
         _, (row,) = load(net, source, loader, task=total, normalize="adam", **settings)
         scales = []
         for p in (p for p in net.parameters() if p.requires_grad):
@@ -93,7 +91,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_dict_or_file_with_model_and_optimizer(make: Any, tmp_path: Path, check: Any) -> None:
+def test_a_dict_or_file_with_model_and_optimizer(make, tmp_path, check):
     net, optimizer, content = with_optimizer(make)
     torch.save({"model": content["model"], "optimizer_state_dict": content["optimizer"]}, tmp_path / "a.pt")
 
@@ -102,7 +100,7 @@ def test_a_dict_or_file_with_model_and_optimizer(make: Any, tmp_path: Path, chec
     check(net, optimizer, ["epoch 1"], lambda _: content)
 
 
-def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path: Path, check: Any) -> None:
+def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path, check):
     net, optimizer, saved = with_optimizer()
     weights = {f"net.{name}": value for name, value in saved["model"].items()}
     content = {"state_dict": weights, "optimizer_states": [saved["optimizer"]], "epoch": 1}
@@ -114,9 +112,7 @@ def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path: Path, che
         check(net, optimizer, tmp_path / "two.ckpt", lambda path: net.state_dict())
 
 
-def test_a_folder_of_hugging_face_in_which_only_the_decay_rule_tells_groups_apart(
-    tmp_path: Path, check: Any
-) -> None:
+def test_a_folder_of_hugging_face_in_which_only_the_decay_rule_tells_groups_apart(tmp_path, check):
     """The shapes alone do not: nn.BatchNorm1d's weight decays, its bias does not, and both have the same shape."""
     net = model()
     optimizer = decayed(net, "first.weight", "batch.weight", "last.weight")
@@ -128,9 +124,7 @@ def test_a_folder_of_hugging_face_in_which_only_the_decay_rule_tells_groups_apar
     check(net, optimizer, tmp_path / "checkpoint-3")
 
 
-def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_have_names(
-    check: Any,
-) -> None:
+def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_have_names(check):
     net = model()
     by_hand = decayed(net, "norm.bias", "batch.weight", "last.bias")
     trained(net, by_hand)
@@ -142,7 +136,7 @@ def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_
 
 
 @pytest.mark.quick
-def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check: Any) -> None:
+def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
     optimizer = AdamW([{"params": net[2].parameters()}, {"params": net[:2].parameters()}])
     trained(net, optimizer)
@@ -151,7 +145,7 @@ def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check: Any)
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "net.inner."])
-def test_names_that_torch_records_are_used_in_any_order_and_behind_a_prefix(prefix: str, check: Any) -> None:
+def test_names_that_torch_records_are_used_in_any_order_and_behind_a_prefix(prefix, check):
     net = model()
     optimizer = AdamW([(prefix + name, p) for name, p in list(net.named_parameters())[::-1]])
     trained(net, optimizer)
@@ -159,9 +153,9 @@ def test_names_that_torch_records_are_used_in_any_order_and_behind_a_prefix(pref
     check(net, optimizer, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def test_named_states_load_into_the_optimizer_and_wrappers_are_opened() -> None:
+def test_named_states_load_into_the_optimizer_and_wrappers_are_opened():
     class Wrapper:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        def __init__(self, optimizer):
             self.optimizer = optimizer
 
     net, optimizer, _ = with_optimizer()
@@ -174,7 +168,7 @@ def test_named_states_load_into_the_optimizer_and_wrappers_are_opened() -> None:
         assert torch.equal(again.state[p]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
 
 
-def test_frozen_parameters_are_skipped_and_those_without_gradient_have_zeros(check: Any) -> None:
+def test_frozen_parameters_are_skipped_and_those_without_gradient_have_zeros(check):
     net = model()
     net.first.requires_grad_(False)
     net.extra = nn.Parameter(torch.ones(2, dtype=torch.float64))  # in the optimizer, but without a gradient
@@ -190,7 +184,7 @@ def test_frozen_parameters_are_skipped_and_those_without_gradient_have_zeros(che
         check(net, optimizer, content)
 
 
-def test_missing_states_name_the_places_that_were_searched(tmp_path: Path, check: Any) -> None:
+def test_missing_states_name_the_places_that_were_searched(tmp_path, check):
     net, optimizer, content = with_optimizer()
     save_file(net.state_dict(), tmp_path / "model.safetensors")
     torch.save(net.state_dict(), tmp_path / "a.pt")
@@ -211,7 +205,7 @@ REFUSED = (*(getattr(torch.optim, name) for name in ("RAdam", "NAdam", "Adamax",
 
 
 @pytest.mark.parametrize("make", [*REFUSED, partial(SGD, momentum=0.9)])
-def test_other_optimizers_are_refused(make: Any, check: Any) -> None:
+def test_other_optimizers_are_refused(make, check):
     net, optimizer, content = with_optimizer(make)
 
     with pytest.raises(CheckpointError, match=r"is not torch's Adam or AdamW"):
@@ -220,7 +214,7 @@ def test_other_optimizers_are_refused(make: Any, check: Any) -> None:
         named_optimizer_state(optimizer, net)
 
 
-def test_states_of_another_model_or_of_maximised_objectives_are_refused(check: Any) -> None:
+def test_states_of_another_model_or_of_maximised_objectives_are_refused(check):
     other, wide = nn.Linear(3, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
     reversed_order = AdamW([*wide[1].parameters(), *wide[0].parameters()])
     trained(wide, reversed_order)
@@ -251,9 +245,7 @@ def test_states_of_another_model_or_of_maximised_objectives_are_refused(check: A
         (lambda state: state["param_groups"][0].update(lr=0.5), True),  # no row depends on it
     ],
 )
-def test_moments_and_settings_of_the_optimizer_tell_checkpoints_apart(
-    change: Any, same: bool, load: Any
-) -> None:
+def test_moments_and_settings_of_the_optimizer_tell_checkpoints_apart(change, same, load):
     net, _, content = with_optimizer()
     other = copy.deepcopy(content)
     change(other["optimizer"])

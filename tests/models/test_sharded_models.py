@@ -18,10 +18,10 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ranks(tmp_path_factory):
     """Return what runs a job on several ranks and gives their answers in order."""
 
-    def run(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(world, job, *arguments):
         processes = forkserver()
         answers = processes.SimpleQueue()
         file = str(tmp_path_factory.mktemp("ranks") / "file")
@@ -44,13 +44,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def looks(ranks: Run) -> list[dict[str, Any]]:
+def looks(ranks):
     """What ranks of small models saw, at one start."""
     return ranks(2, cases.looked_at)
 
 
 @pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def states(tmp_path_factory):
     """Files of full state dicts, two for each model."""
     folder = tmp_path_factory.mktemp("states")
     found: dict[str, list[str]] = {}
@@ -66,10 +66,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, np.ndarray]]:
+def whole(tmp_path_factory):
     """Return what gives the contents of the store of a whole model in one process."""
 
-    def of(kind: str, checkpoints: Any = None, **settings: Any) -> dict[str, np.ndarray]:
+    def of(kind, checkpoints=None, **settings):
         path = tmp_path_factory.mktemp("whole") / "a.zarr"
         cases.run(cases.MODELS[kind](), kind, path, checkpoints, **settings)
         return cases.contents(path)
@@ -77,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, n
     return of
 
 
-def check_same(path: Path, expected: dict[str, np.ndarray]) -> None:
+def check_same(path, expected):
     """Compare bits: every operation on a sample's numbers is the same one."""
     found = cases.contents(path)
     assert list(found) == list(expected)
@@ -87,9 +87,7 @@ def check_same(path: Path, expected: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 1])
-def test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model(
-    tmp_path: Path, ranks: Run, whole: Any, states: dict[str, list[str]], world: int
-) -> None:
+def test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model(tmp_path, ranks, whole, states, world):
     """Each rank writes rows of its own, unevenly many, and some ranks none."""
     written = ranks(world, cases.featurize_both, str(tmp_path), states)
 
@@ -98,20 +96,20 @@ def test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model(
         check_same(tmp_path / f"{kind}.zarr", whole(kind, files))
 
 
-def test_copies_of_shards_change_nothing(tmp_path: Path, ranks: Run, whole: Any) -> None:
+def test_copies_of_shards_change_nothing(tmp_path, ranks, whole):
     ranks(4, cases.featurize_copies, str(tmp_path))
 
     check_same(tmp_path / "copies.zarr", whole("transformer"))
 
 
-def test_four_ranks_write_the_bits_of_one(tmp_path: Path, ranks: Run, whole: Any) -> None:
+def test_four_ranks_write_the_bits_of_one(tmp_path, ranks, whole):
     written = ranks(4, cases.featurize_both, str(tmp_path), {"mlp": None})
 
     assert sum(written) == cases.N
     check_same(tmp_path / "mlp.zarr", whole("mlp"))
 
 
-def test_other_resharding_and_projectors_change_nothing(tmp_path: Path, ranks: Run, whole: Any) -> None:
+def test_other_resharding_and_projectors_change_nothing(tmp_path, ranks, whole):
     ranks(2, cases.featurize_in_other_ways, str(tmp_path))
 
     check_same(tmp_path / "sketch.zarr", whole("transformer", projector="countsketch"))
@@ -119,7 +117,7 @@ def test_other_resharding_and_projectors_change_nothing(tmp_path: Path, ranks: R
     check_same(tmp_path / "norms.zarr", norms)
 
 
-def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_path: Path, ranks: Run) -> None:
+def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_path, ranks):
     expected = tmp_path / "whole.zarr"
     cases.featurize_rest(str(expected), cases.transformer())
     begun_whole, begun_sharded = str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr")
@@ -136,7 +134,7 @@ def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_pa
         assert cases.featurize_rest(path, cases.transformer()) == 0
 
 
-def test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step(tmp_path: Path, ranks: Run) -> None:
+def test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step(tmp_path, ranks):
     cases.explain_language_model(cases.language_transformer(), str(tmp_path / "whole.zarr"))
 
     ranks(2, cases.language_model, str(tmp_path / "a.zarr"))
@@ -144,13 +142,13 @@ def test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step(tmp_path
     check_same(tmp_path / "a.zarr", cases.contents(tmp_path / "whole.zarr"))
 
 
-def test_training_goes_on_with_the_same_bits_after_a_use_of_the_model(looks: Any) -> None:
+def test_training_goes_on_with_the_same_bits_after_a_use_of_the_model(looks):
     """Also after an error in the middle of a backward pass, which torch from 2.13 on can forget."""
     for look in looks:
         assert all(found == [True] * 2 for found in look["training"].values()), look["training"]
 
 
-def test_two_parts_of_the_model_are_gathered_at_once_at_most(looks: Any) -> None:
+def test_two_parts_of_the_model_are_gathered_at_once_at_most(looks):
     """The one that is differentiated, and the next one that FSDP2 gathers ahead."""
     for look in looks:
         assert len({name for name, _ in look["gathered"]}) == len(
@@ -162,7 +160,7 @@ def test_two_parts_of_the_model_are_gathered_at_once_at_most(looks: Any) -> None
             assert len(gathered) <= 2
 
 
-def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, ranks: Run) -> None:
+def test_an_error_of_one_rank_is_told_to_the_others(tmp_path, ranks):
     found = sorted(ranks(2, cases.a_row_is_infinite, str(tmp_path / "a.zarr")))
 
     assert [text.partition(":")[0] for text in found] == ["NonFiniteError", "RankError"]
@@ -170,19 +168,19 @@ def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, ranks: Run) 
     assert "1 other rank" in found[1]
 
 
-def test_how_gradients_come_about_is_told_as_of_a_whole_model(looks: Any) -> None:
+def test_how_gradients_come_about_is_told_as_of_a_whole_model(looks):
     for look in looks:
         sharded, whole = look["coverage"]
         assert sharded == whole
 
 
-def test_sharded_state_dicts_are_checkpoints_too_and_keep_versions(looks: Any) -> None:
+def test_sharded_state_dicts_are_checkpoints_too_and_keep_versions(looks):
     """Besides the model's own weights there are those of one other model, in three and in four forms."""
     for look in looks:
         assert (look["checkpoints"], look["versions"]) == ((2, 2), (1, 3))
 
 
-def test_what_is_not_supported_is_refused_by_name(looks: Any) -> None:
+def test_what_is_not_supported_is_refused_by_name(looks):
     expected = {
         "functional": "gradient_computer='functional'",
         "class": "IterativeGradientComputer",

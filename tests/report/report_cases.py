@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,9 @@ def drawn_scores(
         source,
         settings=shown,
         location=None,
-        verdict=lambda: verdict,
-        predictions=lambda: predictions,
+        record=SimpleNamespace(
+            verdict=lambda: verdict, one_run_verdict=lambda: None, predictions=lambda: predictions
+        ),
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from forked import forkserver
 from index_cases import METHOD, WIDTHS, C, K, brute_force, build_and_die, decaying, features
 from view_cases import Drawn, Given, GivenTerms, drawn, scores_of
 
-from trak_lite import Attributor, Scores
+from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import GaussNewton, GradCos, GradDot
 from trak_lite.store import ZarrFeatureStore
@@ -34,11 +32,11 @@ METHODS = {
 }
 
 
-def indexed(made: Attributor, targets: np.ndarray, name: str, k: int = 3, recall: float = 0.9, **more: Any):
+def indexed(made, targets, name, k=3, recall=0.9, **more):
     return scores_of(made, targets, name, dense=False, k=k, recall=recall, **more)
 
 
-def recall_of(found: Scores, scores: np.ndarray, k: int) -> float:
+def recall_of(found, scores, k):
     """Return the recall of the worse end, mean over targets."""
     shares = []
     for sign in ENDS:
@@ -48,7 +46,7 @@ def recall_of(found: Scores, scores: np.ndarray, k: int) -> float:
     return min(shares)
 
 
-def check_scores(found: Scores, scores: np.ndarray, k: int) -> None:
+def check_scores(found, scores, k):
     """Check the scores of the found rows, their order, and that no row is repeated."""
     for sign, factor in zip(ENDS, (1, -1), strict=True):
         rows, values = found.top(k, sign=sign)
@@ -58,7 +56,7 @@ def check_scores(found: Scores, scores: np.ndarray, k: int) -> None:
         assert (np.diff(values * factor, axis=1) <= 0).all()
 
 
-def lower_bound(mean: float, count: int) -> float:
+def lower_bound(mean, count):
     """Hoeffding 1963, theorem 1: below the smallest p with n KL(mean, p) = log(6 / 0.05), by trying all."""
     p = np.linspace(1e-6, mean - 1e-9, 2_000_001)
     divergence = mean * np.log(mean / p)
@@ -68,15 +66,13 @@ def lower_bound(mean: float, count: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def made() -> Attributor:
+def made():
     """A store with a set of targets of which a quarter is measured."""
     return MANY.attributor(method=METHOD)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_of_an_index_have_their_scores_and_the_stated_recall_is_that_of_numpy(
-    made: Attributor, name: str
-) -> None:
+def test_rows_of_an_index_have_their_scores_and_the_stated_recall_is_that_of_numpy(made, name):
     method, recall = METHODS[name]
 
     found = indexed(made, MANY.targets, "many", 10, recall, method=method)
@@ -95,7 +91,7 @@ def test_rows_of_an_index_have_their_scores_and_the_stated_recall_is_that_of_num
         assert abs(said["recall"] - known) < 0.03  # of 128 of these 560 targets
 
 
-def test_a_bound_is_stated_for_no_set_but_the_measured_one() -> None:
+def test_a_bound_is_stated_for_no_set_but_the_measured_one():
     """The index keeps the plane in which most rows are; targets of the second set are off the plane."""
     generator = np.random.default_rng(0)
     rows = generator.normal(size=(N, K)).astype(np.float32)
@@ -116,7 +112,7 @@ def test_a_bound_is_stated_for_no_set_but_the_measured_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int8", "float16"])
-def test_quantised_rows_are_scored_as_they_are_stored(dtype: str) -> None:
+def test_quantised_rows_are_scored_as_they_are_stored(dtype):
     rows = decaying(1000, 160)
 
     found = indexed(rows.attributor(dtype=dtype, method=METHOD), rows.targets, "new")
@@ -128,7 +124,7 @@ def test_quantised_rows_are_scored_as_they_are_stored(dtype: str) -> None:
     check_scores(found, brute_force(Drawn(stored, targets, rows.q, rows.w, WIDTHS)), 3)
 
 
-def test_equal_rows_are_returned_in_the_order_of_their_numbers() -> None:
+def test_equal_rows_are_returned_in_the_order_of_their_numbers():
     few = decaying(N // 4, 160)
     rows = Drawn(np.tile(few.train, (1, 4, 1)), few.targets, np.tile(few.q, 4), np.tile(few.w, 4), WIDTHS)
 
@@ -144,7 +140,7 @@ def test_equal_rows_are_returned_in_the_order_of_their_numbers() -> None:
             assert len(set(values[:4])) == 1
 
 
-def test_a_recall_is_stated_only_when_enough_targets_were_measured() -> None:
+def test_a_recall_is_stated_only_when_enough_targets_were_measured():
     """Exact rows are given for few targets, for a recall that cannot be reached, and for few train rows."""
     rows = decaying(1000, 560)
     made = rows.attributor(method=METHOD)
@@ -168,7 +164,7 @@ def test_a_recall_is_stated_only_when_enough_targets_were_measured() -> None:
     assert indexed(made, rows.targets, "many", 3).settings["recall"] == 1.0
 
 
-def test_rows_of_rank_one_and_zero_rows_have_an_index() -> None:
+def test_rows_of_rank_one_and_zero_rows_have_an_index():
     rows = decaying(1000, 160)
     line = np.outer(np.arange(1000), np.ones(K)).astype(np.float32)
     rows = Drawn(np.stack([line * c for c in range(C)]), rows.targets, rows.q, rows.w, WIDTHS)
@@ -179,9 +175,7 @@ def test_rows_of_rank_one_and_zero_rows_have_an_index() -> None:
     check_scores(found, brute_force(rows, GradDot()), 3)
 
 
-def test_a_killed_build_is_continued_and_readers_take_a_complete_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_build_is_continued_and_readers_take_a_complete_index(tmp_path, monkeypatch):
     rows = decaying(1000, 160)
     whole, killed = (
         rows.attributor(tmp_path / name, method=METHOD) for name in ("whole.zarr", "killed.zarr")
@@ -217,7 +211,7 @@ def test_a_killed_build_is_continued_and_readers_take_a_complete_index(
     assert indexed(later, rows.targets, "test", 2).settings["recall_targets"] == 128
 
 
-def test_the_index_of_other_rows_is_dropped_and_that_of_a_dropped_checkpoint_too() -> None:
+def test_the_index_of_other_rows_is_dropped_and_that_of_a_dropped_checkpoint_too():
     rows, longer = decaying(1000, 160), decaying(1100, 160)
     made = rows.attributor(method=METHOD)
     store = indexed(made, rows.targets, "measured").source.store
@@ -244,6 +238,6 @@ def test_the_index_of_other_rows_is_dropped_and_that_of_a_dropped_checkpoint_too
 @pytest.mark.parametrize(
     "arguments", [{"recall": 0.9}, {"recall": 0.9, "k": 3}, {"recall": 1.0, "dense": False, "k": 3}]
 )
-def test_a_recall_that_makes_no_sense_is_refused(arguments: dict[str, Any]) -> None:
+def test_a_recall_that_makes_no_sense_is_refused(arguments):
     with pytest.raises(InvalidInputError, match="recall"):
         drawn().scores(**arguments)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows, token_scores
@@ -21,18 +19,18 @@ VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
 class LanguageModel(nn.Module):
     """Says the next token from the mean of those before."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, 4)
         self.head = nn.Linear(4, VOCABULARY)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         counts = torch.arange(1, input_ids.shape[1] + 1).view(1, -1, 1)
         return self.head(torch.tanh(self.embedding(input_ids).cumsum(1) / counts))
 
 
-def tokens(count: int, seed: int) -> TensorDataset:
+def tokens(count, seed):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
     labels = ids.clone()
@@ -45,7 +43,7 @@ TRAIN, TARGETS = tokens(N, 0), tokens(M, 1)
 WEIGHTS = [LanguageModel(seed).state_dict() for seed in (0, 1)]
 
 
-def attributor(**settings: Any) -> Attributor:
+def attributor(**settings):
     given = {"proj_dim": 64, "dtype": "float32", "task": "causal_language_modeling", **settings}
     made = Attributor(LanguageModel(), path=None, **given)
     made.featurize(Rows(TRAIN, batch_size=4), checkpoints=WEIGHTS)
@@ -53,18 +51,16 @@ def attributor(**settings: Any) -> Attributor:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Attributor:
+def plain():
     """Featurized once: scores of every view are kept beside each other, and no test changes its rows."""
     return attributor()
 
 
-def close(found: Any, expected: np.ndarray, rtol: float = 1e-3, atol: float = 1e-5) -> None:
+def close(found, expected, rtol=1e-3, atol=1e-5):
     np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol * np.abs(expected).max())
 
 
-def token_gradients(
-    model: nn.Module, ids: Tensor, labels: Tensor, names: Any = None, output: str = "log_prob"
-) -> dict[str, Tensor]:
+def token_gradients(model, ids, labels, names=None, output="log_prob"):
     """Return the gradient of the term of every token of a row, ``(T, *shape)``; zero where nothing is predicted."""
     kept = {name: p for name, p in model.named_parameters() if names is None or name in names}
     found = {name: torch.zeros(LENGTH, *p.shape, dtype=torch.float64) for name, p in kept.items()}
@@ -78,7 +74,7 @@ def token_gradients(
     return found
 
 
-def flat(gradients: dict[str, Tensor]) -> np.ndarray:
+def flat(gradients):
     return torch.cat([grad.flatten(1) for grad in gradients.values()], 1).numpy()
 
 
@@ -93,9 +89,7 @@ def flat(gradients: dict[str, Tensor]) -> np.ndarray:
     ],
     ids=str,
 )
-def test_tokens_add_the_product_of_their_own_gradient_with_the_target(
-    output: str, settings: dict[str, Any], in_one_pass: bool
-) -> None:
+def test_tokens_add_the_product_of_their_own_gradient_with_the_target(output, settings, in_one_pass):
     """By one forward pass for each target and checkpoint, or by the gradients of the tokens for all targets."""
     made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
     scores = made.score(TARGETS, method=GradDot(q="off"))
@@ -113,7 +107,7 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target(
         model = LanguageModel()
         model.load_state_dict(weights)
 
-        def features(row: Any) -> np.ndarray:
+        def features(row):
             gradients = token_gradients(model, *row, made.parameters, output)  # noqa: B023
             parts = {name: grad.float() for name, grad in gradients.items()}
             return made.projector.project(parts, model_id).double().numpy()  # noqa: B023
@@ -136,7 +130,7 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target(
     ],
     ids=str,
 )
-def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, method: Any) -> None:
+def test_tokens_add_up_to_the_score_of_their_row(plain, method):
     scores = plain.score(TARGETS, method=method)
 
     found = token_scores(scores, TRAIN, range(N), targets=[2, 0, -2])
@@ -144,7 +138,7 @@ def test_tokens_add_up_to_the_score_of_their_row(plain: Attributor, method: Any)
     close(np.stack([found[row].sum(0) for row in range(N)]), scores.numpy()[:, [2, 0, 1]])
 
 
-def test_labels_that_are_not_shifted_keep_their_place() -> None:
+def test_labels_that_are_not_shifted_keep_their_place():
     task = CausalLanguageModelingModelOutput(shift=False)
     made = attributor(task=task)
     scores = made.score(TARGETS)
@@ -155,14 +149,14 @@ def test_labels_that_are_not_shifted_keep_their_place() -> None:
     close(found.sum(0), scores.numpy()[1])
 
 
-def logit_gap(model_call: Any, batch: Any) -> Tensor:
+def logit_gap(model_call, batch):
     logits = model_call(batch[0])
     last = logits[:, -1] if logits.dim() == 3 else logits
     return last[:, 1] - 2 * last[:, 0]
 
 
 @pytest.mark.parametrize("asked", ["keyword", "questions", "opened"])
-def test_tokens_are_scored_for_another_output_of_the_model(asked: str, tmp_path: Any) -> None:
+def test_tokens_are_scored_for_another_output_of_the_model(asked, tmp_path):
     """f of the targets is a question; f of a train row is still the sum over its tokens."""
     settings = {"projector": "none", "proj_dim": 63, "dtype": "float32", "progress": False}
     lm = "causal_language_modeling"
@@ -196,7 +190,7 @@ def test_tokens_are_scored_for_another_output_of_the_model(asked: str, tmp_path:
         np.testing.assert_allclose(values.sum(0), scores.numpy()[row], rtol=1e-4, atol=1e-6)
 
 
-def test_the_store_and_the_model_stay_as_they_were(plain: Attributor) -> None:
+def test_the_store_and_the_model_stay_as_they_were(plain):
     scores = plain.score(TARGETS)
     before, weights = scores.numpy(), {n: v.clone() for n, v in plain.model.state_dict().items()}
 
@@ -206,7 +200,7 @@ def test_the_store_and_the_model_stay_as_they_were(plain: Attributor) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
 
 
-def of_images(name: str, **options: Any) -> Any:
+def of_images(name, **options):
     data = TensorDataset(torch.randn(4, 3), torch.arange(4) % 2)
     made = Attributor(nn.Linear(3, 2), "image_classification", None, proj_dim=4)
     made.featurize(data)
@@ -248,9 +242,7 @@ def of_images(name: str, **options: Any) -> Any:
         (lambda plain: token_scores(plain.score(TARGETS), TARGETS, [0]), ManifestMismatchError, "dataset"),
     ],
 )
-def test_what_cannot_be_split_over_tokens_is_refused(
-    plain: Attributor, call: Any, error: Any, said: str
-) -> None:
+def test_what_cannot_be_split_over_tokens_is_refused(plain, call, error, said):
     with pytest.raises(error, match=said):
         call(plain)
 
@@ -261,27 +253,27 @@ class _Doubled(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         return 2 * x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx, inputs, output):
         """Nothing is needed for the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return 2 * grad
 
 
 class BackwardOnly(LanguageModel):
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         return _Doubled.apply(super().forward(input_ids))
 
 
 class SometimesBackwardOnly(LanguageModel):
     """Has no forward mode for rows of more than four tokens."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         logits = super().forward(input_ids)
         return _Doubled.apply(logits) if input_ids.shape[1] > 4 else logits
 
@@ -289,11 +281,11 @@ class SometimesBackwardOnly(LanguageModel):
 class Half(LanguageModel):
     """Has weights in float16."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__(seed)
         self.half()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         return super().forward(input_ids).float()
 
 
@@ -309,9 +301,7 @@ LENGTHS = [(torch.arange(length) % VOCABULARY,) * 2 for length in (4, LENGTH, 3)
     ],
     ids=["none", "for some rows", "float16"],
 )
-def test_tokens_of_models_without_forward_mode_or_in_float16(
-    model: nn.Module, data: Any, method: Any, tolerance: float
-) -> None:
+def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method, tolerance):
     """Preconditioned targets of the last one are about 1e-8, which float16 rounds to zero."""
     settings = {"proj_dim": 64, "dtype": "float32", "method": method}
     made = Attributor(model, "causal_language_modeling", None, **settings)
@@ -325,5 +315,5 @@ def test_tokens_of_models_without_forward_mode_or_in_float16(
     close(summed, scores.numpy(), tolerance, tolerance / 2)
 
 
-def test_no_targets_give_no_columns(plain: Attributor) -> None:
+def test_no_targets_give_no_columns(plain):
     assert token_scores(plain.score(TARGETS), TRAIN, [1], targets=[])[1].shape == (LENGTH, 0)

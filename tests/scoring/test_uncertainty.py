@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +17,13 @@ pytestmark = pytest.mark.quick
 RUNS, MEMBERS = ["x", "y", "x", "z"], ([0, 2], [1], [3])
 
 
-def of_groups(rows: Drawn, members: Any, name: str = "GaussNewton", q: str = "outside") -> np.ndarray:
+def of_groups(rows, members, name="GaussNewton", q="outside"):
     """What each group of checkpoints alone scores, ``(G, N, M)``, with the mean q of the group."""
     parts = [rows.part(list(group)) for group in members]
     return np.stack([with_q(checkpoint_products(part, name), part, q) for part in parts])
 
 
-def mean_spearman(groups: np.ndarray) -> np.ndarray:
+def mean_spearman(groups):
     """The mean over pairs of groups ``(G, n, M)``, for each target."""
     return np.array(
         [
@@ -36,7 +35,7 @@ def mean_spearman(groups: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["GaussNewton", "GradDot", "GradCos"])
 @pytest.mark.parametrize("q", ["inside", "off"])
-def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name: str, q: Any) -> None:
+def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name, q):
     """The exact jackknife: each checkpoint is left out, and the rest is scored again."""
     rows = drawn(num_checkpoints=4)
     left = of_groups(rows, combinations(range(4), 3), name, q)
@@ -49,7 +48,7 @@ def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name: str, 
 
 @pytest.mark.parametrize("q", ["outside", "off"])
 @pytest.mark.parametrize("runs", [None, RUNS])
-def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q: Any, runs: Any) -> None:
+def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
     rows = drawn(num_checkpoints=4)
     members = MEMBERS if runs else [[c] for c in range(4)]
     share = len(members) / 4
@@ -62,7 +61,7 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q: Any, runs
 
     scores = rows.scores(replace(DEFAULT, q=q))
 
-    def check(found: np.ndarray, wanted: np.ndarray) -> None:
+    def check(found, wanted):
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
 
     check(scores.standard_error(runs=runs), expected)
@@ -74,7 +73,7 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q: Any, runs
 
 
 @pytest.mark.parametrize("q", ["outside", "inside", "off"])
-def test_reliability_ranks_what_each_run_alone_scores(q: Any) -> None:
+def test_reliability_ranks_what_each_run_alone_scores(q):
     """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown."""
     rows = drawn(num_checkpoints=4)
     rows.train[:, 3:9] = 0
@@ -100,7 +99,7 @@ def test_reliability_ranks_what_each_run_alone_scores(q: Any) -> None:
     np.testing.assert_allclose(some.agreement, mean_spearman(alone[:, ::2].astype(np.float32)), atol=1e-12)
 
 
-def test_checkpoints_that_say_the_same_have_no_error_and_agree() -> None:
+def test_checkpoints_that_say_the_same_have_no_error_and_agree():
     one = drawn(num_checkpoints=1)
     same = Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
     scores = same.scores()
@@ -110,7 +109,7 @@ def test_checkpoints_that_say_the_same_have_no_error_and_agree() -> None:
     np.testing.assert_allclose(scores.checkpoint_agreement(), 1)
 
 
-def test_scores_without_an_order_agree_with_nothing() -> None:
+def test_scores_without_an_order_agree_with_nothing():
     rows = drawn()
     rows.train[0] = 0
 
@@ -120,7 +119,7 @@ def test_scores_without_an_order_agree_with_nothing() -> None:
     assert agreement[1, 2] != 0
 
 
-def test_subtracted_base_models_have_errors_over_runs() -> None:
+def test_subtracted_base_models_have_errors_over_runs():
     rows = drawn(num_checkpoints=4)
     k = checkpoint_products(rows)
     each = np.stack([2 * (k[0] - k[1]), 2 * (k[2] - k[3])])
@@ -145,7 +144,7 @@ def test_subtracted_base_models_have_errors_over_runs() -> None:
         (1, {}, None, "at least 2 checkpoints, got 1"),
     ],
 )
-def test_groups_that_mean_nothing_are_refused(checkpoints: int, view: Any, runs: Any, message: str) -> None:
+def test_groups_that_mean_nothing_are_refused(checkpoints, view, runs, message):
     scores = drawn(num_checkpoints=checkpoints).scores(replace(DEFAULT, **view))
 
     with pytest.raises(InvalidInputError, match=message):

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_runs import Counting, labelled, random_states
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Refine, Rows, Scores, clip
+from trak_lite import Attributor, Refine, Rows, clip
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, NonFiniteError, StateError
-from trak_lite.methods import CG, EKFAC, TRAK, AbstractMethod, Fisher, GaussNewton, GradCos, GradDot, TracIn
+from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
 N, M = 40, 5
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 METHOD = EKFAC(damping=0.2)
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -31,18 +29,18 @@ def model() -> nn.Module:
 STATES = random_states(model)
 
 
-def attributor(path: Path | None = None, **changes: Any) -> Attributor:
+def attributor(path=None, **changes):
     settings = {"proj_dim": 16, "dtype": "float32", "progress": False, **changes}
     return Attributor(model(), "image_classification", path, **settings)
 
 
-def streamed(method: Any = "GradDot", made: Attributor | None = None, **options: Any) -> Scores:
+def streamed(method="GradDot", made=None, **options):
     options = {"checkpoints": STATES, **options}
     return (made or attributor()).stream_scores(TRAIN, TARGETS, method=method, **options)
 
 
 @pytest.fixture(scope="module")
-def whole() -> Attributor:
+def whole():
     """Stores whole gradients in float32."""
     made = attributor(projector="none", layout="module")
     made.featurize(TRAIN, STATES)
@@ -50,32 +48,32 @@ def whole() -> Attributor:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Scores:
+def expected():
     """Unprojected scores of all rows by EK-FAC."""
     return streamed(METHOD)
 
 
 @pytest.fixture(scope="module")
-def made() -> Attributor:
+def made():
     """Featurized with few columns, to find candidates."""
     made = attributor(proj_dim=8)
     made.featurize(TRAIN, STATES)
     return made
 
 
-def close(found: Any, expected: Any, rtol: float = 1e-4) -> None:
+def close(found, expected, rtol=1e-4):
     expected = np.asarray(expected)
     np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=1e-5 * np.abs(expected).max())
 
 
-def margin(net: nn.Module, inputs: Tensor, label: Tensor) -> tuple[Tensor, float]:
+def margin(net, inputs, label):
     """f and q of one sample."""
     logits = net(inputs[None])[0]
     others = torch.cat([logits[:label], logits[label + 1 :]])
     return logits[label] - others.logsumexp(0), 1 - logits.softmax(0)[label].item()
 
 
-def gradients(state: dict[str, Tensor], data: TensorDataset) -> tuple[np.ndarray, np.ndarray]:
+def gradients(state, data):
     """Gradients ``(n, P)`` and q of every sample, one backward pass each, in float64."""
     net = model().double().eval()
     net.load_state_dict(state)
@@ -89,7 +87,7 @@ def gradients(state: dict[str, Tensor], data: TensorDataset) -> tuple[np.ndarray
 
 @pytest.mark.quick
 @pytest.mark.parametrize("q", ["inside", "outside", "off"])
-def test_graddot_is_the_product_of_gradients_of_autograd(q: str) -> None:
+def test_graddot_is_the_product_of_gradients_of_autograd(q):
     found = attributor().stream_scores(
         Rows(TRAIN, batch_size=7), TARGETS, method=GradDot(q=q), checkpoints=STATES
     )
@@ -115,9 +113,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_streamed_scores_are_those_of_stored_whole_gradients(
-    whole: Attributor, method: AbstractMethod
-) -> None:
+def test_streamed_scores_are_those_of_stored_whole_gradients(whole, method):
     targets = Rows(TARGETS, batch_size=2)
 
     found = attributor().stream_scores(TRAIN, targets, method=method, checkpoints=STATES)
@@ -127,7 +123,7 @@ def test_streamed_scores_are_those_of_stored_whole_gradients(
 
 
 @pytest.mark.parametrize("normalize", ["unit", clip(0.2, scope="module"), clip(0.5)], ids=str)
-def test_normalisation_is_that_of_stored_rows(normalize: Any) -> None:
+def test_normalisation_is_that_of_stored_rows(normalize):
     stored = attributor(projector="none", normalize=normalize)
     stored.featurize(TRAIN, STATES)
     for method in (GradDot(), EKFAC(damping=0.3)):
@@ -137,7 +133,7 @@ def test_normalisation_is_that_of_stored_rows(normalize: Any) -> None:
 class Words(nn.Module):
     """A tied embedding, so that blocks are lookups, factors and sums of both."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied):
         super().__init__()
         self.table = nn.Embedding(11, 6)
         self.inner = nn.Linear(6, 6)
@@ -145,12 +141,12 @@ class Words(nn.Module):
         if tied:
             self.head.weight = self.table.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(torch.tanh(self.inner(self.table(ids))))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_language_models_with_lookups_and_tied_weights(tied: bool) -> None:
+def test_language_models_with_lookups_and_tied_weights(tied):
     torch.manual_seed(0)
     net = Words(tied)
     ids = torch.randint(11, (15, 7))
@@ -165,7 +161,7 @@ def test_language_models_with_lookups_and_tied_weights(tied: bool) -> None:
         close(made.stream_scores(data, targets, method=method), expected)
 
 
-def test_the_default_is_ekfac_and_the_settings_of_rows_have_no_effect() -> None:
+def test_the_default_is_ekfac_and_the_settings_of_rows_have_no_effect():
     default = attributor().stream_scores(TRAIN, TARGETS)
 
     assert default.method == EKFAC()
@@ -174,7 +170,7 @@ def test_the_default_is_ekfac_and_the_settings_of_rows_have_no_effect() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1, 4000])
-def test_few_bytes_take_more_passes_and_give_the_same_scores(expected: Scores, max_bytes: int) -> None:
+def test_few_bytes_take_more_passes_and_give_the_same_scores(expected, max_bytes):
     train = Counting(TRAIN)
 
     found = attributor().stream_scores(
@@ -185,7 +181,7 @@ def test_few_bytes_take_more_passes_and_give_the_same_scores(expected: Scores, m
     close(found, expected, rtol=1e-5)
 
 
-def test_the_k_strongest_rows_are_those_of_all_scores() -> None:
+def test_the_k_strongest_rows_are_those_of_all_scores():
     scores, few = streamed(), streamed(k=4)
 
     for sign in ("helpful", "harmful"):
@@ -205,7 +201,7 @@ def test_the_k_strongest_rows_are_those_of_all_scores() -> None:
     assert streamed(k=1000).top(2000).indices.shape == (M, N)
 
 
-def test_the_result_is_a_scores_object_that_says_what_it_lacks() -> None:
+def test_the_result_is_a_scores_object_that_says_what_it_lacks():
     scores = streamed(EKFAC(damping=0.1))
 
     assert scores.to_pandas().shape == (N, M)
@@ -223,7 +219,7 @@ def test_the_result_is_a_scores_object_that_says_what_it_lacks() -> None:
             call()
 
 
-def test_only_the_fit_is_stored_and_found_again(tmp_path: Path) -> None:
+def test_only_the_fit_is_stored_and_found_again(tmp_path):
     path = tmp_path / "store"
     streamed(made=attributor(path))
     assert not path.exists()
@@ -242,7 +238,7 @@ def test_only_the_fit_is_stored_and_found_again(tmp_path: Path) -> None:
     assert made.stream_scores(labelled(7, 7), TARGETS, method="GradDot").shape == (7, M)
 
 
-def without_row_17() -> TensorDataset:
+def without_row_17():
     broken = TRAIN.tensors[0].clone()
     broken[17] = torch.nan
     return TensorDataset(broken, TRAIN.tensors[1])
@@ -280,14 +276,12 @@ SPACE = r"needs stored feature rows.*EKFAC"
         (lambda: streamed(max_bytes=-1), InvalidInputError, "max_bytes"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(
-    call: Callable[[], Any], error: type[Exception], said: str
-) -> None:
+def test_what_cannot_be_streamed_is_refused(call, error, said):
     with pytest.raises(error, match=said):
         call()
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_the_model_is_as_it_was():
     made = attributor()
     made.model.train()
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
@@ -298,7 +292,7 @@ def test_the_model_is_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
 
 
-def test_a_second_question_in_memory_may_be_about_other_train_data(expected: Scores) -> None:
+def test_a_second_question_in_memory_may_be_about_other_train_data(expected):
     made, other = attributor(), labelled(N, 7)
     streamed(METHOD, made)
 
@@ -310,13 +304,8 @@ def test_a_second_question_in_memory_may_be_about_other_train_data(expected: Sco
     close(streamed(METHOD, made), expected, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------ candidates of stored rows
-
-
 @pytest.mark.quick
-def test_candidates_have_their_unprojected_scores_and_the_others_none(
-    made: Attributor, expected: Scores
-) -> None:
+def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expected):
     coarse = made.score(TARGETS, dense=False)
 
     refined = made.score(TARGETS, refine=Refine(candidates=5, method=METHOD))
@@ -338,16 +327,14 @@ def test_candidates_have_their_unprojected_scores_and_the_others_none(
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1 << 30])
-def test_all_rows_as_candidates_give_all_unprojected_scores(
-    made: Attributor, expected: Scores, max_bytes: int
-) -> None:
+def test_all_rows_as_candidates_give_all_unprojected_scores(made, expected, max_bytes):
     refined = made.score(TARGETS, refine=Refine(candidates=1000, method=METHOD, max_bytes=max_bytes))
 
     close(refined.numpy(), expected)
     assert refined.top(N + 1).indices.shape == (M, N)
 
 
-def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog):
     train = Counting(TRAIN)
     made = attributor()
     made.featurize(Rows(train, batch_size=4, name="train"))
@@ -371,7 +358,7 @@ def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog: pytes
         made.score(TARGETS, k=3, dense=False, refine=Refine())
 
 
-def test_a_process_without_the_train_data_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_process_without_the_train_data_is_refused_with_advice(tmp_path):
     attributor(tmp_path / "store").featurize(TRAIN)
     again = Attributor.open(tmp_path / "store", model())
 
@@ -382,7 +369,7 @@ def test_a_process_without_the_train_data_is_refused_with_advice(tmp_path: Path)
     assert again.score(TARGETS, refine=Refine(candidates=3, method="GradDot")).shape == (N, M)
 
 
-def test_fewer_candidates_after_more_are_fewer(made: Attributor) -> None:
+def test_fewer_candidates_after_more_are_fewer(made):
     """The store caches the larger result."""
     many = made.score(TARGETS, refine=Refine(candidates=8, method=GradDot()))
 
@@ -394,7 +381,7 @@ def test_fewer_candidates_after_more_are_fewer(made: Attributor) -> None:
     assert few._repr_html_()  # shows at most the rows that are known
 
 
-def test_convergence_is_in_the_order_of_the_checkpoints(made: Attributor) -> None:
+def test_convergence_is_in_the_order_of_the_checkpoints(made):
     method = CG(tolerance=0.03)
     reverse = [*STATES][::-1]
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, methods
@@ -35,28 +35,28 @@ METHODS = {
 class Faint(nn.Module):
     """Logits of two linear layers, of which one is scaled; a third one is dead."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale):
         super().__init__()
         torch.manual_seed(0)
         self.head, self.side, self.dead = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
         self.scale = scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(x) + self.side(x) * self.scale + torch.relu(self.dead(x) - 1e4)
 
 
 @cache
-def featurized(scale: float) -> Attributor:
+def featurized(scale):
     """Every method reads the same rows."""
     return attributor(scale)
 
 
 @cache
-def without(scale: float) -> Attributor:
+def without(scale):
     return attributor(scale, grad_wrt=["head.*"])
 
 
-def attributor(scale: float, **changes: object) -> Attributor:
+def attributor(scale, **changes):
     settings = {"projector": "none", "dtype": "float32", "progress": False, "layout": "module", **changes}
     made = Attributor(Faint(scale), "image_classification", None, **settings)
     made.featurize(TRAIN)
@@ -65,7 +65,7 @@ def attributor(scale: float, **changes: object) -> Attributor:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-41, 1e-21])
 @pytest.mark.parametrize("name", METHODS)
-def test_scores_are_those_without_the_vanishing_modules(name: str, scale: float) -> None:
+def test_scores_are_those_without_the_vanishing_modules(name, scale):
     found = featurized(scale).score(TARGETS, method=METHODS[name]).numpy()
 
     assert np.isfinite(found).all()
@@ -75,7 +75,7 @@ def test_scores_are_those_without_the_vanishing_modules(name: str, scale: float)
 
 
 @pytest.mark.parametrize("name", ["EKFAC", "CG", "GradCos"])
-def test_streamed_and_refined_scores_are_finite(name: str) -> None:
+def test_streamed_and_refined_scores_are_finite(name):
     made = featurized(1e-41)
 
     assert np.isfinite(made.stream_scores(TRAIN, TARGETS, method=METHODS[name]).numpy()).all()
@@ -88,7 +88,7 @@ def test_streamed_and_refined_scores_are_finite(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "modules"), [("GaussNewton", ["'side'", "'dead'"]), ("EKFAC", ["side.weight"])]
 )
-def test_the_modules_are_named_once(name: str, modules: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_modules_are_named_once(name, modules, caplog):
     made = attributor(1e-21)
     with caplog.at_level(logging.WARNING, "trak_lite"):
         made.score(
@@ -100,7 +100,7 @@ def test_the_modules_are_named_once(name: str, modules: list[str], caplog: pytes
     assert "head" not in record.message
 
 
-def test_a_deep_plain_network_has_finite_scores() -> None:
+def test_a_deep_plain_network_has_finite_scores():
     torch.manual_seed(0)
     deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(40)], nn.Linear(4, 3))
     for layer in deep:

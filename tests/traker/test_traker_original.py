@@ -45,14 +45,8 @@ from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
 )
-from trak_lite.modelout_functions import (
-    AbstractModelOutput,
-    CLIPModelOutput,
-    ImageClassificationModelOutput,
-)
+from trak_lite.modelout_functions import AbstractModelOutput, CLIPModelOutput, ImageClassificationModelOutput
 from trak_lite.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
-
-# --- Names and arguments -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,9 +95,6 @@ def test_block_100_of_id_0_differs_from_block_0_of_id_1():
         projector.project(torch.eye(64), model_id=number) for number, projector in enumerate(made)
     )
     assert (first.T @ second).abs().max() < 0.9 * 64
-
-
-# --- Its tests and examples, on data made here ---------------------------------------------------------------
 
 
 def network():
@@ -206,9 +197,6 @@ def test_the_quickstart_needs_another_import_and_nothing_else(tmp_path, monkeypa
     settings |= {"device": "cpu", "save_dir": "./original"}
     with quiet():
         assert_scores_close(scores, quickstart(made(original())), rtol=1e-4)
-
-
-# --- Computers of one's own ----------------------------------------------------------------------------------
 
 
 class Asking(nn.Module):
@@ -354,9 +342,6 @@ def test_a_computer_of_ones_own_works(tmp_path, expected, computer):
     np.testing.assert_allclose(q, expected[1], rtol=1e-5)
 
 
-# --- Tasks and projectors of one's own -----------------------------------------------------------------------
-
-
 class LabelLogit(AbstractModelOutput):
     """A task as the original's documentation has it."""
 
@@ -422,9 +407,6 @@ def test_a_projector_of_ones_own_gets_gradients_in_model_order(tmp_path):
 
     assert projector.calls == [(["first.weight", "second.bias"], 4)]
     assert stored(traker, 4).shape == (N, 3)
-
-
-# --- CLIP ----------------------------------------------------------------------------------------------------
 
 
 class Pairs(nn.Module):

@@ -32,7 +32,7 @@ PROJECTORS = ["dense", "none"]
 GRAD_WRT = ["all", "some"]
 
 
-def settings(name: str, projector: str, grad_wrt: str, lambda_reg: float) -> tuple[dict, dict]:
+def settings(name, projector, grad_wrt, lambda_reg):
     """Return what the original is made with, and what ours is made with."""
     kept = MODELS[name][2] if grad_wrt == "some" else None
     num_params = num_kept(make_model(name), kept)
@@ -47,9 +47,7 @@ def settings(name: str, projector: str, grad_wrt: str, lambda_reg: float) -> tup
     return made[0], made[1]
 
 
-def expected_scores(
-    name: str, projector: str, grad_wrt: str, lambda_reg: float, *, num_checkpoints: int = 3
-) -> np.ndarray:
+def expected_scores(name, projector, grad_wrt, lambda_reg, *, num_checkpoints=3):
     """Return the scores by plain loops in float64."""
     kept = MODELS[name][2] if grad_wrt == "some" else None
     train_gradients, target_gradients, q, matrices = [], [], [], []

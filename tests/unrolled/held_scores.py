@@ -9,7 +9,7 @@ from trak_lite.run.settings import StoredSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.source import UnstoredRows
-from trak_lite.scoring.stored import stored_scores, verdict_key
+from trak_lite.scoring.stored import stored_scores
 from trak_lite.store import Manifest, open_store
 
 
@@ -28,4 +28,4 @@ def spoil_verdict(path, name):
     """Put what is no verdict in the place of the one-run verdict of some scores."""
     with open_store(str(path), "r+") as store:
         spoiled = np.frombuffer(b'{"lds": 3}', np.uint8).copy()
-        store.put_entry(f"one-run/scores/{name}", verdict_key(store, f"scores/{name}"), spoiled)
+        store.put_entry(f"one-run/scores/{name}", store.open_table(f"scores/{name}").content_key(), spoiled)

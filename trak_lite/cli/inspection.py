@@ -9,7 +9,7 @@ from typing import Any
 from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
 from trak_lite.run.tables import all_score_paths
-from trak_lite.scoring.stored import stored_one_run, stored_verdict
+from trak_lite.scoring.records import ScoreRecord
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
 __all__ = ["done_lines", "inspection"]
@@ -65,7 +65,8 @@ def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
-        found = [one for one in (stored_verdict(store, path), stored_one_run(store, path)) if one is not None]
+        record = ScoreRecord(store, path)
+        found = [one for one in (record.verdict(), record.one_run_verdict()) if one is not None]
     except StoreError as error:
         return str(error)
     return "\n".join(map(str, found)).replace("\n", "\n    ") or "not tested"

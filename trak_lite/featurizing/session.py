@@ -88,6 +88,8 @@ class Run:
     """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
     featurized: set[str] = field(default_factory=set)
     """Digests of the weights that ``featurize`` has loaded."""
+    is_resumed: bool = False
+    """Whether the model is in a resumed training, which may replace files that it saved before."""
     train: Rows | None = None
     """The train data of the last ``featurize``, for methods that are fitted to them."""
     question: str = ""
@@ -258,8 +260,8 @@ class FeaturizingSession:
     def _refuse_replaced(self, checkpoint: Checkpoint, digest: str) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
-        If this attributor featurized them, the model is being trained: it only warns. State dicts are exempt, because
-        they are named by their position only.
+        If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
+        State dicts are exempt, because they are named by their position only.
         """
         own = self._run.featurized
         own.add(digest)
@@ -281,7 +283,7 @@ class FeaturizingSession:
             f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as "
             "checkpoints of one run, pass the weights: featurize(data, model.state_dict())."
         )
-        if not all(others.values()):
+        if not all(others.values()) and not self._run.is_resumed:
             raise ManifestMismatchError(message)
         warnings.warn(message, UserWarning, stacklevel=4)
 

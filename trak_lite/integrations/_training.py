@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -14,7 +15,7 @@ from trak_lite.attributor import Attributor
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import model_device
 
-__all__ = ["refuse_other_model", "undisturbed"]
+__all__ = ["featurize_saved", "refuse_other_model", "undisturbed"]
 
 
 @contextmanager
@@ -53,3 +54,25 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
             f"The attributor runs on {here}, but the model is trained on {there}, so every checkpoint would move the "
             f"model. Pass device={str(there)!r} to the attributor."
         )
+
+
+def featurize_saved(
+    attributor: Attributor, data: Any, checkpoints: Any, *, is_resumed: bool, **settings: Any
+) -> None:
+    """Call :meth:`~trak_lite.Attributor.featurize` within :func:`undisturbed`.
+
+    Args:
+        attributor: The attributor of the trained model.
+        data: The train rows.
+        checkpoints: What the training has just saved.
+        is_resumed: Whether the training was resumed: a file that it saves again with other weights is then a warning,
+            as it is for the files that this attributor has featurized, and not an error.
+        **settings: Further arguments of ``featurize``.
+    """
+    run = attributor._run
+    run.is_resumed = is_resumed
+    try:
+        with undisturbed():
+            attributor.featurize(data, checkpoints, **settings)
+    finally:
+        run.is_resumed = False

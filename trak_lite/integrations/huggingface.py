@@ -31,7 +31,7 @@ from trak_lite.attributor import Attributor
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.integrations._training import refuse_other_model, undisturbed
+from trak_lite.integrations._training import featurize_saved, refuse_other_model, undisturbed
 from trak_lite.integrations._trl import trl_class, trl_collate, trl_task
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import borrow_model
@@ -50,8 +50,9 @@ class FeaturizeCallback(TrainerCallback):
     """Featurizes the train rows at each checkpoint that a ``transformers.Trainer`` saves.
 
     It runs on the trainer's model in place, after each checkpoint is saved. It restores weights, mode and all random
-    states, so training is bitwise the same as without it. A resumed run finds the stored rows. Scoring new targets
-    later needs the saved weights, so keep the checkpoints (``save_total_limit``).
+    states, so training is bitwise the same as without it. A resumed run finds the stored rows; if it saves a step
+    again with other weights, it warns, and the store has the rows of both. Scoring new targets later needs the saved
+    weights, so keep the checkpoints (``save_total_limit``).
     """
 
     def __init__(self, attributor: Attributor, data: Any) -> None:
@@ -67,6 +68,7 @@ class FeaturizeCallback(TrainerCallback):
         rows_of(data, what="the train data")  # raise here, not after the first checkpoint has been trained
         self._attributor = attributor
         self._data = data
+        self._is_resumed = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -77,6 +79,7 @@ class FeaturizeCallback(TrainerCallback):
             InvalidInputError: If it is another model, sharded, or on another device.
         """
         refuse_other_model(self._attributor, kwargs["model"])
+        self._is_resumed = state.global_step > 0
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -85,9 +88,8 @@ class FeaturizeCallback(TrainerCallback):
         folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         weights = weights_inside(folder)
         checkpoint = Checkpoint(folder.name, None if weights is None else str(weights.absolute()), None)
-        with undisturbed():
-            # Pass an iterator, so that the attributor does not search the model's changing weights for this checkpoint.
-            self._attributor.featurize(self._data, iter([checkpoint]))
+        # Pass an iterator, so that the attributor does not search the model's changing weights for this checkpoint.
+        featurize_saved(self._attributor, self._data, iter([checkpoint]), is_resumed=self._is_resumed)
 
 
 def attributor_from_trainer(

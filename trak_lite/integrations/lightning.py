@@ -20,7 +20,7 @@ from torch import Tensor
 from trak_lite.attributor import Attributor
 from trak_lite.data.datasets import rows_of
 from trak_lite.errors import CheckpointError, InvalidInputError
-from trak_lite.integrations._training import refuse_other_model, undisturbed
+from trak_lite.integrations._training import featurize_saved, refuse_other_model
 from trak_lite.models.checkpoints import module_versions, read_weights, with_versions
 
 __all__ = ["FeaturizeCallback", "ckpt_weights"]
@@ -31,7 +31,8 @@ class FeaturizeCallback(Callback):
     """Featurizes the train rows at each checkpoint that a ``ModelCheckpoint`` of the same trainer saves.
 
     A saved file is featurized before the next training batch, or at the end of training. If a path is overwritten in
-    between, only the last file is featurized. The callback restores weights, modes and all random states, so training
+    between, only the last file is featurized; of a file that is overwritten later, also by a resumed run, the store has
+    the rows of both weights, with a warning. The callback restores weights, modes and all random states, so training
     is bitwise the same as without it. Scoring new targets later needs the files, so keep them (``save_top_k=-1``).
     """
 
@@ -49,6 +50,7 @@ class FeaturizeCallback(Callback):
         self._attributor = attributor
         self._data = data
         self._prefix = ""
+        self._is_resumed = False
         self._seen: set[tuple[Path, int]] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,6 +61,7 @@ class FeaturizeCallback(Callback):
                 ``ModelCheckpoint``.
         """
         refuse_other_model(self._attributor, pl_module)
+        self._is_resumed = trainer.global_step > 0
         names = [name for name, module in pl_module.named_modules() if module is self._attributor.model]
         if not names or not _savers(trainer):
             module = type(self._attributor.model).__name__
@@ -83,8 +86,9 @@ class FeaturizeCallback(Callback):
         new = sorted(_saved_files(trainer) - self._seen, key=lambda file: (file[1], file[0]))
         for path, changed in new:
             loader = partial(ckpt_weights, prefix=self._prefix)
-            with undisturbed():
-                self._attributor.featurize(self._data, [path], checkpoint_loader=loader)
+            featurize_saved(
+                self._attributor, self._data, [path], is_resumed=self._is_resumed, checkpoint_loader=loader
+            )
             self._seen.add((path, changed))
 
 

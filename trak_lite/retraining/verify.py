@@ -43,14 +43,14 @@ from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import (
-    predictions_path,
     retrain_path,
     score_path,
 )
 from trak_lite.scoring.matrix import HeldMatrix
+from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
-from trak_lite.scoring.stored import Array, ScoredRows, scored_rows, store_verdict, verdict_key
+from trak_lite.scoring.stored import Array, ScoredRows, scored_rows
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
@@ -225,10 +225,9 @@ def verify(
             verdict = evaluate(
                 scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
             )
-            store_verdict(store, path, verdict)
             some = every_nth(scores.shape[1], _KEPT_TARGETS)
             pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-            store.put_entry(predictions_path(path), verdict_key(store, path), pairs)
+            ScoreRecord(store, path).put(verdict, pairs)
         return verdict
 
     # Rank 0 computes the verdict; the other ranks wait and receive it.

@@ -21,7 +21,7 @@ from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, merged_top, not_finite
 from trak_lite.parallel.ranks import Ranks
-from trak_lite.run.tables import SCORES
+from trak_lite.run.tables import ERRORS, SCORES
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm
 from trak_lite.store import AbstractRowTable
@@ -99,6 +99,10 @@ class AbstractScoreMatrix(ABC):
         """Return the k strongest rows of every target if they are cached, else ``None``: one pass finds them."""
         return None
 
+    def errors(self) -> NDArray[np.float32] | None:
+        """Return the standard errors over runs ``(N, M)`` that are known without stored rows, else ``None``."""
+        return None
+
     def require_all_rows(self) -> None:
         """Raise if only some rows of a target have scores."""
         return
@@ -112,12 +116,11 @@ class AbstractScoreMatrix(ABC):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class StoredMatrix(AbstractScoreMatrix):
-    """Scores in a complete table."""
+    """Scores in a complete table with the column ``scores`` of shape ``(N, M)``."""
 
-    def __init__(self, table: AbstractRowTable) -> None:
-        """Take a complete table with the column ``scores`` of shape ``(N, M)``."""
-        self._table = table
+    _table: AbstractRowTable
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,15 +140,20 @@ class StoredMatrix(AbstractScoreMatrix):
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._table.read_rows(SCORES, indices)
 
+    def errors(self) -> NDArray[np.float32] | None:
+        """Return the column of standard errors, if the table has one."""
+        known = any(column.name == ERRORS for column in self._table.spec.columns)
+        return self._table.read(ERRORS) if known else None
+
 
 @final
+@dataclass(frozen=True, eq=False)
 class StreamedMatrix(AbstractScoreMatrix):
-    """Scores that are computed from the stored rows on every read. The best rows may be cached."""
+    """Scores that are computed from the stored rows on every read."""
 
-    def __init__(self, source: ScoreSource, top: NDArray[np.float64] | None = None) -> None:
-        """Take the source of the scores, and optionally the result of :func:`top_and_bottom`."""
-        self._source = source
-        self._top = top
+    _source: ScoreSource
+    _top: NDArray[np.float64] | None = None
+    """The result of :func:`top_and_bottom`, if it is known."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -171,12 +179,11 @@ class StreamedMatrix(AbstractScoreMatrix):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class HeldMatrix(AbstractScoreMatrix):
-    """Scores in memory."""
+    """Scores in memory, ``(N, M)``."""
 
-    def __init__(self, scores: NDArray[np.float32]) -> None:
-        """Take the scores ``(N, M)``."""
-        self._scores = scores
+    _scores: NDArray[np.float32]
 
     @property
     def shape(self) -> tuple[int, int]:

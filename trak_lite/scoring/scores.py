@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,16 +30,14 @@ from trak_lite.scoring.matrix import (
     chosen_top,
     group_sums,
 )
+from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.source import Reliability, ScoreSource, UnstoredRows
 from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["OneRunPlace", "Scores", "TopRows"]
-
-OneRunPlace: TypeAlias = tuple[Callable[[], OneRunVerdict | None], Callable[[OneRunVerdict], None]]
-"""Functions that read and store the verdict of one run on some scores."""
+__all__ = ["Scores", "TopRows"]
 
 
 class Scores:
@@ -60,11 +58,8 @@ class Scores:
         settings: dict[str, Any],
         location: str | None,
         run: Run | None = None,
-        verdict: Callable[[], Verdict | None] = lambda: None,
-        predictions: Callable[[], Predictions | None] = lambda: None,
+        record: ScoreRecord | None = None,
         convergence: tuple[Convergence, ...] = (),
-        errors: Callable[[], NDArray[np.float32]] | None = None,
-        one_run: OneRunPlace | None = None,
     ) -> None:
         """Store the arguments.
 
@@ -75,11 +70,8 @@ class Scores:
             settings: How the scores were computed, as JSON values.
             location: Path in the store, ``None`` in memory.
             run: The model, settings and store of the scores; ``None`` without a model.
-            verdict: Returns the stored result of :func:`~trak_lite.verify` for these scores.
-            predictions: Returns the stored predictions of ``verify`` and the outputs of the retrained models.
+            record: What is stored beside the scores; ``None`` in memory.
             convergence: Of the solver of CG or LiSSA, for each checkpoint.
-            errors: Returns the standard errors ``(N, M)`` of scores that are means over runs.
-            one_run: Functions that read and store the verdict of one run; ``None`` in memory.
         """
         self.convergence = convergence
         self._matrix = matrix
@@ -88,30 +80,27 @@ class Scores:
         self.name = source.name
         self.settings = settings
         self._run = run
-        self._verdict = verdict
-        self._predictions = predictions
-        self._errors = errors
-        self._one_run = one_run
+        self._record = record
 
     @property
     def verdict(self) -> Verdict | None:
         """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
-        return self._verdict()
+        return None if self._record is None else self._record.verdict()
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
         """The last result of :func:`~trak_lite.verify` with ``protocol="one-run"``; ``None`` if there is none."""
-        return None if self._one_run is None else self._one_run[0]()
+        return None if self._record is None else self._record.one_run_verdict()
 
     def keep(self, verdict: OneRunVerdict) -> None:
         """Store a verdict of one run with the scores, as ``verify`` does; scores in memory have no place for it."""
-        if self._one_run is not None:
-            self._one_run[1](verdict)
+        if self._record is not None:
+            self._record.put(verdict)
 
     @property
     def predictions(self) -> Predictions | None:
         """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
-        return self._predictions()
+        return None if self._record is None else self._record.predictions()
 
     @property
     def method(self) -> AbstractMethod:
@@ -386,8 +375,8 @@ class Scores:
                 checkpoint weights have both signs and ``runs`` is ``None``.
         """
         wanted = None if rows is None else self._checked_rows(rows, target)
-        if self._errors is not None:
-            errors = self._errors()
+        errors = self._matrix.errors()
+        if errors is not None:
             if wanted is not None and wanted.ndim == 2:
                 return np.take_along_axis(errors.T, wanted, axis=1)
             chosen = errors if wanted is None else errors[wanted]

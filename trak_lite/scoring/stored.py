@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -16,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import float64_device
-from trak_lite.errors import BusyError, CorruptStoreError, InvalidInputError, StateError
-from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
+from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import KernelSettings, precondition
 from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
@@ -51,30 +47,25 @@ from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.grams import fisher_of, kernels_of
 from trak_lite.scoring.index import indexed_top
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
-from trak_lite.scoring.scores import OneRunPlace, Scores
+from trak_lite.scoring.records import ScoreRecord
+from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
-from trak_lite.store.manifest import compare_fingerprints, stored_json
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import FeatureLayout
 
 __all__ = [
     "ScoreResult",
     "ScoredRows",
     "drop_scores",
-    "kept_in",
     "score_source",
     "scored_rows",
-    "store_verdict",
-    "stored_one_run",
-    "stored_predictions",
     "stored_scores",
-    "stored_verdict",
     "streamed_scores",
 ]
 
 Array = NDArray[np.float64]
-_VerdictType = TypeVar("_VerdictType", Verdict, OneRunVerdict)
 
 
 def stored_scores(
@@ -205,18 +196,10 @@ def _scores(
     if table is None:
         path, targets = target_folder(source.name, source.method), source.target_identity
         matrix: AbstractScoreMatrix = StreamedMatrix(source, ends)
-        stored: dict[str, Any] = {}
     else:
-        store, path = source.store, score_path(source.name, source.method, settings.method)
+        path = score_path(source.name, source.method, settings.method)
         matrix, targets = StoredMatrix(table), table.spec.fingerprint.get("targets", {})
-        shown = store.attributes(path)
-        with_errors = any(column.name == ERRORS for column in table.spec.columns)
-        stored = {
-            "verdict": partial(stored_verdict, store, path),
-            "predictions": partial(stored_predictions, store, path),
-            "one_run": kept_in(workspace, Manifest(store.manifest.fingerprint), path),
-            "errors": partial(table.read, ERRORS) if with_errors else None,
-        }
+        shown = source.store.attributes(path)
     return Scores(
         matrix,
         source,
@@ -230,7 +213,7 @@ def _scores(
         },
         location=None if workspace.path is None else f"{workspace.path}:{path}",
         run=run,
-        **stored,
+        record=None if table is None else ScoreRecord(source.store, path, workspace),
     )
 
 
@@ -573,77 +556,3 @@ class ScoredRows:
         path, fisher = table_path(table), fisher_of(self.method)
         kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device, fisher=fisher)
         return precondition(self.targets(table), kernels, layout=self.layout).double()
-
-
-def stored_verdict(store: AbstractFeatureStore, path: str) -> Verdict | None:
-    """Return the verdict on the scores in a table, ``None`` if there is none for their current values.
-
-    Raises:
-        CorruptStoreError: If the stored entry is not a verdict.
-    """
-    return _verdict_in(store, path, verdict_path(path), Verdict.from_json, "verdict")
-
-
-def stored_one_run(store: AbstractFeatureStore, path: str) -> OneRunVerdict | None:
-    """Return the last verdict of one run on the scores in a table, ``None`` if there is none for their current values.
-
-    Raises:
-        CorruptStoreError: If the stored entry is not a verdict.
-    """
-    return _verdict_in(store, path, one_run_path(path), OneRunVerdict.from_json, "verdict of one run")
-
-
-def _verdict_in(
-    store: AbstractFeatureStore,
-    path: str,
-    entry: str,
-    from_json: Callable[[Mapping[str, Any]], _VerdictType],
-    kind: str,
-) -> _VerdictType | None:
-    """Return the verdict in an entry of a store, ``None`` if there is none for the current values of the scores."""
-    found = store.entry(entry, verdict_key(store, path))
-    what = f"The {kind} on {path} in {store.path}"
-    try:
-        return None if found is None else from_json(stored_json(found, what=what))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(
-            f"{what} cannot be read ({error!r:.200}). Verify the scores again."
-        ) from error
-
-
-def stored_predictions(store: AbstractFeatureStore, path: str) -> Predictions | None:
-    """Return the predictions that ``verify`` stored for the scores in a table, ``None`` if not verified."""
-    found = store.entry(predictions_path(path), verdict_key(store, path))
-    return None if found is None else Predictions(*found)
-
-
-def verdict_key(store: AbstractFeatureStore, path: str) -> str:
-    """Return a key that changes when the scores change."""
-    return store.open_table(path).content_key()
-
-
-def store_verdict(store: AbstractFeatureStore, path: str, verdict: Verdict | OneRunVerdict) -> None:
-    """Store the verdict of some scores, beside one of the other kind.
-
-    Args:
-        store: Store of the scores.
-        path: Table of the scores. The verdict is no longer returned once their values change.
-        verdict: The verdict.
-    """
-    text = json.dumps(verdict.to_json()).encode()
-    place = one_run_path(path) if isinstance(verdict, OneRunVerdict) else verdict_path(path)
-    store.put_entry(place, verdict_key(store, path), np.frombuffer(text, np.uint8).copy())
-
-
-def kept_in(workspace: Workspace, manifest: Manifest, path: str) -> OneRunPlace:
-    """Return functions that read and store the verdict of one run on the scores in a table."""
-
-    def read() -> OneRunVerdict | None:
-        with workspace.reading() as store:
-            return stored_one_run(store, path)
-
-    def keep(verdict: OneRunVerdict) -> None:
-        with workspace.opened(manifest) as opened:
-            store_verdict(opened.store(), path, verdict)
-
-    return read, keep

@@ -62,9 +62,9 @@ from trak_lite.run.repeats import compare, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
+from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows
-from trak_lite.scoring.stored import kept_in
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.files import named_errors, refuse_links, remove_file
@@ -148,7 +148,7 @@ def unrolled(
     method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
     source = UnstoredRows(name, method, found[0].manifest, found[0].task)
-    return Scores(_MeanMatrix(found), source, settings=settings, location=None, errors=lambda: _errors(found))
+    return Scores(_MeanMatrix(found), source, settings=settings, location=None)
 
 
 def _scores_of_run(
@@ -212,7 +212,8 @@ def _scores_of_run(
                         work.put(rows, {SCORES: found[rows]})
         if _is_complete(workspace, path):
             shared.forget()
-    table = workspace.reader().open_table(path)
+    reader = workspace.reader()
+    table = reader.open_table(path)
     if not table.complete:
         raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
     return Scores(
@@ -220,7 +221,7 @@ def _scores_of_run(
         source,
         settings=settings,
         location=f"{workspace.path}:{path}",
-        one_run=kept_in(workspace, made, path),
+        record=ScoreRecord(reader, path, workspace),
     )
 
 
@@ -364,12 +365,11 @@ class _MeanMatrix(AbstractScoreMatrix):
         mean: NDArray[np.float64] = np.mean(parts, axis=0, dtype=np.float64)
         return mean.astype(np.float32)
 
-
-def _errors(runs: Sequence[Scores]) -> NDArray[np.float32]:
-    """Return the standard errors over runs of their mean score, ``(N, M)``."""
-    parts = np.stack([run.numpy() for run in runs])
-    spread: NDArray[np.float64] = parts.std(axis=0, ddof=1, dtype=np.float64)
-    return (spread / math.sqrt(len(runs))).astype(np.float32)
+    def errors(self) -> NDArray[np.float32]:
+        """Return the standard errors over runs of their mean score, ``(N, M)``."""
+        parts = np.stack([run.numpy() for run in self._runs])
+        spread: NDArray[np.float64] = parts.std(axis=0, ddof=1, dtype=np.float64)
+        return (spread / math.sqrt(len(self._runs))).astype(np.float32)
 
 
 @final

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dense_cases import (
-    Plain,
-    close,
-    columns,
-    gradients,
-    in_batches,
-    plain_rows,
-    projection,
-    recording,
-    streamed,
-)
+from dense_cases import close, columns, gradients, in_batches, plain_rows, projection, recording, streamed
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -36,14 +25,14 @@ Batch = tuple[Tensor, ...]
 Factors = tuple[np.ndarray, np.ndarray]
 
 
-def eigen(rows: np.ndarray, max_side: int) -> tuple[np.ndarray, np.ndarray]:
+def eigen(rows, max_side):
     """Eigenvalues and vectors of the second moments; a side that is too long keeps its coordinates."""
     if rows.shape[1] > max_side:
         return (rows**2).sum(0), np.eye(rows.shape[1])
     return np.linalg.eigh(rows.T @ rows)
 
 
-def layer_matrix(grads: np.ndarray, basis: Factors, method: EKFAC) -> np.ndarray:
+def layer_matrix(grads, basis, method):
     """The dense curvature of one layer, row-major over ``(d_out, d_in)``.
 
     Args:
@@ -59,7 +48,7 @@ def layer_matrix(grads: np.ndarray, basis: Factors, method: EKFAC) -> np.ndarray
     return turned @ np.diag(values.reshape(-1)) @ turned.T
 
 
-def factors(model: nn.Module, layer: str, losses: Callable[[], Tensor]) -> Factors:
+def factors(model, layer, losses):
     """Inputs (patches of a convolution) and output gradients of a layer, ``(positions, d)`` each."""
     caught: dict[str, Tensor] = {}
     module = model.get_submodule(layer)
@@ -94,11 +83,11 @@ class Case:
     )
     """Loss of every row: the curvature is the sum of the squares of its gradients."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         torch.manual_seed(0)
         return self.build().double().eval()
 
-    def data(self, count: int, seed: int) -> TensorDataset:
+    def data(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
         if self.inputs == ():
             x = torch.randint(5, (count, 4), generator=generator)
@@ -115,9 +104,7 @@ class Case:
             return TensorDataset(x, (y[:, None] % 2).double())
         return TensorDataset(x, y)
 
-    def blocks(
-        self, model: nn.Module, plain: Plain, bases: Sequence[Batch], values: Sequence[Batch], method: EKFAC
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def blocks(self, model, plain, bases, values, method):
         """Columns and matrix of every unit; of several draws of labels, the mean."""
         first, second = (self.gradients(model, batches) for batches in (bases, values))
         found, alone = [], set(first)
@@ -140,7 +127,7 @@ class Case:
         ]
         return [(places, matrix / len(bases)) for places, matrix in found]
 
-    def gradients(self, model: nn.Module, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+    def gradients(self, model, batches):
         parts = [gradients(model, self.losses(model, batch)) for batch in batches]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -148,7 +135,7 @@ class Case:
 class Mixed(nn.Module):
     """Every kind of parameter: covered, in part, and not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 6)
         self.conv = nn.Conv1d(2, 4, 2)
@@ -158,7 +145,7 @@ class Mixed(nn.Module):
         self.head = nn.Linear(8, 3)
         self.idle = nn.Linear(6, 3)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.table(ids).mean(1).reshape(-1, 2, 3)
         return self.head(self.norm(self.grouped(torch.tanh(self.conv(x))).flatten(1)) * self.scale)
 
@@ -166,41 +153,41 @@ class Mixed(nn.Module):
 class Tied(nn.Module):
     """One matrix that is table and head, and a layer whose bias does more than its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 4)
         self.layer = nn.Linear(4, 4)
         self.head = nn.Linear(4, 5)
         self.head.weight = self.table.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.layer(self.table(ids).mean(1)) * (1 + self.layer.bias))
 
 
 class Padded(nn.Module):
     """A layer at several positions, of which those with zeros are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 4)
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head((torch.tanh(self.layer(x)) * x.any(-1, keepdim=True)).sum(1))
 
 
 class Bilinear(nn.Module):
     """``g^T W a``: the gradient of W is the outer product of two parts of the sample."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 3, bias=False)
 
-    def forward(self, a: Tensor, g: Tensor) -> Tensor:
+    def forward(self, a, g):
         return (self.layer(a) * g).sum(1)
 
 
-def forward(call: Callable[..., Tensor], batch: Batch) -> Tensor:
+def forward(call, batch):
     return call(*batch)
 
 
@@ -208,23 +195,23 @@ BILINEAR = CallableModelOutput(forward)
 KFAC = {"fisher": "empirical", "correct_eigenvalues": False}
 
 
-def mlp() -> nn.Module:
+def mlp():
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
-def one_output() -> nn.Module:
+def one_output():
     return nn.Sequential(nn.Linear(5, 1))
 
 
-def cnn() -> nn.Module:
+def cnn():
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
 
 
-def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropies(logits, labels):
     return functional.softplus(torch.where(labels > 0, -logits, logits)).sum(1)
 
 
-def root_of_curvature(logits: Tensor, _: Tensor) -> Tensor:
+def root_of_curvature(logits, _):
     return (logits * (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach()).sum(1)
 
 
@@ -275,7 +262,7 @@ MARKS |= {f"{name}-kfac": pytest.mark.campaign for name in ("mixed", "tied", "ca
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
-def test_scores_are_those_of_dense_matrices(name: str, tmp_path: Path) -> None:
+def test_scores_are_those_of_dense_matrices(name, tmp_path):
     case = CASES[name]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
     plain = plain_rows(model, case.task, train, targets, tmp_path)
@@ -294,9 +281,7 @@ def test_scores_are_those_of_dense_matrices(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(
-    corrected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_path, monkeypatch):
     """Each of two draws counts a half; the labels of a row do not depend on the batches."""
     case = CASES["mlp-ekfac"]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
@@ -324,9 +309,7 @@ def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(
 
 
 @pytest.mark.parametrize("computer", ["hook", "functional"])
-def test_features_of_targets_are_projections_of_the_preconditioned_gradients(
-    tmp_path: Path, computer: str
-) -> None:
+def test_features_of_targets_are_projections_of_the_preconditioned_gradients(tmp_path, computer):
     """Blocks of gradients come factored or dense, by layer or in any order."""
     case = CASES["mixed-ekfac"]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
@@ -347,7 +330,7 @@ def test_features_of_targets_are_projections_of_the_preconditioned_gradients(
 
 
 @pytest.mark.parametrize("names", ["2.weight", "2.bias", "0.*"])
-def test_parameters_that_are_left_out_have_no_part(names: str, tmp_path: Path) -> None:
+def test_parameters_that_are_left_out_have_no_part(names, tmp_path):
     """A weight alone has factors without a column of ones, a bias alone a diagonal."""
     case = CASES["mlp-ekfac"]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
@@ -363,7 +346,7 @@ def test_parameters_that_are_left_out_have_no_part(names: str, tmp_path: Path) -
     close(found.numpy(), plain.scores(blocks, 0.3))
 
 
-def test_rows_beyond_those_fitted_on_are_counted(tmp_path: Path) -> None:
+def test_rows_beyond_those_fitted_on_are_counted(tmp_path):
     """Every row comes three times, one of them is fitted on."""
     case = CASES["mlp-ekfac"]
     model, targets = case.model(), case.data(M, 2)
@@ -378,12 +361,12 @@ def test_rows_beyond_those_fitted_on_are_counted(tmp_path: Path) -> None:
     close(part, whole, rtol=1e-5)
 
 
-def test_a_fit_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     case = CASES["mlp-ekfac"]
     train, targets = case.data(N, 1), case.data(M, 2)
     calls: list[int] = []
 
-    def interrupt(drawn: list[Any]) -> None:
+    def interrupt(drawn):
         calls.append(1)
         if len(calls) == 4:  # in the second pass, of three batches each
             raise KeyboardInterrupt
@@ -402,7 +385,7 @@ def test_a_fit_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.
     assert set(columns(tmp_path / "a.zarr")) >= {"features", "out_to_loss"}
 
 
-def test_a_sum_that_overflows_is_refused() -> None:
+def test_a_sum_that_overflows_is_refused():
     model, x = nn.Linear(6, 3, bias=False), torch.randn(8, 6)
     x[0, 0] = 1e30
     data = TensorDataset(x, torch.arange(8) % 3)
@@ -411,7 +394,7 @@ def test_a_sum_that_overflows_is_refused() -> None:
         streamed(model, LABELS, data, TensorDataset(x[1:3], torch.arange(2)), EKFAC())
 
 
-def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it() -> None:
+def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it():
     assert EKFAC().fitted_to(resolve_task(LABELS)).fisher == "sampled"
     assert EKFAC(draws=3).fitted_to(BILINEAR).draws == 1
     assert EKFAC().fitted_to(BILINEAR).fisher == "empirical"

@@ -12,7 +12,7 @@ from benchmarks import ekfac_parity
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_scores_with_the_empirical_fisher_are_kronfluences(name: str) -> None:
+def test_scores_with_the_empirical_fisher_are_kronfluences(name):
     model = ekfac_parity.models()[name].eval()
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(136, 1, 8, 8, generator=generator)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ X, LABELS = torch.zeros(COUNT, 1), torch.zeros(COUNT, dtype=torch.long)
 LOGITS = torch.tensor([1.0, -1.0, 0.5])
 
 
-def evenly(shape: Sequence[int]) -> Tensor:
+def evenly(shape):
     """The numbers (i + 1/2) / COUNT: frequencies are probabilities, up to one draw per class."""
     grid = (torch.arange(COUNT, dtype=torch.float64) + 0.5) / COUNT
     return grid.reshape(COUNT, *[1] * len(shape)).expand(COUNT, *shape)
@@ -33,11 +31,11 @@ def evenly(shape: Sequence[int]) -> Tensor:
 class Fixed(nn.Module):
     """Gives the same output for every sample."""
 
-    def __init__(self, output: Tensor) -> None:
+    def __init__(self, output):
         super().__init__()
         self.output = nn.Parameter(output)
 
-    def forward(self, x: Tensor | None = None, input_ids: Tensor | None = None, **_: Any) -> Tensor:
+    def forward(self, x=None, input_ids=None, **_):
         count = len(input_ids if x is None else x)
         return self.output.expand(count, *self.output.shape)
 
@@ -50,11 +48,11 @@ class Named:
     labels: Tensor
 
 
-def drawn(task: Any, output: Tensor, batch: Any = (X, LABELS)) -> Any:
+def drawn(task, output, batch=(X, LABELS)):
     return resolve_task(task).sample_labels(ModelCall(Fixed(output)), batch, evenly)
 
 
-def assert_shares(classes: Tensor, expected: Tensor) -> None:
+def assert_shares(classes, expected):
     shares = torch.bincount(classes, minlength=3) / COUNT
     torch.testing.assert_close(shares, expected, rtol=0, atol=2 / COUNT)
 
@@ -63,7 +61,7 @@ def assert_shares(classes: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     "batch", [(X, LABELS), [X, LABELS], {"x": X, "label": LABELS}, Named(X, LABELS)], ids=type
 )
-def test_classes_come_as_often_as_the_softmax_says(task: str, batch: Any) -> None:
+def test_classes_come_as_often_as_the_softmax_says(task, batch):
     found = drawn(task, LOGITS, batch)
 
     kept = (
@@ -73,27 +71,27 @@ def test_classes_come_as_often_as_the_softmax_says(task: str, batch: Any) -> Non
     assert type(found) is (tuple if isinstance(batch, list) else type(batch))
 
 
-def test_a_temperature_flattens_what_is_drawn() -> None:
+def test_a_temperature_flattens_what_is_drawn():
     batch = {"input_ids": X, "labels": LABELS}
     found = drawn(TextClassificationModelOutput(temperature=2.0), LOGITS, batch)
     assert_shares(found["labels"], (LOGITS / 2).softmax(0))
 
 
 @pytest.mark.parametrize("task", ["binary_classification", "multilabel_classification"])
-def test_answers_come_as_often_as_the_sigmoid_says(task: str) -> None:
+def test_answers_come_as_often_as_the_sigmoid_says(task):
     logits = torch.tensor([0.7]) if task.startswith("binary") else torch.tensor([0.7, -2.0])
     shares = drawn(task, logits)[1].reshape(COUNT, -1).mean(0)
     torch.testing.assert_close(shares, logits.sigmoid(), rtol=0, atol=2 / COUNT)
 
 
-def test_regression_targets_have_unit_variance_around_the_prediction() -> None:
+def test_regression_targets_have_unit_variance_around_the_prediction():
     found = drawn("regression", torch.tensor([3.0], dtype=torch.float64), (X, torch.zeros(COUNT, 1)))[1]
 
     assert abs(float(found.mean()) - 3) < 1e-9
     assert abs(float(found.var()) - 1) < 1e-2
 
 
-def test_tokens_are_drawn_where_one_is_predicted_and_kept_elsewhere() -> None:
+def test_tokens_are_drawn_where_one_is_predicted_and_kept_elsewhere():
     logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0], [9.0, 0.0, 0.0]])
     ids = torch.zeros(COUNT, 3, dtype=torch.long)
     labels = torch.tensor([1, 2, -100]).expand(COUNT, 3)
@@ -109,7 +107,7 @@ def test_tokens_are_drawn_where_one_is_predicted_and_kept_elsewhere() -> None:
     assert likelihood.settings() == {"output": "log_prob", "shift": False}
 
 
-def test_a_task_without_a_distribution_says_so() -> None:
+def test_a_task_without_a_distribution_says_so():
     assert not CLIPModelOutput().can_sample
     with pytest.raises(InvalidInputError, match="fisher='empirical'"):
         drawn(CLIPModelOutput(), torch.zeros(2), (X, X))
