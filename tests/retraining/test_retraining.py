@@ -89,7 +89,6 @@ def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path):
 )
 def test_other_masks_seeds_or_functions_are_refused_at_the_same_path(tmp_path, change, seen):
     retrained(path=tmp_path / "r")
-
     with pytest.raises(ManifestMismatchError, match=seen):
         retrained(path=tmp_path / "r", **change)
 
@@ -97,9 +96,7 @@ def test_other_masks_seeds_or_functions_are_refused_at_the_same_path(tmp_path, c
 def test_a_name_of_ones_own_stands_for_both_functions(tmp_path):
     given = {"path": tmp_path / "r", "train_id": "sums"}
     first = retrained(**given)
-
     again = retrained(lambda indices, seed: 1.0, output_fn=other_targets, **given)
-
     np.testing.assert_array_equal(again.outputs, first.outputs)
 
 
@@ -111,13 +108,14 @@ REFUSED = [
         r"subset 0, seed 0 .* failed \(ZeroDivisionErr",
     ),
     (
-        {"output_fn": lambda total: [total, np.nan]},
+        {"output_fn": lambda total: [0, np.nan]},
         NonFiniteError,
         "1 of 2 outputs .* subset 0, seed 0 .* target 1",
     ),
-    ({"output_fn": lambda total: 1.0}, InvalidInputError, ONE_PER_TARGET),
-    ({"output_fn": lambda total: []}, InvalidInputError, ONE_PER_TARGET),
-    ({"output_fn": lambda total: [[1.0]]}, InvalidInputError, ONE_PER_TARGET),
+    *(
+        ({"output_fn": lambda total, one=one: one}, InvalidInputError, ONE_PER_TARGET)
+        for one in (1.0, [], [[1.0]])
+    ),
     (
         {"train": lambda rows, seed: seed, "output_fn": lambda seed: [1.0] * (seed + 1)},
         InvalidInputError,
@@ -127,8 +125,7 @@ REFUSED = [
     ({"train": lambda rows: None}, InvalidInputError, "cannot be called as train_fn"),
     ({"masks": MASKS.astype(float)}, InvalidInputError, "masks must be a boolean matrix"),
     ({"masks": np.zeros((1, 4), bool)}, InvalidInputError, "without an empty subset"),
-    ({"seeds": ()}, InvalidInputError, "one or more different integers"),
-    ({"seeds": (1, 1)}, InvalidInputError, "one or more different integers"),
+    *(({"seeds": seeds}, InvalidInputError, "one or more different integers") for seeds in ((), (1, 1))),
 ]
 
 

@@ -12,7 +12,7 @@ from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, calibrate, calibrated_scores, token_scores, verify
+from trak_lite import Attributor, Scores, calibrate, calibrated_scores, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
 from trak_lite.evaluation import (
     Verdict,
@@ -157,6 +157,7 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
 
 @pytest.mark.parametrize("featurized", [True, False])
 def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
+    """Of an attributor in memory."""
     attributor = scored(trained)
     name = "test" if featurized else "only-ekfac"
     scores = attributor.score(TARGETS, name, method="EKFAC")
@@ -181,9 +182,7 @@ def test_after_a_kill_or_a_failure_only_what_is_missing_is_trained(attributor):
 
     verify(scores, rest, TARGETS, budget=3)
 
-    assert len(rest.calls) == 1 + 1, (
-        "the first one is repeated: is it the same training, but for its fail_at?"
-    )
+    assert len(rest.calls) == 1 + 1, "the first one is repeated"
 
 
 def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(attributor):
@@ -205,12 +204,6 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     assert len(itself.calls) == 3
 
 
-def test_scores_in_memory_can_be_verified(trained):
-    made = scored(trained)
-    verdict = verify(made.scores("test"), Training(), TARGETS, budget=3)
-    assert made.scores("test").verdict == verdict
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "seen"),
     [
@@ -218,11 +211,7 @@ def test_scores_in_memory_can_be_verified(trained):
         ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
         ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
         ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
-        (
-            {"train_fn": lambda rows, seed: nn.Linear(4, 3)},
-            RetrainingError,
-            "0, seed 0 .* not fit Sequential",
-        ),
+        ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
@@ -249,8 +238,12 @@ def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attribut
         with pytest.raises(StateError, match=match):
             token_scores(scores, TRAIN, [0])
     plain = attributor.score(TARGETS, "test", method=GradDot())
-    with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
-        verify(plain, training, TARGETS, budget=6, calibrate=True)
+    for call in (
+        lambda: verify(plain, training, TARGETS, budget=6, calibrate=True),
+        lambda: calibrate(plain, held_scores(np.ones((N, 6)))),
+    ):
+        with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
+            call()
     assert training.calls == []
 
 
@@ -302,13 +295,37 @@ def test_another_kernel_is_found_again(held, method):
     """By a teacher of some targets, for all of them."""
     truth = held.score(TARGETS, "test", method=method).numpy()
     scores, columns = held.scores("test"), np.arange(2, 10)
-
     found = calibrate(scores, held_scores(truth[:, columns]), columns)
-
     assert found.kept
-    better = calibrated_scores(scores, found).numpy()
+    assert found.gain.low > 0
+    assert (found.across, found.num_held_out) == ("targets", 4)
+    assert "held-out targets" in str(found)
+    better = calibrated_scores(scores, found)
+    assert isinstance(better, Scores)
+    assert (better.name, better.method, better.task) == (scores.name, scores.method, scores.task)
+    assert better.settings["calibrated_on"] == "4 held-out targets"
+    np.testing.assert_array_equal(better.top(2).indices[0], np.argsort(-better.numpy()[:, 0])[:2])
     for target in range(M):
-        assert np.corrcoef(better[:, target], truth[:, target])[0, 1] > 0.98
+        assert np.corrcoef(better.numpy()[:, target], truth[:, target])[0, 1] > 0.98
+
+
+@pytest.mark.quick
+def test_a_teacher_of_noise_teaches_nothing_and_one_of_another_size_is_refused(held):
+    scores = held.scores("test")
+    found = calibrate(scores, held_scores(np.random.default_rng(0).normal(size=(N, M))))
+    assert not found.kept
+    with pytest.raises(StateError, match="not significantly better"):
+        calibrated_scores(scores, found)
+    wrong = [
+        ((N - 1, M), None),
+        ((N, 3), None),
+        ((N, 6), [0, 1, 2, 3, 4, 4]),
+        ((N, 6), [0, 1]),
+        ((N, M + 1), None),
+    ]
+    for shape, targets in wrong:
+        with pytest.raises(InvalidInputError, match="The teacher must have the 60 train rows"):
+            calibrate(scores, held_scores(np.ones(shape)), targets)
 
 
 @pytest.mark.parametrize(
@@ -357,8 +374,7 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
     masks = subset_masks(N, 60)
     held_out, outputs = masks[1::2], outputs_of(masks)[1::2, 0]
     found = verdict.calibration
-    assert found.kept
-    assert (found.num_held_out, found.across) == (30, "subsets")
+    assert (found.kept, found.num_held_out, found.across) == (True, 30, "subsets")
     assert found.gain.low > 0
     better = calibrated_scores(made.scores("test"))
     for one, matrix in ((found.default, scores.numpy()), (found.calibrated, better.numpy())):
