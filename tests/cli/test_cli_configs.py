@@ -75,21 +75,17 @@ WRONG_RECIPES = [
     ("x = 1\ndef broken(:\n", "cannot be executed: line 2: "),
     ("import no_such_package\n", "No module named 'no_such_package'. Correct it, or install"),
     (
-        RECIPE.replace("torch.manual_seed(0)", "import no_such_package"),
-        "failed: No module named 'no_such_package'. Install what it imports.",
+        RECIPE.replace("torch.manual_seed(0)", "import no_such_one"),
+        "No module named 'no_such_one'. Install what it",
     ),
     (
         RECIPE + "\ndef render_target(index, width: int = 9): ...\n",
-        "'width' of render_target() has another type or default than in another",
+        "'width' of render_target() has another type or",
     ),
     (RECIPE.replace("width: int = 4", "width: int"), "recipe_arguments.width must be given"),
     (RECIPE.replace("range(steps)", "range(0 * steps)"), "returned no weights"),
     (RECIPE.replace("yield model.state_dict()", "yield 3"), "train() returned int. Expected a module"),
     (RECIPE.replace("yield model.state_dict()", "yield torch.ones(2)"), "train() returned Tensor. Expected"),
-    (
-        RECIPE.replace("yield model.state_dict()", "yield 'weights'"),
-        "train() returned str. Expected a module",
-    ),
 ]
 ANNOTATIONS = [
     (": str | torch.device", "must be str, got"),
@@ -236,13 +232,9 @@ def test_a_recipe_has_modules_beside_it_and_arguments_that_only_python_can_say(
     """They keep their defaults; names of functions of serve may be variables; serve passes texts."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_the_recipe.py").write_text("WIDTH = 5\n")
-    recipe = (
-        "from beside_the_recipe import WIDTH\nfrom pathlib import Path\nimport trak_lite\n"
-        + RECIPE.replace(
-            "width: int = 4):",
-            "width: int = WIDTH, where: str = Path(), make: type = nn.Linear, clip: trak_lite.Normalization = None):",
-        ).replace("width: int = 4,", "width: int = WIDTH,")
-    )
+    more = "width: int = WIDTH, where: str = Path(), make: type = nn.Linear, clip: trak_lite.Normalization = None):"
+    recipe = RECIPE.replace("width: int = 4):", more).replace("width: int = 4,", "width: int = WIDTH,")
+    recipe = "from beside_the_recipe import WIDTH\nfrom pathlib import Path\nimport trak_lite\n" + recipe
     recipe += "\ntokens = [1]\ndef sample(text, scale: float = 2.0):\n    return scale\n"
     done(["featurize", write_case(tmp_path, recipe=recipe), "--checkpoints=null"], capsys)
 
@@ -250,22 +242,22 @@ def test_a_recipe_has_modules_beside_it_and_arguments_that_only_python_can_say(
     assert record["config"]["recipe_arguments"] == {"width": 5, "num_train": 40, "steps": 3, "scale": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("form", "count"), [("model", 1), ("model.state_dict()", 1), ("[model, model.state_dict()]", 2)]
-)
-def test_a_module_a_state_dict_and_a_list_are_checkpoints(
-    form: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["model", "model.state_dict()", "[model, model.state_dict()]"])
+def test_a_module_a_state_dict_and_a_list_are_checkpoints_and_a_loader_is_train_data(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = RECIPE.replace("        yield model.state_dict()\n", f"    return {form}\n")
+    recipe = recipe.replace("train_data(num_train).tensors", "train_data(num_train).dataset.tensors")
+    loader = "return torch.utils.data.DataLoader(data(num_train, 1), batch_size=32)"
+    recipe = recipe.replace("return data(num_train, 1)", loader)
     done(["run", write_case(tmp_path, recipe=recipe)], capsys)
 
     trained = functions(tmp_path)["train"](torch.arange(40), 0)
-    expected = trained[0] if isinstance(trained, list) else trained
-    expected = expected if isinstance(expected, dict) else expected.state_dict()
+    expected = trained if isinstance(trained, list) else [trained]
     files = sorted((tmp_path / "trained").iterdir())
-    assert len(files) == count
-    for file in files:
-        torch.testing.assert_close(load_file(file), dict(expected), rtol=0, atol=0)
+    for file, one in zip(files, expected, strict=True):
+        states = one if isinstance(one, dict) else one.state_dict()
+        torch.testing.assert_close(load_file(file), dict(states), rtol=0, atol=0)
 
 
 def shown_keys(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
@@ -286,13 +278,9 @@ def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_onl
 ) -> None:
     keys = shown_keys(capsys)
     parameters = inspect.signature(Attributor.__init__).parameters.items()
-    defaults = {name: str(p.default) for name, p in parameters if name not in ("self", "model", "collate")}
-    defaults = {name: {"None": "null"}.get(text, text) for name, text in defaults.items()}
-    required = {"path", "task"}
-
-    assert {name: keys[name][0] for name in defaults.keys() - required} == {
-        name: default for name, default in defaults.items() if name not in required
-    }
+    without = ("self", "model", "collate", "path", "task")
+    defaults = {name: str(p.default).replace("None", "null") for name, p in parameters if name not in without}
+    assert {name: keys[name][0] for name in defaults} == defaults
     expected = {
         "train_data.batch_size": "Optional[int], default: null",
         "target_data.indices": "Optional[list[int]], default: null",
@@ -338,21 +326,10 @@ def test_a_class_path_in_any_key_is_refused_and_imports_nothing(
         assert "planted_code" not in sys.modules, name
 
 
-NAMING = ["task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"]
-FORMS = ["{}", "class_path: {}", "!!python/name:{}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, marks=() if (row + column) % 3 == 0 else pytest.mark.campaign)
-        for row, name in enumerate(NAMING)
-        for column, form in enumerate(FORMS)
-    ],
-)
+@pytest.mark.parametrize("form", ["{}", "class_path: {}", "!!python/name:{}"])
 def test_the_path_of_a_class_as_text_imports_nothing(
-    name: str, form: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused(["run", write_case(tmp_path), f"--{name}", form.format(planted)], capsys)
-
-    assert "planted_code" not in sys.modules
+    for name in ("task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"):
+        refused(["run", write_case(tmp_path), f"--{name}", form.format(planted)], capsys)
+        assert "planted_code" not in sys.modules, name

@@ -138,21 +138,15 @@ def plant_python(folder: Path) -> list[Path]:
     return files
 
 
-def recipe_in_the_store(folder: Path) -> None:
-    put_record(folder, sha256(EVIL + RECIPE), recipe="run.zarr/.cache/notes.npy.py")
+def names_a_recipe(path: str) -> Callable[[Path], None]:
+    """Also the very file of the user's, with its digest: it is not typed on this command line."""
 
+    def attack(folder: Path) -> None:
+        recipe = path.format(folder)
+        put_record(folder, sha256((folder / recipe).read_text()), recipe=recipe)
 
-def recipe_in_the_store_by_its_absolute_path(folder: Path) -> None:
-    put_record(folder, sha256(EVIL + RECIPE), recipe=str(folder / "run.zarr/recipe.py"))
-
-
-def recipe_of_the_standard_library(folder: Path) -> None:
-    put_record(folder, sha256(STDLIB.read_text()), recipe=str(STDLIB))
-
-
-def recipe_of_the_user(folder: Path) -> None:
-    """The very file of the user's, with its digest: not typed on this command line either."""
-    put_record(folder, sha256(RECIPE), recipe=str(folder / "recipe.py"))
+    attack.__name__ = path
+    return attack
 
 
 def modules_as_settings(folder: Path) -> None:
@@ -177,11 +171,9 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+RECIPES = ["run.zarr/.cache/notes.npy.py", "{}/run.zarr/recipe.py", str(STDLIB), "{}/recipe.py"]
 ATTACKS = [
-    recipe_in_the_store,
-    recipe_in_the_store_by_its_absolute_path,
-    recipe_of_the_standard_library,
-    recipe_of_the_user,
+    *map(names_a_recipe, RECIPES),
     modules_as_settings,
     pickles_as_checkpoints,
     settings_of_the_manifest,
@@ -323,10 +315,6 @@ def test_a_report_needs_no_recipe_no_record_and_no_model(
 ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e\r"
 
 
-def visible(text: str) -> bool:
-    return all(letter.isprintable() or letter == "\n" for letter in text)
-
-
 def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, config = str(copied / "run.zarr"), str(copied / "run.yaml")
     assert cli.main(["verify", config, "--verify.budget", "2"]) == 0
@@ -343,14 +331,15 @@ def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.C
     (copied / f"run.zarr/x{ESCAPE}").mkdir()
     capsys.readouterr()
 
+    shown = []
     for arguments in (["inspect", store], ["check", store], ["run", "--from", store], ["run", config]):
         cli.main(arguments)
         out, err = capsys.readouterr()
-        assert "x1b]0;title" in out + err, arguments
-        assert visible(out + err), arguments
-    shown = str(opened(copied).scores("held-out"))
-    assert "x1b]0;title" in shown
-    assert visible(shown)
+        shown.append(out + err)
+    shown.append(str(opened(copied).scores("held-out")))
+    for text in shown:
+        assert "x1b]0;title" in text
+        assert [letter for letter in text if not (letter.isprintable() or letter == "\n")] == [], text
 
 
 @pytest.mark.parametrize(
@@ -392,19 +381,10 @@ def test_a_noted_source_that_is_no_checkpoint_is_not_opened(copied: Path) -> Non
     assert not list(copied.rglob("ran"))
 
 
-SETTINGS: list[Any] = [
-    5,
-    [],
-    {"normalize": 5},
-    {"normalize": {"kind": "x"}},
-    {"normalize": {"mind": "unit"}},
-    {"task": ["regression"]},
-    {"method": None},
-    {"method": 5},
-    {"method": "this"},
-    {"method": {"name": "TRAK", "damping": "high"}},
-    {"method": {"name": "TRAK", "dampings": 1}},
-]
+SETTINGS: list[Any] = [5, [], {"task": ["regression"]}]
+SETTINGS += [{"normalize": value} for value in (5, {"kind": "x"}, {"mind": "unit"})]
+SETTINGS += [{"method": value} for value in (None, 5, "this", {"name": "TRAK", "damping": "high"})]
+SETTINGS += [{"method": {"name": "TRAK", "dampings": 1}}]
 
 
 def test_settings_of_a_manifest_that_are_none_are_refused_by_name(

@@ -17,15 +17,12 @@ from trak_lite.evaluation import auc
 ROOT = Path(__file__).parents[2]
 LM = {"num_train": 24, "num_targets": 6, "width": 8, "layers": 1, "steps": 4, "num_checkpoints": 2}
 CIFAR = {"source": "stand-in", "width": 8, "epochs": 2, "num_checkpoints": 2, "num_targets": 4}
+GPT2 = {"source": "stand-in", "length": 12, "epochs": 1, "num_targets": 4}
 SMALL: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
     "digits": ({"epochs": 5, "num_checkpoints": 1}, (1500, 297), "held-out"),
     "stdlib_lm": (LM, (24, 6), "held-out"),
     "cifar10": (CIFAR, (48, 4), "test"),
-    "gpt2_wikitext": (
-        {"source": "stand-in", "length": 12, "epochs": 1, "num_targets": 4},
-        (24, 4),
-        "validation",
-    ),
+    "gpt2_wikitext": (GPT2, (24, 4), "validation"),
 }
 """Arguments of the recipe, shape of the scores, and their name."""
 
