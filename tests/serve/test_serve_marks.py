@@ -43,16 +43,10 @@ def marks(path: Path, dataset: dict[str, Any] = DATASET) -> MarksFile:
 def test_marks_are_read_back_in_the_order_of_rows_and_can_be_removed(path: Path) -> None:
     file = marks(path)
     assert file.read() == {}
-    for row, mark in (
-        (7, Mark("drop")),
-        (2, Mark("flip", "é\n<b>")),
-        (7, Mark("keep")),
-        (5, Mark("keep")),
-        (5, None),
-    ):
+    flip, keep = Mark("flip", "é\n<b>"), Mark("keep")
+    for row, mark in ((7, Mark("drop")), (2, flip), (7, keep), (5, keep), (5, None)):
         file.put(row, mark)
-
-    assert list(marks(path).read().items()) == [(2, Mark("flip", "é\n<b>")), (7, Mark("keep"))]
+    assert list(marks(path).read().items()) == [(2, flip), (7, keep)]
     assert os.listdir(path.parent) == ["run.marks.json"]
 
 
