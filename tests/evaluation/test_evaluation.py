@@ -80,11 +80,10 @@ def plain_spearman(predicted, actual):
     return 0.0 if len(set(predicted)) == 1 else spearmanr(predicted, actual).statistic
 
 
-@given(
-    pairs=st.lists(st.tuples(*[st.integers(-2, 2)] * 4), min_size=2, max_size=12).filter(
-        lambda rows: len({row[2] for row in rows}) > 1
-    )
-)
+ROWS_OF_FOUR = st.lists(st.tuples(*[st.integers(-2, 2)] * 4), min_size=2, max_size=12)
+
+
+@given(pairs=ROWS_OF_FOUR.filter(lambda rows: len({row[2] for row in rows}) > 1))
 def test_each_target_has_the_spearman_correlation_of_scipy_also_on_ties(pairs):
     table = np.array(pairs, dtype=float)
 
@@ -290,11 +289,10 @@ def first_precision(scores, labels):
 
 NAN, ONE, THREE = float("nan"), np.ones, [1.0, 2.0, 3.0]
 STATISTICS = [auc, first_precision, spearman]
+ALPHA = "alpha must lie between 0 and 1 and select at least one"
+FIRST_AT_1 = "1 of 3 values of .* NaN or infinite, first at 1"
 NOT_FINITE = [
-    *(
-        (f, {"": ([0.0, NAN, 1.0], [0, 1, 1])}, "1 of 3 values of .* NaN or infinite, first at 1")
-        for f in STATISTICS
-    ),
+    *((f, {"": ([0.0, NAN, 1.0], [0, 1, 1])}, FIRST_AT_1) for f in STATISTICS),
     (lds, {"outputs": np.full((12, 7), np.inf)}, r"84 of 84 values of outputs .* first at \[0, 0\]"),
     (removal_masks, {"": ([[0.0, 1.0], [NAN, 1.0]], 1)}, r"1 of 4 values of scores .* first at \[1, 0\]"),
     (target_loss_rise, {"": ([0.0, 0.0], [0.0, NAN])}, "1 of 2 values of after .* first at 1"),
@@ -316,14 +314,7 @@ INVALID = [
     (lds, {"confidence": 1.0}, "confidence must lie between 0 and 1, got 1.0"),
     (lds, {"num_resamples": 0}, "num_resamples must be an integer of at least 1"),
     (linear_datamodeling_score, {"": ([[1.0]], None, [[1.0]])}, "at least 2 of them, got 1"),
-    *(
-        (
-            subset_masks,
-            {"": (10, 2), "alpha": alpha},
-            "alpha must lie between 0 and 1 and select at least one",
-        )
-        for alpha in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)
-    ),
+    *((subset_masks, {"": (10, 2), "alpha": a}, ALPHA) for a in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)),
     (subset_masks, {"": (4, 1), "strata": [0, 0, 1]}, r"one value per row, \(4,\), got \(3,\)"),
     (removal_masks, {"": (ONE((3, 2)), 3)}, "there are 3 rows, got k = 3"),
     (removal_masks, {"": ([0.0, 1.0], 1)}, r"a matrix that is not empty, got shape \(2,\)"),

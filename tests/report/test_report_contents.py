@@ -54,14 +54,10 @@ def test_large_images_are_shrunk_to_means_of_blocks() -> None:
     assert found.shape == (83, 125)  # blocks of 4 x 4, of 2 x 4 at the lower edge
     expected = [[large[i : i + 4, j : j + 4].mean() for j in range(0, 500, 4)] for i in range(0, 330, 4)]
     assert np.abs(found - np.array(expected)).max() <= 0.5
-
-
-@pytest.mark.parametrize("shape", [(1, 5000), (5000, 1), (161, 160, 3), (1000, 2, 4)])
-def test_long_and_narrow_images_are_shrunk_too(shape: tuple[int, ...]) -> None:
-    found = pixels(np.full(shape, 200, np.uint8))
-
-    assert max(found.shape[:2]) <= 160
-    assert (found == 200).all()
+    for shape in ((1, 5000), (5000, 1), (161, 160, 3), (1000, 2, 4)):  # long and narrow
+        found = pixels(np.full(shape, 200, np.uint8))
+        assert max(found.shape[:2]) <= 160, shape
+        assert (found == 200).all(), shape
 
 
 def test_an_image_keeps_its_proportions_and_stands_above_other_fields() -> None:

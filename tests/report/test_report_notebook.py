@@ -88,14 +88,9 @@ def test_a_verdict_is_a_table_and_readable_text() -> None:
     assert "LDS 0.500 [0.400, 0.600] on 6 subsets" in page.text
     assert repr(VERDICT).splitlines() == ["Verdict", *(f"  {line}" for line in str(VERDICT).splitlines())]
 
-
-def test_a_verdict_shows_its_calibration() -> None:
-    half = VERDICT.lds
-    calibration = Calibration(
-        True, half, half, half, 3, ("off",), ("0",) * 9, ((0, 6),) * 9, (None,) * 9, (0.1,) * 729
-    )
+    lds, parts = VERDICT.lds, (("0",) * 9, ((0, 6),) * 9, (None,) * 9, (0.1,) * 729)
+    calibration = Calibration(True, lds, lds, lds, 3, ("off",), *parts)
     verdict = dataclasses.replace(VERDICT, calibration=calibration)
-
     assert str(calibration) in in_a_notebook(verdict).text
     assert len(repr(verdict)) < 1000
 
@@ -140,11 +135,8 @@ def test_a_gallery_shows_rows_in_a_notebook_and_on_a_page(tmp_path: Path) -> Non
         assert len(page.all("img")) == 1
         assert not page.all("script")
 
-
-def test_a_gallery_without_render_shows_row_numbers_and_needs_targets_that_are_there() -> None:
-    page = in_a_notebook(drawn_scores().gallery([0], k=1))
-
+    page = in_a_notebook(scores.gallery([0], k=1))  # without a render, rows are shown by number
     assert len(page.all("li")) == 2
     assert "row " in page.text
     with pytest.raises(InvalidInputError, match="no target 9"):
-        drawn_scores().gallery([9])
+        scores.gallery([9])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from held_scores import held_scores, scores_without_a_model
+from report_cases import Parsed
 from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,6 +25,7 @@ from trak_lite.evaluation import (
     summed_scores,
 )
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
+from trak_lite.report import write_report
 from trak_lite.store import open_store
 
 N, M, K = 60, 12, 12
@@ -122,8 +124,9 @@ def held(trained):
 # ------------------------------------------------------------------------ verifying
 
 
-def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, tmp_path):
-    """It stays with the scores."""
+def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, tmp_path, monkeypatch):
+    """It stays with the scores, and so do predictions of some targets; both are on a report of the opened store."""
+    monkeypatch.setattr("trak_lite.retraining.verify._KEPT_TARGETS", 4)
     training, scores = Training(), attributor.scores("test")
     assert scores.verdict is None
     verdict = verify(scores, training, TARGETS, budget=6, seeds=(0, 1), alpha=0.4, subset_seed=3)
@@ -140,6 +143,17 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
     opened = Attributor.open(tmp_path / "a.zarr", perceptron()).scores("test")
     assert opened.verdict == scores.verdict == verdict
     assert f"tested: LDS {verdict.lds} on 6 subsets x 2 seeds of 40% of the rows, {M} targets" in repr(opened)
+
+    kept, some = opened.predictions, slice(None, None, 3)
+    np.testing.assert_allclose(
+        kept.summed, summed_scores(scores.numpy().astype(float), masks)[:, some], rtol=1e-5
+    )
+    np.testing.assert_allclose(kept.retrained, outputs.mean(axis=1)[:, some], rtol=1e-4, atol=1e-5)
+    assert attributor.scores("test", dense=False).predictions is None
+    page = Parsed(write_report(opened, tmp_path / "r.html"))
+    assert len(page.all("use", fill="var(--high)", fill_opacity="0.45")) == 6 * 4
+    for said in (f"LDS {verdict.lds}", f"stored in{opened.location}", "rows: projector"):
+        assert said in page.text
 
 
 def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(attributor):
