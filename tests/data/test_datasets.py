@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError
@@ -142,18 +135,15 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart() -> No
 
     changed = values.clone()
     changed[-1] += 1
-    found = [
-        identity(values),
-        identity(changed),
-        identity(values[:9]),
+    found = [identity(tensor) for tensor in (values, changed, values[:9], values.double())]
+    found += [
         identity(values, [1, 0, *range(2, 10)]),
-        identity(values.double()),
-        one(),
         one(text="b"),
         one(pixel=2),
         one(mapping={"k": [2, None]}),
+        one(),
     ]
-    assert (identity(values.clone()), one()) == (found[0], found[5])
+    assert (identity(values.clone()), one()) == (found[0], found[-1])
     assert all(found[i] != found[j] for i in range(len(found)) for j in range(i))
 
 
@@ -193,6 +183,7 @@ def exhausted_worker(worker: int) -> None:
     raise StopIteration
 
 
+PREPARED = "a worker was prepared to load the dataset"
 ONE, SEVERAL = "loading sample 7 of the dataset", "loading samples 6, 7, 8 of the dataset"
 
 
@@ -203,11 +194,7 @@ ONE, SEVERAL = "loading sample 7 of the dataset", "loading samples 6, 7, 8 of th
         (DataLoader(Exhausted(), num_workers=1), InvalidInputError, ONE),
         (DataLoader(ExhaustedBatches()), InvalidInputError, SEVERAL),
         (DataLoader(Counting(), collate_fn=exhausted_collation), InvalidInputError, SEVERAL),
-        (
-            DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker),
-            InvalidInputError,
-            "a worker was prepared to load the dataset",
-        ),
+        (DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker), InvalidInputError, PREPARED),
         (DataLoader(Exhausted(IndexError), num_workers=1), IndexError, ONE),
         (DataLoader(Exhausted(KeyError), num_workers=1), KeyError, ONE),
         (DataLoader(Exhausted(KeyboardInterrupt), num_workers=1), RuntimeError, "exited unexpectedly"),

@@ -129,6 +129,10 @@ class Scaled(RademacherProjector):
         return made
 
 
+def sum_of_squares(logits: Tensor) -> Tensor:
+    return logits.square().sum(1)
+
+
 def collate_scaled(scale: float) -> Callable[[list[Any]], Any]:
     def collate(samples: list[Any]) -> Any:
         x, y = default_collate(samples)
@@ -169,11 +173,8 @@ class Script:
                 self.net.first.register_forward_hook(value)
                 continue
             owner, _, last = name.rpartition(".")
-            setattr(
-                self.net.get_submodule(owner),
-                last,
-                MethodType(value, self.net) if last == "forward" else value,
-            )
+            made = MethodType(value, self.net) if last == "forward" else value
+            setattr(self.net.get_submodule(owner), last, made)
 
     def data(self, count: int, seed: int) -> Any:
         inputs, labels = tensors(count, seed)
@@ -197,6 +198,7 @@ class Script:
 
 
 MINE: dict[str, Any] = {"call": {"name": "mine"}}
+COLLATES = [{"settings": {"collate": collate_scaled(by)}} for by in (1.0, 2.0)]
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "samples": ({}, {"shift": 1.0}),
     "values of a TensorDataset": ({"dataset": Transformed}, {"shift": 1.0}),
@@ -207,27 +209,15 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "setting of a transform": ({}, {"scale": 2.0}),
     "code of a dataset": ({}, {"dataset": Edited}),
     "transform of a subclass of TensorDataset": ({"dataset": Transformed}, {"scale": 2.0}),
-    "collate function": (
-        {"settings": {"collate": collate_scaled(1.0)}},
-        {"settings": {"collate": collate_scaled(2.0)}},
-    ),
-    "collate function under one name": (
-        {"settings": {"collate": collate_scaled(1.0)}, **MINE},
-        {"settings": {"collate": collate_scaled(2.0)}},
-    ),
-    "collate function of a loader": (
-        {"loader_collate": collate_scaled(1.0)},
-        {"loader_collate": collate_scaled(2.0)},
-    ),
+    "collate function": (COLLATES[0], COLLATES[1]),
+    "collate function under one name": (COLLATES[0] | MINE, COLLATES[1]),
+    "collate function of a loader": tuple({"loader_collate": collate_scaled(by)} for by in (1.0, 2.0)),
     "global variable that the task calls": (
         {"task": calls_a_helper},
-        {"variables": {"reduce": lambda logits: logits.square().sum(1)}},
+        {"variables": {"reduce": sum_of_squares}},
     ),
     "attribute of the task": ({"task": Weighted(1.0)}, {"task": Weighted(2.0)}),
-    "code of the projector": (
-        {"settings": {"projector": Scaled(1.0)}},
-        {"settings": {"projector": Scaled(2.0)}},
-    ),
+    "code of the projector": tuple({"settings": {"projector": Scaled(by)}} for by in (1.0, 2.0)),
 }
 MODEL_KINDS: dict[str, dict[str, Any]] = {
     "forward method": {"model": {"forward": edited_forward}},
@@ -277,13 +267,11 @@ def test_the_error_names_the_row_and_each_quantity(tmp_path: Path) -> None:
     script = Script()
     script.featurize(tmp_path / "a.zarr")
     script.net.temperature = 3.0
-
-    with pytest.raises(
-        ManifestMismatchError,
-        match=r"row 0 of the train data, computed again, differs from the stored row: "
-        r"features by 0\.\d+ of their norm .* out_to_loss is .* there, .* here.*"
-        r"loss_curvature .*8 of 8 recomputed rows differ.* attributes or unsaved buffers",
-    ):
+    said = (
+        r"row 0 of the train data, computed again, differs from the stored row: features by 0\.\d+ of their norm .* "
+        r"out_to_loss is .* there, .* here.*loss_curvature .*8 of 8 recomputed rows differ.* attributes or unsaved"
+    )
+    with pytest.raises(ManifestMismatchError, match=said):
         script.featurize(tmp_path / "a.zarr")
 
 
@@ -314,17 +302,10 @@ def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pa
     assert script.summary.rows_written == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "settings"),
-    [
-        (torch.float32, {"dtype": "float32"}),
-        (torch.float32, {"dtype": "float16"}),
-        (torch.float32, {"dtype": "int8"}),
-        (torch.float32, {"dtype": "int4"}),
-        (torch.float64, {}),
-        (torch.bfloat16, {}),
-    ],
-)
+STORED = [(torch.float32, {"dtype": dtype}) for dtype in ("float32", "float16", "int8", "int4")]
+
+
+@pytest.mark.parametrize(("dtype", "settings"), [*STORED, (torch.float64, {}), (torch.bfloat16, {})])
 def test_other_batch_sizes_are_the_same_run_within_rounding(
     tmp_path: Path, dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
@@ -360,13 +341,9 @@ def test_another_instruction_set_continues(tmp_path: Path, capability: str) -> N
     with pytest.raises(BrokeOffError):
         Script().featurize(tmp_path / "a.zarr", fail_at=BROKEN_AT)
 
-    done = subprocess.run(
-        [sys.executable, "-c", CONTINUED, str(tmp_path / "a.zarr"), str(Path(__file__).parent)],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", CONTINUED, str(tmp_path / "a.zarr"), str(Path(__file__).parent)]
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
     assert done.stdout.split() == [str(N - DONE)], done.stderr
 
@@ -405,14 +382,8 @@ def test_a_dataset_whose_length_changes_during_a_call_is_refused(tmp_path: Path)
 NUMBERS = [[1, 23], [12, 3], [123], [1, 2, 3], [[1, 2], 3], [[1], [2, 3]], (1, 23.0), True, 1, 1.0, 1 + 0j]
 TEXTS = [["1", "23"], ["12", "3"], ["1'", "'23"], "1", b"1", None, "None"]
 DICTS = [{"a": 1, "b": 23}, {"a": 12, "b": 3}, {"ab": 1}, {"a": "b1"}, {1: "a"}, {"1": "a"}]
-ARRAYS = [
-    torch.tensor([1, 23]),
-    torch.tensor([1, 23], dtype=torch.int32),
-    torch.tensor([[1, 23]]),
-    torch.tensor([1.0, 23.0]),
-    np.array(["1", "23"]),
-    np.array(["12", "3"]),
-]
+ARRAYS = [torch.tensor(numbers) for numbers in ([1, 23], [[1, 23]], [1.0, 23.0])]
+ARRAYS += [torch.tensor([1, 23], dtype=torch.int32), np.array(["1", "23"]), np.array(["12", "3"])]
 
 
 @pytest.mark.quick

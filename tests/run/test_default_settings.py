@@ -52,30 +52,21 @@ def test_scores_by_default_are_those_of_the_default_damping_with_q_outside(
     tmp_path: Path, layout: Any, proj_dim: int
 ) -> None:
     made = attributor(tmp_path / "a.zarr", proj_dim=proj_dim, layout=layout)
-    made.featurize(
-        TRAIN, [perceptron().state_dict(), {k: -1.5 * v for k, v in perceptron().state_dict().items()}]
-    )
+    states = perceptron().state_dict()
+    made.featurize(TRAIN, [states, {k: -1.5 * v for k, v in states.items()}])
 
     scores = made.score(TARGETS, "test").numpy()
 
     with open_store(str(tmp_path / "a.zarr")) as store:
         train = [store.open_table(f"ckpt-{c}") for c in range(2)]
+        names = ("features", "out_to_loss", "loss_curvature")
+        rows, q, w = ([table.read(name).astype(float) for table in train] for name in names)
         targets = [
             store.open_table(f"targets/test/ckpt-{c}").read("features").astype(float) for c in range(2)
         ]
-        rows, q, w = (
-            [table.read(name).astype(float) for table in train]
-            for name in ("features", "out_to_loss", "loss_curvature")
-        )
     assert len(made.layout.segments) == (2 if layout == "module" else 1)
-    expected = reference.kernel_scores(
-        rows,
-        q,
-        w,
-        targets,
-        segments=[(s.start, s.stop) for s in made.layout.segments],
-        where_q="outside",
-    )
+    segments = [(s.start, s.stop) for s in made.layout.segments]
+    expected = reference.kernel_scores(rows, q, w, targets, segments=segments, where_q="outside")
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
@@ -103,9 +94,6 @@ def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_pat
     assert opened.score(TARGETS).settings["damping"] == 3.0
 
 
-# ------------------------------------------------------------------------ stores of older versions
-
-
 @pytest.mark.parametrize(("projector", "segments"), [("countsketch", 1), ("two_sided", 3)])
 def test_what_older_stores_call_auto_is_what_it_was(tmp_path: Path, projector: str, segments: int) -> None:
     def manifest(name: str, made: Attributor) -> Manifest:
@@ -128,22 +116,16 @@ def test_what_older_stores_call_auto_is_what_it_was(tmp_path: Path, projector: s
 
 def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain_one() -> None:
     head = nn.Linear(2, 2100)  # 6300 gradient entries, which "none" keeps
-    made = [
-        Attributor(head, "causal_language_modeling", None, projector=projector)
-        for projector in ("none", "auto")
-    ]
-
-    assert made[0].method == TRAK(damping=None, layout="stored")
-    assert made[1].method == Fisher()
+    for projector, method in (("none", TRAK(damping=None, layout="stored")), ("auto", Fisher())):
+        assert Attributor(head, "causal_language_modeling", None, projector=projector).method == method
 
 
 def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:
     """Also where they were the default of a time, and no longer are."""
     ids = torch.randint(5, (6, 4), generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5))
-    made = Attributor(
-        net, CausalLanguageModelingModelOutput(output="margin"), tmp_path / "a.zarr", proj_dim=4
-    )
+    task = CausalLanguageModelingModelOutput(output="margin")
+    made = Attributor(net, task, tmp_path / "a.zarr", proj_dim=4)
     made.featurize(TensorDataset(ids, ids))
 
     opened = Attributor.open(tmp_path / "a.zarr", net)

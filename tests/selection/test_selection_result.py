@@ -23,14 +23,9 @@ def chosen(method: str = "balanced", k: int = 7) -> Selection:
 
 
 def columns(selection: Selection) -> dict[str, np.ndarray]:
-    found = {
-        "row": selection.indices,
-        "score": selection.scores,
-        "best_target": selection.best_targets,
-        "best_score": selection.best_scores,
-        "group": selection.groups,
-        "redundancy": selection.redundancy,
-    }
+    names = {"row": "indices", "score": "scores", "best_target": "best_targets", "best_score": "best_scores"}
+    names |= {"group": "groups", "redundancy": "redundancy"}
+    found = {name: getattr(selection, attribute) for name, attribute in names.items()}
     return {name: values for name, values in found.items() if values is not None}
 
 
@@ -47,18 +42,18 @@ def test_a_selection_survives_json(method: str, tmp_path: Path) -> None:
     assert repr(after) == repr(before)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: content.update(version=3),
-        lambda content: content.pop("columns"),
-        lambda content: content["columns"]["row"].pop(),
-        lambda content: content["columns"]["row"].__setitem__(0, 20),
-        lambda content: content["columns"]["row"].__setitem__(0, content["columns"]["row"][1]),
-        lambda content: content["columns"].update(score="text"),
-        lambda content: content.update(num_rows=None),
-    ],
-)
+CHANGES = [
+    lambda content: content.update(version=3),
+    lambda content: content.pop("columns"),
+    lambda content: content["columns"]["row"].pop(),
+    lambda content: content["columns"]["row"].__setitem__(0, 20),
+    lambda content: content["columns"]["row"].__setitem__(0, content["columns"]["row"][1]),
+    lambda content: content["columns"].update(score="text"),
+    lambda content: content.update(num_rows=None),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_files_that_contradict_themselves_are_refused(change, tmp_path: Path) -> None:
     path = chosen().save(tmp_path / "chosen.json")
     content = json.loads(path.read_text())
@@ -138,7 +133,7 @@ def test_a_dataset_gets_a_column() -> None:
     table = datasets.table.InMemoryTable.from_pydict({"row": list(range(20)), "source": LABELS.tolist()})
     data = datasets.Dataset(
         table, fingerprint="rows"
-    )  # from_dict pickles the table, which fails with some versions
+    )  # with some versions from_dict fails to pickle the table
     selection = select(SCORES, 7, "balanced", groups="source", data=data)
 
     marked = selection.add_to(data)
