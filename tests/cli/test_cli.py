@@ -22,7 +22,7 @@ SPEC = TableSpec(num_rows=8, columns=(Column("features", 2, "float32"),), chunk_
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     path = str(tmp_path / "a run.zarr")
     with ZarrFeatureStore.create(path, Manifest({"seed": 0})) as store:
         store.create_table("ckpt-0", SPEC).put(0, {"features": np.ones((8, 2), np.float32)})
@@ -39,18 +39,14 @@ def pending(path: str) -> list[int]:
 
 
 @pytest.mark.quick
-def test_the_exit_status_of_a_check_says_whether_there_is_damage(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
     sound = f"{path}: sound; 1 table, 8 rows done, 0 pending, 2 chunks of 64 bytes compared.\n"
     assert done(["check", path], capsys) == sound
-
     damage(path)
     assert cli.main(["check", path]) == 1
     row = capsys.readouterr().out.splitlines()[1]
     assert row.startswith("damage  ckpt-0  1      4 to 7  features  checksum")
     assert pending(path) == []
-
     repaired = done(["check", path, "--repair"], capsys)
     assert "set aside: chunk 1 (rows 4 to 7 are pending) of ckpt-0 is in" in repaired
     assert pending(path) == [4, 5, 6, 7]
@@ -79,13 +75,11 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(
         (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
 )
-def test_wrong_use_exits_with_2_and_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_exits_with_2_and_one_line(arguments, said, capsys):
     assert said in refused(arguments, capsys)
 
 
-def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(path: str) -> None:
+def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(path):
     """A process of its own, as an import elsewhere would hide what the commands import."""
     damage(path)
     code = (
@@ -99,7 +93,6 @@ def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(pa
         "print(cli.main(['inspect', path]), cli.main(['run', 'x.yaml']))"
     )
     ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-
     assert "4 to 7" in ended.stdout
     assert "\n1 set()\n" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "0 2"
@@ -108,7 +101,7 @@ def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(pa
     )
 
 
-def test_the_installed_program_is_the_same_and_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_installed_program_is_the_same_and_says_its_version(capsys):
     setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
     assert f'{{"console_scripts": ["trak-lite = {cli.__name__}:{cli.main.__name__}"]}}' in setup
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -133,9 +126,7 @@ def training(*, num_train: int = 40, width: int = 4):
 """
 
 
-def test_unroll_trains_replays_and_finds_its_scores_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     config = write_case(tmp_path, recipe=RECIPE + TRAINING, more="unroll:\n  block: 4\n")
     out = done(["unroll", config], capsys)
     assert "40 train rows x 6 targets" in out
@@ -187,9 +178,7 @@ def train_data(num_train: int = 40, wait_at: int | None = None):
 SCRIPT = "import sys\nfrom trak_lite.cli import main\n\nsys.exit(main(sys.argv[1:]))\n"
 
 
-def test_a_run_that_is_interrupted_by_a_signal_says_what_is_safe_and_goes_on_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_interrupted_by_a_signal_says_what_is_safe_and_goes_on_there(tmp_path, capsys):
     """In a process of its own, which gets a SIGINT."""
     config = write_case(tmp_path, recipe=WAITS, more="train_data: {batch_size: 8, name: rows}\n")
     command = ["run", config, "--recipe_arguments.wait_at=20"]
@@ -202,7 +191,6 @@ def test_a_run_that_is_interrupted_by_a_signal_says_what_is_safe_and_goes_on_the
     assert process.is_alive(), output.read_text()
     os.kill(process.pid, signal.SIGINT)
     process.join()
-
     said = output.read_text()
     assert process.exitcode == 130, said
     assert "interrupted. The same command continues at the first missing row." in said
@@ -221,8 +209,6 @@ def test_a_run_that_is_interrupted_by_a_signal_says_what_is_safe_and_goes_on_the
         ("raise KeyboardInterrupt", "\ntrak-lite: interrupted before the command started.\n"),
     ],
 )
-def test_an_interrupt_in_the_recipe_is_told_as_well(
-    recipe: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_in_the_recipe_is_told_as_well(recipe, said, tmp_path, capsys):
     assert cli.main(["run", write_case(tmp_path, recipe=recipe)]) == 130
     assert said in capsys.readouterr().err

@@ -58,7 +58,6 @@ def test_weights_are_those_of_cross_validated_ridge_regression_towards_the_defau
     parts = parts_of(3, 7, 5)
     outputs = np.tensordot([0.2, 0.7, 0.1], parts, 1) + noise * parts_of(1, 7, 5, seed=1)[0]
     prior = np.array([1.0, 0.5, 0.0])
-
     found = fit_weights(parts, outputs, prior, across=across)
     np.testing.assert_allclose(found, cross_validated(parts, outputs, prior, across), rtol=1e-8, atol=1e-10)
 
@@ -66,9 +65,7 @@ def test_weights_are_those_of_cross_validated_ridge_regression_towards_the_defau
 def test_weights_do_not_depend_on_the_scale_of_parts_or_outputs():
     parts, outputs = parts_of(), parts_of()[1] + 0.1 * parts_of(1, seed=1)[0]
     scale = np.array([1.0, 10.0, 0.1, 5.0])
-
     found = fit_weights(parts * scale[:, None, None], 7 * outputs + 3, PRIOR / scale)
-
     np.testing.assert_allclose(found * scale, fit_weights(parts, outputs, PRIOR), rtol=1e-6, atol=1e-9)
 
 
@@ -76,7 +73,6 @@ def test_parts_that_never_change_keep_their_weight_and_targets_that_never_change
     parts = parts_of()
     parts[2] = 3.0
     assert fit_weights(parts, parts[0], PRIOR)[2] == PRIOR[2]
-
     parts = parts_of()
     outputs = parts[0] + 0.5 * parts[2]
     dead, others = outputs.copy(), np.delete(np.arange(20), 5)

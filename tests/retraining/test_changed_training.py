@@ -89,7 +89,6 @@ def described(function):
 @pytest.mark.quick
 def test_other_source_settings_or_data_are_another_training_and_what_changes_while_it_trains_is_not():
     assert len({repr(described(function)) for function in DIFFERENT}) == len(DIFFERENT)
-
     model, calls, counts = nn.Linear(2, 2), [], {}
     before = [described(closure(thing)) for thing in (model, calls, counts)]
     model.weight.data.add_(1.0)
@@ -176,9 +175,7 @@ def test_the_verdict_is_that_of_the_present_training(edit, made, other, tmp_path
     monkeypatch.setitem(sys.modules, "rates", None)
     old = verify(made, edited(edit, 0.5, tmp_path))
     CALLS.clear()
-
     new = verify(made, edited(edit, -0.1, tmp_path))
-
     assert BUDGET <= len(CALLS) <= BUDGET + 2, "one is repeated, twice where nothing known was changed"
     assert new == verify(other, edited(edit, -0.1, tmp_path)) != old
     assert verify(attributor(made.path), edited(edit, 0.5, tmp_path)) == old
@@ -192,7 +189,6 @@ def test_the_same_training_is_repeated_once_and_not_at_all_by_its_name(made):
     for one in (made, attributor(made.path)):
         CALLS.clear()
         again = verify(one, training())
-
         assert again == first
         assert len(CALLS) == 1
         assert "Trained again, to compare: subset 0, seed 0 (12 rows); outputs differ by 0" in str(again)
@@ -237,7 +233,6 @@ def test_a_change_for_later_seeds_is_noticed(made):
     assert verify(made, later, seeds=(3, 5, 7)) == old
     assert len({tuple(rows) for rows in CALLS}) == len(CALLS) == 3
     config["lr"] = -0.1
-
     assert verify(made, later, seeds=(3, 5, 7)) != old
 
 
@@ -245,11 +240,9 @@ def test_a_training_that_is_not_deterministic_is_said_to_be(made):
     training = noisy({"lr": 0.5, "noise": 1.0})
     first = verify(made, training)
     CALLS.clear()
-
     said = "not deterministic: .* give different outputs .*Seed all random numbers"
     with pytest.warns(RuntimeWarning, match=said):
         again = verify(attributor(made.path), training)
-
     assert again == first
     assert len(CALLS) == 2
 
@@ -279,7 +272,6 @@ def test_two_processes_share_the_retrainings(made, other, tmp_path):
         worker.start()
     for worker in workers:
         worker.join()
-
     assert [worker.exitcode for worker in workers] == [0, 0]
     trained = (tmp_path / "log").read_text().splitlines()
     assert len(set(trained)) == BUDGET

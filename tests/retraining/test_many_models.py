@@ -148,9 +148,7 @@ def test_other_settings_equal_the_loop_too(changes):
 @pytest.mark.quick
 def test_every_epoch_visits_all_rows_once_in_an_order_of_its_own():
     made = recipe(epochs=2)
-
     steps = [made.order(number, num_rows=12, seed=3) for number in range(6)]
-
     assert [len(step) for step in steps] == [5, 5, 2] * 2
     epochs = [np.concatenate(steps[:3]).tolist(), np.concatenate(steps[3:]).tolist()]
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
@@ -162,9 +160,7 @@ def test_every_epoch_visits_all_rows_once_in_an_order_of_its_own():
 
 def test_subsets_of_several_sizes_are_trained_in_groups():
     masks = np.concatenate([MASKS, removal_masks(np.random.default_rng(0).normal(size=(N, 2)), 4)])
-
     many, loop = outputs(recipe(cnn).train_fn, masks, models_at_once=3)
-
     np.testing.assert_allclose(many, loop, **STORED)
     for one, other in pairwise(many.reshape(-1, TARGETS)):
         assert np.abs(one - other).max() > 1e-3
@@ -172,9 +168,7 @@ def test_subsets_of_several_sizes_are_trained_in_groups():
 
 def test_rows_may_be_a_list_and_seeds_negative():
     training, rows = recipe(partial(mlp, hidden=nn.Dropout)).train_fn, [3, 0, 17, 9, 4, 11]
-
     models = [training(rows, -2), training(np.array(rows), -2), *training.train_many([rows, rows], [-2, 5])]
-
     for name, weight in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], weight, rtol=0, atol=0)
         torch.testing.assert_close(models[2].state_dict()[name], weight, **ROUNDING)
@@ -191,7 +185,6 @@ def test_a_model_that_vmap_cannot_run_is_trained_one_by_one():
     said = r"side by side of Branching .*\.item\(\).*Train one by one"
     with pytest.raises(UnsupportedModelError, match=said):
         retrain_many(made.train_fn, MASKS, logits)
-
     expected = written_out(made, torch.optim.SGD, {"lr": 0.1}, np.arange(7), 0)
     torch.testing.assert_close(dict(made.train_fn(np.arange(7), 0).state_dict()), dict(expected), **ROUNDING)
 
@@ -218,9 +211,7 @@ def test_the_loop_and_many_models_at_once_continue_each_other(tmp_path, begun, c
     given = {"path": tmp_path / "r", "train_id": "mlp"}
     with pytest.raises(KeyboardInterrupt):
         begun(training, MASKS, Counted(4), **given)
-
     found = continued(training, MASKS, rest, **given)
-
     assert rest.calls == 2
     np.testing.assert_allclose(found.outputs, retrain(training, MASKS, logits).outputs, **STORED)
 
@@ -282,7 +273,6 @@ def test_what_no_setting_tells_is_noticed_by_a_repetition(tmp_path, monkeypatch,
     training = recipe(lambda seed: copy.deepcopy(base), scaled_losses, epochs=1).train_fn
     retrain_many(training, MASKS, logits, path=tmp_path / "r")
     change(base, monkeypatch)
-
     with pytest.raises(ManifestMismatchError, match=r"another training: repeated for subset 0, .*train_id"):
         retrain_many(training, MASKS, logits, path=tmp_path / "r")
 
@@ -391,9 +381,7 @@ def test_a_sample_that_cannot_be_loaded_names_the_subset_and_keeps_the_rest(func
         function(training, MASKS, counted, **arguments)
     assert counted.calls == 2
     counted.calls = 0
-
     function(recipe(epochs=1).train_fn, MASKS, counted, **arguments)
-
     assert counted.calls <= 5, "one is repeated; those of subset 0 are not trained again"
 
 

@@ -161,7 +161,6 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
     method = TRAK(damping=0.1, layout="stored")
     scores = attributor.score(TARGETS, "test", method=method)
     again = Training()
-
     assert attributor.scores("test", method=method).verdict is None
     verdict = verify(scores, again, TARGETS, budget=3)
     assert len(again.calls) == 1, "a stored one is repeated"
@@ -175,9 +174,7 @@ def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     attributor = scored(trained)
     name = "test" if featurized else "only-ekfac"
     scores = attributor.score(TARGETS, name, method="EKFAC")
-
     verdict = verify(scores, Training(), TARGETS, budget=4)
-
     masks = subset_masks(N, 4)
     found = linear_datamodeling_score(scores.numpy(), masks, outputs_of(masks)[:, 0])
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
@@ -193,9 +190,7 @@ def test_after_a_kill_or_a_failure_only_what_is_missing_is_trained(attributor):
     with pytest.raises(KeyboardInterrupt):
         verify(scores, Training(2), TARGETS, budget=3)
     rest = Training()
-
     verify(scores, rest, TARGETS, budget=3)
-
     assert len(rest.calls) == 1 + 1, "the first one is repeated"
 
 
@@ -211,7 +206,6 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     expected = verify(scores, Training(), TARGETS, budget=3)
     assert attributor.model.training
     torch.testing.assert_close(dict(attributor.model.state_dict()), before, rtol=0, atol=0)
-
     assert verify(scores, states, TARGETS, budget=3, train_id="states") == expected
     itself = Training(model=attributor.model)
     assert verify(scores, itself, TARGETS, budget=3, train_id="itself") == expected
@@ -231,7 +225,6 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
 def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
     training = Training()
     given = {"train_fn": training, "targets": TARGETS, "budget": 3, **changes}
-
     with pytest.raises(error, match=seen):
         verify(attributor.scores("test"), **given)
     assert training.calls == [] or "texts" in changes
@@ -353,21 +346,17 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(held, method):
     weights = np.zeros((len(calibration.views), 2, len(calibration.segments), len(calibration.dampings)))
     weights[calibration.views.index(method.q), :, :, calibration.dampings.index(1.0)] = 0.5
     given = replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
-
     found = calibrated_scores(scores, given)
-
     np.testing.assert_allclose(found.numpy(), scores.numpy(), rtol=1e-3, atol=1e-4)
 
 
 def test_modules_get_weights_of_their_own_unless_they_are_too_many(trained, monkeypatch):
     made = scored(trained, proj_dim=6, layout="module", method=GaussNewton(damping=0.5))
     scores = made.scores("test")
-
     single = calibrate(scores, held_scores(scores.numpy()))
     assert single.dampings == (0.1, 0.5, 1.0, 10.0), "its own is among those tried"
     assert list(single.segments) == [(segment.start, segment.stop) for segment in made.layout.segments]
     assert len(single.weights) == 3 * 2 * len(made.layout.segments) * 4
-
     monkeypatch.setattr("trak_lite.retraining.calibrated._MOST_PARTS", 3 * 2 * 2 * 4 - 1)
     shared = calibrate(scores, held_scores(scores.numpy()))
     assert shared.segments == ((0, made.layout.width),)
@@ -382,9 +371,7 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
     scores = made.scores("test")
     with pytest.raises(StateError, match="were not calibrated"):
         calibrated_scores(scores)
-
     verdict = verify(scores, Training(), TARGETS, budget=60, calibrate=True)
-
     masks = subset_masks(N, 60)
     held_out, outputs = masks[1::2], outputs_of(masks)[1::2, 0]
     found = verdict.calibration
