@@ -166,7 +166,7 @@ WAITS = RECIPE.replace(
         if index == self.wait_at:
             import time
             print("waits", flush=True)
-            time.sleep(600)
+            time.sleep(60)
         return super().__getitem__(index)
 
 
@@ -175,7 +175,12 @@ def train_data(num_train: int = 40, wait_at: int | None = None):
     rows.wait_at = wait_at
     return rows""",
 )
-SCRIPT = "import sys\nfrom trak_lite.cli import main\n\nsys.exit(main(sys.argv[1:]))\n"
+SCRIPT = """import signal, sys
+from trak_lite.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores SIGINT
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_a_run_that_is_interrupted_by_a_signal_says_what_is_safe_and_goes_on_there(tmp_path, capsys):
