@@ -100,11 +100,11 @@ class Scores:
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
-        """The last result of :func:`~trak_lite.verify` with ``protocol="one-run"``; ``None`` if there is none."""
+        """The last result of :func:`~trak_lite.verify_run` for these scores; ``None`` if there is none."""
         return None if self._one_run is None else self._one_run[0]()
 
     def keep(self, verdict: OneRunVerdict) -> None:
-        """Store a verdict of one run with the scores, as ``verify`` does; scores in memory have no place for it."""
+        """Store a verdict of one run with the scores, as ``verify_run`` does; scores in memory have no place for it."""
         if self._one_run is not None:
             self._one_run[1](verdict)
 
