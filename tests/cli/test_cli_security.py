@@ -380,3 +380,7 @@ def test_settings_of_a_manifest_that_are_none_are_refused_by_name(copied, capsys
         with pytest.raises(ManifestMismatchError, match=said):
             Attributor.open(path.parent, model, **given)
     assert said in refused(["report", str(path.parent)], capsys)
+
+    edit_record(path, lambda record: record["made_with"].update(settings=whole))
+    edit_record(path, lambda record: record["fingerprint"].setdefault("dataset", {}).update(num_rows=0))
+    assert "has no train rows. Featurize them first" in refused(["serve", str(path.parent)], capsys)

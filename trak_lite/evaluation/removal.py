@@ -35,8 +35,6 @@ class LossRise:
     """Nominal coverage of the interval."""
 
 
-
-
 def target_loss_rise(
     before: ArrayLike,
     after: ArrayLike,
@@ -76,5 +74,3 @@ def target_loss_rise(
     ]
     low, high = np.quantile(draws, [tail, 1.0 - tail])
     return LossRise(float(rise.mean()), rise, (float(low), float(high)), confidence)
-
-
