@@ -85,6 +85,10 @@ WRONG_RECIPES = [
     (RECIPE.replace("range(steps)", "range(0 * steps)"), "returned no weights"),
     (RECIPE.replace("yield model.state_dict()", "yield 3"), "train() returned int. Expected a module"),
     (RECIPE.replace("yield model.state_dict()", "yield torch.ones(2)"), "train() returned Tensor. Expected"),
+    (
+        RECIPE.replace("yield model.state_dict()", "yield 'weights'"),
+        "train() returned str. Expected a module",
+    ),
 ]
 ANNOTATIONS = [
     (": str | torch.device", "must be str, got"),
