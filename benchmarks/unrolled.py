@@ -47,7 +47,7 @@ from benchmarks.lds.training import losses
 from benchmarks.lds.truth import full_runs, load
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_parts, surroundings
-from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify
+from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify_run
 from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling, subset_masks
 from trak_lite.retraining import retrain_many
 from trak_lite.run.repeats import outputs_of_model
@@ -184,7 +184,7 @@ def smooth(name: str) -> dict[str, Any]:
         attributor.featurize(train)
         both = {"unrolled": unrolled(run, targets, task), "default": attributor.score(targets)}
         verdicts = {
-            method: verify(scores, run, targets, protocol="one-run", budget=BUDGET, task=task)
+            method: verify_run(scores, run, targets, budget=BUDGET, task=task)
             for method, scores in both.items()
         }
     found: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 A recipe trains a small network with GELU. ``unrolled`` replays the training backwards and gives the exact derivative
 of every target's margin by the weight of every train row. Two tests follow: the run is repeated without random rows
-(``verify``), and without the rows that help one target most. Measured: rank correlations of 0.993, 0.990 and 0.984
+(``verify_run``), and without the rows that help one target most. Measured: rank correlations of 0.993, 0.990 and 0.984
 with 1, 5 and 10 % of the rows left out. Without its 10 most helpful rows a target's margin falls by the predicted
 amount and up to a third more, because each of these rows is worth more when the others are gone.
 
@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Rows, Scores, verify
+from trak_lite import Rows, Scores, verify_run
 from trak_lite.evaluation.verdict import OneRunVerdict
 from trak_lite.modelout_functions import ImageClassificationModelOutput, ModelCall
 from trak_lite.unrolled import SGD, Recipe, TrainingRun, unrolled
@@ -82,7 +82,7 @@ def main(
 
     targets = Rows(held_out, batch_size=TARGETS)
     scores = unrolled(run, targets, "image_classification", name="held-out")
-    verdict = verify(scores, run, targets, protocol="one-run", budget=budget, task="image_classification")
+    verdict = verify_run(scores, run, targets, budget=budget, task="image_classification")
     print(verdict)
 
     print(f"\nmargin without the {REMOVED} most helpful rows: predicted and actual change")

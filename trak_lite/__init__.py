@@ -16,6 +16,7 @@ from trak_lite.gradient_computers.normalization import clip as clip
 from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
 from trak_lite.models.optimizers import named_optimizer_state as named_optimizer_state
 from trak_lite.retraining.calibrated import calibrate as calibrate
+from trak_lite.retraining.one_run import verify_run as verify_run
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores
@@ -42,6 +43,7 @@ __all__ = [
     "test_install",
     "token_scores",
     "verify",
+    "verify_run",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from cli_cases import write_case
@@ -12,7 +11,7 @@ from trak_lite import cli
 
 
 @pytest.fixture(scope="session")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(tmp_path_factory):
     """The folder of a run; tests leave it as it is, or copy it."""
     folder = tmp_path_factory.mktemp("ran")
     assert cli.main(["run", write_case(folder)]) == 0
@@ -20,7 +19,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copied(ran, tmp_path, monkeypatch):
     """A copy of the run in a folder of its own, where relative paths begin."""
     shutil.copytree(ran, tmp_path / "copy")
     write_case(tmp_path / "copy")

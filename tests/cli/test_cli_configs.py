@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,12 +74,12 @@ WRONG_RECIPES = [
     ("x = 1\ndef broken(:\n", "cannot be executed: line 2: "),
     ("import no_such_package\n", "No module named 'no_such_package'. Correct it, or install"),
     (
-        RECIPE.replace("torch.manual_seed(0)", "import no_such_package"),
-        "failed: No module named 'no_such_package'. Install what it imports.",
+        RECIPE.replace("torch.manual_seed(0)", "import no_such_one"),
+        "No module named 'no_such_one'. Install what it",
     ),
     (
         RECIPE + "\ndef render_target(index, width: int = 9): ...\n",
-        "'width' of render_target() has another type or default than in another",
+        "'width' of render_target() has another type or",
     ),
     (RECIPE.replace("width: int = 4", "width: int"), "recipe_arguments.width must be given"),
     (RECIPE.replace("range(steps)", "range(0 * steps)"), "returned no weights"),
@@ -145,11 +144,8 @@ def with_argument(text: str, default: Any = None) -> str:
         ({"recipe": "raise SystemExit('the recipe was run')", "more": "seed: x"}, [], "seed must be int"),
     ],
 )
-def test_what_is_wrong_is_named_in_one_line(
-    case: dict[str, str], options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_named_in_one_line(case, options, said, tmp_path, capsys):
     line = refused(["run", write_case(tmp_path, **case), *options], capsys)
-
     assert said in line
     assert (
         "Command line: " if options else str(tmp_path / "run.yaml") if "recipe" not in case else ""
@@ -157,22 +153,19 @@ def test_what_is_wrong_is_named_in_one_line(
 
 
 @pytest.mark.parametrize(("content", "said"), WRONG_FILES)
-def test_a_file_that_is_no_config_is_refused(
-    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_config_is_refused(content, said, tmp_path, capsys):
     (tmp_path / "run.yaml").write_bytes(content)
-
     assert said in refused(["run", str(tmp_path / "run.yaml")], capsys)
 
 
-def test_an_error_of_the_recipes_own_is_left_to_its_traceback(tmp_path: Path) -> None:
+def test_an_error_of_the_recipes_own_is_left_to_its_traceback(tmp_path):
     with pytest.raises(ZeroDivisionError):
         cli.main(["run", write_case(tmp_path, recipe="1 / 0")])
 
 
 def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """As the run is recorded; the record, written out as a config, is the same run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "below").mkdir()
@@ -219,53 +212,40 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
     assert records(tmp_path / "run.zarr")[-1]["config"]["checkpoints"] == files
 
 
-def test_an_address_in_an_object_store_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_in_an_object_store_stays_as_it_is(tmp_path, monkeypatch, capsys):
     pytest.importorskip("fsspec", reason="fsspec is not installed")
     monkeypatch.chdir(tmp_path)
     place = f"memory://{tmp_path.name}/run.zarr"
     done(["featurize", write_case(tmp_path), "--path", place, "--checkpoints", "null"], capsys)
-
     assert done(["inspect", place], capsys).startswith(f"{place}: a store of format 3\n")
 
 
-def test_a_recipe_has_modules_beside_it_and_arguments_that_only_python_can_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_has_modules_beside_it_and_arguments_that_only_python_can_say(tmp_path, monkeypatch, capsys):
     """They keep their defaults; names of functions of serve may be variables; serve passes texts."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_the_recipe.py").write_text("WIDTH = 5\n")
-    recipe = (
-        "from beside_the_recipe import WIDTH\nfrom pathlib import Path\nimport trak_lite\n"
-        + RECIPE.replace(
-            "width: int = 4):",
-            "width: int = WIDTH, where: str = Path(), make: type = nn.Linear, clip: trak_lite.Normalization = None):",
-        ).replace("width: int = 4,", "width: int = WIDTH,")
-    )
+    more = "width: int = WIDTH, where: str = Path(), make: type = nn.Linear, clip: trak_lite.Normalization = None):"
+    recipe = RECIPE.replace("width: int = 4):", more).replace("width: int = 4,", "width: int = WIDTH,")
+    recipe = "from beside_the_recipe import WIDTH\nfrom pathlib import Path\nimport trak_lite\n" + recipe
     recipe += "\ntokens = [1]\ndef sample(text, scale: float = 2.0):\n    return scale\n"
     done(["featurize", write_case(tmp_path, recipe=recipe), "--checkpoints=null"], capsys)
-
     (record,) = records(tmp_path / "run.zarr")
     assert record["config"]["recipe_arguments"] == {"width": 5, "num_train": 40, "steps": 3, "scale": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("form", "count"), [("model", 1), ("model.state_dict()", 1), ("[model, model.state_dict()]", 2)]
-)
-def test_a_module_a_state_dict_and_a_list_are_checkpoints(
-    form: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("form", ["model", "model.state_dict()", "[model, model.state_dict()]"])
+def test_a_module_a_state_dict_and_a_list_are_checkpoints_and_a_loader_is_train_data(form, tmp_path, capsys):
     recipe = RECIPE.replace("        yield model.state_dict()\n", f"    return {form}\n")
+    recipe = recipe.replace("train_data(num_train).tensors", "train_data(num_train).dataset.tensors")
+    loader = "return torch.utils.data.DataLoader(data(num_train, 1), batch_size=32)"
+    recipe = recipe.replace("return data(num_train, 1)", loader)
     done(["run", write_case(tmp_path, recipe=recipe)], capsys)
-
     trained = functions(tmp_path)["train"](torch.arange(40), 0)
-    expected = trained[0] if isinstance(trained, list) else trained
-    expected = expected if isinstance(expected, dict) else expected.state_dict()
+    expected = trained if isinstance(trained, list) else [trained]
     files = sorted((tmp_path / "trained").iterdir())
-    assert len(files) == count
-    for file in files:
-        torch.testing.assert_close(load_file(file), dict(expected), rtol=0, atol=0)
+    for file, one in zip(files, expected, strict=True):
+        states = one if isinstance(one, dict) else one.state_dict()
+        torch.testing.assert_close(load_file(file), dict(states), rtol=0, atol=0)
 
 
 def shown_keys(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
@@ -282,17 +262,13 @@ def shown_keys(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]
 
 @pytest.mark.quick
 def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_only_python_can_say(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     keys = shown_keys(capsys)
     parameters = inspect.signature(Attributor.__init__).parameters.items()
-    defaults = {name: str(p.default) for name, p in parameters if name not in ("self", "model", "collate")}
-    defaults = {name: {"None": "null"}.get(text, text) for name, text in defaults.items()}
-    required = {"path", "task"}
-
-    assert {name: keys[name][0] for name in defaults.keys() - required} == {
-        name: default for name, default in defaults.items() if name not in required
-    }
+    without = ("self", "model", "collate", "path", "task")
+    defaults = {name: str(p.default).replace("None", "null") for name, p in parameters if name not in without}
+    assert {name: keys[name][0] for name in defaults} == defaults
     expected = {
         "train_data.batch_size": "Optional[int], default: null",
         "target_data.indices": "Optional[list[int]], default: null",
@@ -313,7 +289,7 @@ def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_onl
 
 
 @pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def planted(tmp_path, monkeypatch):
     """A module that can be imported and must not be; its class's path."""
     (tmp_path / "planted_code.py").write_text("class Planted:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -323,9 +299,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.campaign) for part in range(1, 6))]
 )
-def test_a_class_path_in_any_key_is_refused_and_imports_nothing(
-    part: int, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_path_in_any_key_is_refused_and_imports_nothing(part, planted, tmp_path, capsys):
     """Standard tries one key of six."""
     write_case(tmp_path)
     for name in sorted({*shown_keys(capsys), "recipe_arguments.steps", "recipe_arguments"})[part::6]:
@@ -338,21 +312,8 @@ def test_a_class_path_in_any_key_is_refused_and_imports_nothing(
         assert "planted_code" not in sys.modules, name
 
 
-NAMING = ["task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"]
-FORMS = ["{}", "class_path: {}", "!!python/name:{}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, marks=() if (row + column) % 3 == 0 else pytest.mark.campaign)
-        for row, name in enumerate(NAMING)
-        for column, form in enumerate(FORMS)
-    ],
-)
-def test_the_path_of_a_class_as_text_imports_nothing(
-    name: str, form: str, planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(["run", write_case(tmp_path), f"--{name}", form.format(planted)], capsys)
-
-    assert "planted_code" not in sys.modules
+@pytest.mark.parametrize("form", ["{}", "class_path: {}", "!!python/name:{}"])
+def test_the_path_of_a_class_as_text_imports_nothing(form, planted, tmp_path, capsys):
+    for name in ("task", "projector", "gradient_computer", "device", "normalize", "method", "score.method"):
+        refused(["run", write_case(tmp_path), f"--{name}", form.format(planted)], capsys)
+        assert "planted_code" not in sys.modules, name

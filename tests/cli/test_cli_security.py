@@ -58,7 +58,7 @@ async def get(application: Any, path: str, query: bytes) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_command_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_command_waits(monkeypatch):
     """In place of a server: every page is made once, and the command ends."""
 
     def run(server: Any, sockets: Any = None) -> None:
@@ -138,21 +138,15 @@ def plant_python(folder: Path) -> list[Path]:
     return files
 
 
-def recipe_in_the_store(folder: Path) -> None:
-    put_record(folder, sha256(EVIL + RECIPE), recipe="run.zarr/.cache/notes.npy.py")
+def names_a_recipe(path: str) -> Callable[[Path], None]:
+    """Also the very file of the user's, with its digest: it is not typed on this command line."""
 
+    def attack(folder: Path) -> None:
+        recipe = path.format(folder)
+        put_record(folder, sha256((folder / recipe).read_text()), recipe=recipe)
 
-def recipe_in_the_store_by_its_absolute_path(folder: Path) -> None:
-    put_record(folder, sha256(EVIL + RECIPE), recipe=str(folder / "run.zarr/recipe.py"))
-
-
-def recipe_of_the_standard_library(folder: Path) -> None:
-    put_record(folder, sha256(STDLIB.read_text()), recipe=str(STDLIB))
-
-
-def recipe_of_the_user(folder: Path) -> None:
-    """The very file of the user's, with its digest: not typed on this command line either."""
-    put_record(folder, sha256(RECIPE), recipe=str(folder / "recipe.py"))
+    attack.__name__ = path
+    return attack
 
 
 def modules_as_settings(folder: Path) -> None:
@@ -177,11 +171,9 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+RECIPES = ["run.zarr/.cache/notes.npy.py", "{}/run.zarr/recipe.py", str(STDLIB), "{}/recipe.py"]
 ATTACKS = [
-    recipe_in_the_store,
-    recipe_in_the_store_by_its_absolute_path,
-    recipe_of_the_standard_library,
-    recipe_of_the_user,
+    *map(names_a_recipe, RECIPES),
     modules_as_settings,
     pickles_as_checkpoints,
     settings_of_the_manifest,
@@ -212,15 +204,12 @@ def cases(standard: Callable[[int, int], bool]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("command", "attack"), cases(lambda row, column: row % len(ATTACKS) == column))
-def test_no_command_runs_python_that_only_a_store_names(
-    command: str, attack: Callable[[Path], None], copied: Path
-) -> None:
+def test_no_command_runs_python_that_only_a_store_names(command, attack, copied):
     """In every way in which a command may take a store, whether or not this one does."""
     planted = plant_python(copied)
     attack(copied)
     before = sorted((copied / "trained").rglob("*"))
     store = str(copied / "run.zarr")
-
     for form in ([store], ["--from", store], [store, "--repair"], ["--from", store, "--out", "page.html"]):
         seen = attempt([command, *form])
         assert python_among(seen, [*planted, STDLIB, copied / "recipe.py"]) == [], form
@@ -232,47 +221,37 @@ def test_no_command_runs_python_that_only_a_store_names(
 @pytest.mark.parametrize(
     ("command", "attack"), cases(lambda row, column: (row, column) in {(4, 0), (1, 4), (8, 6)})
 )
-def test_beside_a_typed_recipe_the_store_adds_no_code(
-    command: str, attack: Callable[[Path], None], copied: Path
-) -> None:
+def test_beside_a_typed_recipe_the_store_adds_no_code(command, attack, copied):
     planted = plant_python(copied)
     attack(copied)
     store, typed = str(copied / "run.zarr"), ["--recipe", str(copied / "recipe.py"), "--verify.budget", "2"]
-
     for form in ([store], ["--from", store]):
         assert python_among(attempt([command, *form, *typed]), [*planted, STDLIB]) == [], form
     assert not list(copied.rglob("ran"))
     assert "this" not in sys.modules
 
 
-def test_the_watch_sees_code_that_runs(copied: Path) -> None:
+def test_the_watch_sees_code_that_runs(copied):
     """The two tests above can fail: the same file, typed by the user, is run and seen."""
     assert {"check", "featurize", "inspect", "report", "run", "score", "serve", "verify"} <= set(COMMANDS)
     planted = plant_python(copied)
-
     seen = attempt(["report", str(copied / "run.zarr"), "--recipe", str(planted[0])])
     assert python_among(seen, planted) != []
     assert (planted[0].parent / "ran").exists()
 
 
 @pytest.mark.parametrize("command", ["run", "featurize", "score", "verify"])
-def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(
-    command: str, ran: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(command, ran, capsys):
     line = refused([command, "--from", str(ran / "run.zarr")], capsys)
-
     assert "a recipe that a store names is never executed" in line
     assert "recipe.py'" in line  # which one it was
     assert "Pass --recipe FILE" in line
 
 
-def test_a_typed_recipe_that_differs_from_the_recorded_one_is_told(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_typed_recipe_that_differs_from_the_recorded_one_is_told(copied, capsys):
     store, recipe, other = str(copied / "run.zarr"), copied / "recipe.py", RECIPE + "\n# a comment\n"
     assert cli.main(["report", store, "--recipe", str(recipe)]) == 0
     assert "SHA-256" not in capsys.readouterr().err
-
     recipe.write_text(other)
     for arguments in (["report", store], ["run", "--from", store]):  # the run is recorded with the other one
         assert cli.main([*arguments, "--recipe", str(recipe)]) == 0
@@ -281,31 +260,24 @@ def test_a_typed_recipe_that_differs_from_the_recorded_one_is_told(
         assert f"its SHA-256 is {sha256(other)[:12]}, was {sha256(RECIPE)[:12]}" in err
 
 
-def test_a_record_chooses_no_folder_to_write_checkpoints_to(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_chooses_no_folder_to_write_checkpoints_to(copied, capsys):
     elsewhere = copied / "home" / "autostart"
     put_record(copied, "", checkpoints=str(elsewhere), path=str(copied / "other.zarr"))
     arguments = ["run", "--from", str(copied / "run.zarr"), "--recipe", str(copied / "recipe.py")]
-
     assert cli.main(arguments) == 2
     assert "pass --checkpoints PATH: a path that a store names is never written to" in capsys.readouterr().err
     assert not elsewhere.parent.exists()
     assert not (copied / "other.zarr").exists()
-
     assert cli.main([*arguments, "--checkpoints", str(elsewhere)]) == 0
     assert len(list(elsewhere.iterdir())) == 3
 
 
-def test_a_report_needs_no_recipe_no_record_and_no_model(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_no_recipe_no_record_and_no_model(copied, capsys):
     """Rows are shown by number; of a store that Python made, the only scores are shown, or those that are named."""
     store = str(copied / "run.zarr")
     top = opened(copied).scores("held-out").top(1, target=0).indices[0]
     (copied / "recipe.py").unlink()
     shutil.rmtree(copied / "trained")
-
     assert "Rows are shown by number. With --recipe FILE they are shown" in done(["report", store], capsys)
     page = (copied / "run.html").read_bytes()
     assert f"row {top}".encode() in page
@@ -323,11 +295,7 @@ def test_a_report_needs_no_recipe_no_record_and_no_model(
 ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e\r"
 
 
-def visible(text: str) -> bool:
-    return all(letter.isprintable() or letter == "\n" for letter in text)
-
-
-def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_a_store_tell_a_terminal_nothing(copied, capsys):
     store, config = str(copied / "run.zarr"), str(copied / "run.yaml")
     assert cli.main(["verify", config, "--verify.budget", "2"]) == 0
     with open_store(store, "r+") as kept:
@@ -342,15 +310,15 @@ def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.C
     put_record(copied, "x" + ESCAPE, recipe=ESCAPE)
     (copied / f"run.zarr/x{ESCAPE}").mkdir()
     capsys.readouterr()
-
+    shown = []
     for arguments in (["inspect", store], ["check", store], ["run", "--from", store], ["run", config]):
         cli.main(arguments)
         out, err = capsys.readouterr()
-        assert "x1b]0;title" in out + err, arguments
-        assert visible(out + err), arguments
-    shown = str(opened(copied).scores("held-out"))
-    assert "x1b]0;title" in shown
-    assert visible(shown)
+        shown.append(out + err)
+    shown.append(str(opened(copied).scores("held-out")))
+    for text in shown:
+        assert "x1b]0;title" in text
+        assert [letter for letter in text if not (letter.isprintable() or letter == "\n")] == [], text
 
 
 @pytest.mark.parametrize(
@@ -363,18 +331,15 @@ def test_names_of_a_store_tell_a_terminal_nothing(copied: Path, capsys: pytest.C
         pytest.param(b"[" + b"[]," * (1 << 21) + b"[]]", marks=pytest.mark.campaign, id="many"),
     ],
 )
-def test_a_verdict_that_cannot_be_read_is_told(
-    verdict: bytes, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verdict_that_cannot_be_read_is_told(verdict, copied, capsys):
     with open_store("run.zarr", "r+") as kept:
         key = kept.open_table("scores/held-out").content_key()
         kept.put_entry("verdicts/scores/held-out", key, np.frombuffer(verdict, np.uint8).copy())
-
     assert "The verdict on scores/held-out" in refused(["report", "run.zarr"], capsys)
     assert "verdict on scores/held-out: The verdict on" in done(["inspect", "run.zarr"], capsys)
 
 
-def test_a_noted_source_that_is_no_checkpoint_is_not_opened(copied: Path) -> None:
+def test_a_noted_source_that_is_no_checkpoint_is_not_opened(copied):
     """Devices, folders, pipes, and what is no path at all; a pickle is opened and runs no code."""
     os.mkfifo(copied / "pipe.pt")
     recipe = functions(copied)
@@ -385,31 +350,19 @@ def test_a_noted_source_that_is_no_checkpoint_is_not_opened(copied: Path) -> Non
         with watch() as seen, pytest.raises(StateError, match="none of the known sources has them"):
             attributor.score(recipe["target_data"](), name="new")
         assert str(source) not in seen, source
-
     pickles_as_checkpoints(copied)
     with pytest.raises(CheckpointError, match="Cannot read the checkpoint"):
         opened(copied).score(recipe["target_data"](), name="new")
     assert not list(copied.rglob("ran"))
 
 
-SETTINGS: list[Any] = [
-    5,
-    [],
-    {"normalize": 5},
-    {"normalize": {"kind": "x"}},
-    {"normalize": {"mind": "unit"}},
-    {"task": ["regression"]},
-    {"method": None},
-    {"method": 5},
-    {"method": "this"},
-    {"method": {"name": "TRAK", "damping": "high"}},
-    {"method": {"name": "TRAK", "dampings": 1}},
-]
+SETTINGS: list[Any] = [5, [], {"task": ["regression"]}]
+SETTINGS += [{"normalize": value} for value in (5, {"kind": "x"}, {"mind": "unit"})]
+SETTINGS += [{"method": value} for value in (None, 5, "this", {"name": "TRAK", "damping": "high"})]
+SETTINGS += [{"method": {"name": "TRAK", "dampings": 1}}]
 
 
-def test_settings_of_a_manifest_that_are_none_are_refused_by_name(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_a_manifest_that_are_none_are_refused_by_name(copied, capsys):
     """And those of an older version, which say a kernel and a damping instead of a method."""
     path, model = copied / "run.zarr/zarr.json", functions(copied)["build_model"]()
     whole = json.loads(path.read_text())["attributes"]["trak_lite"]["made_with"]["settings"]
@@ -420,7 +373,6 @@ def test_settings_of_a_manifest_that_are_none_are_refused_by_name(
             Attributor.open(path.parent, model)
         if not isinstance(settings, dict) or "method" in settings:  # the report reads nothing else of them
             refused(["report", str(path.parent)], capsys)
-
     older = {name: value for name, value in whole.items() if name != "method"} | {"kernel": "curvature"}
     edit_record(path, lambda record: record["made_with"].update(settings={**older, "damping": 0.0078125}))
     said = "was written by an older version of trak_lite: its settings name no method. Featurize again into"
@@ -428,3 +380,7 @@ def test_settings_of_a_manifest_that_are_none_are_refused_by_name(
         with pytest.raises(ManifestMismatchError, match=said):
             Attributor.open(path.parent, model, **given)
     assert said in refused(["report", str(path.parent)], capsys)
+
+    edit_record(path, lambda record: record["made_with"].update(settings=whole))
+    edit_record(path, lambda record: record["fingerprint"].setdefault("dataset", {}).update(num_rows=0))
+    assert "has no train rows. Featurize them first" in refused(["serve", str(path.parent)], capsys)

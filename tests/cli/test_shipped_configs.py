@@ -17,15 +17,12 @@ from trak_lite.evaluation import auc
 ROOT = Path(__file__).parents[2]
 LM = {"num_train": 24, "num_targets": 6, "width": 8, "layers": 1, "steps": 4, "num_checkpoints": 2}
 CIFAR = {"source": "stand-in", "width": 8, "epochs": 2, "num_checkpoints": 2, "num_targets": 4}
+GPT2 = {"source": "stand-in", "length": 12, "epochs": 1, "num_targets": 4}
 SMALL: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
     "digits": ({"epochs": 5, "num_checkpoints": 1}, (1500, 297), "held-out"),
     "stdlib_lm": (LM, (24, 6), "held-out"),
     "cifar10": (CIFAR, (48, 4), "test"),
-    "gpt2_wikitext": (
-        {"source": "stand-in", "length": 12, "epochs": 1, "num_targets": 4},
-        (24, 4),
-        "validation",
-    ),
+    "gpt2_wikitext": (GPT2, (24, 4), "validation"),
 }
 """Arguments of the recipe, shape of the scores, and their name."""
 
@@ -50,12 +47,11 @@ def run(name: str, folder: Path) -> tuple[dict[str, Any], Attributor]:
 
 
 @pytest.mark.parametrize("name", ["stdlib_lm", "cifar10", "gpt2_wikitext"])
-def test_a_config_gives_scores_of_its_shape_and_renders_its_rows(name: str, tmp_path: Path) -> None:
+def test_a_config_gives_scores_of_its_shape_and_renders_its_rows(name, tmp_path):
     if name == "gpt2_wikitext":
         pytest.importorskip("transformers")
     recipe, attributor = run(name, tmp_path)
     given, shape, scored = SMALL[name]
-
     scores = attributor.scores(scored)
     assert scores.shape == shape
     assert scores.numpy().any(axis=0).all()
@@ -66,20 +62,18 @@ def test_a_config_gives_scores_of_its_shape_and_renders_its_rows(name: str, tmp_
         assert not np.array_equal(first, last)
 
 
-def test_the_digits_config_finds_the_labels_that_were_flipped(tmp_path: Path) -> None:
+def test_the_digits_config_finds_the_labels_that_were_flipped(tmp_path):
     recipe, attributor = run("digits", tmp_path)
     flipped = recipe["load_data"](0)[2]
-
     assert auc(attributor.scores("held-out").self_influence(), flipped) > 0.9
     assert recipe["render"](0).shape == (8, 8)
 
 
-def test_the_language_models_rows_are_the_librarys_source(tmp_path: Path) -> None:
+def test_the_language_models_rows_are_the_librarys_source(tmp_path):
     recipe = recipe_of("stdlib_lm")
     for module in recipe["MODULES"].split():
         (tmp_path / f"{module}.py").write_text(f"# {module} ".ljust(256, "x"))
     arguments = {"folder": str(tmp_path), "num_train": 30, "num_targets": 10}
-
     texts = [recipe["render"](row, **arguments).partition("\n") for row in range(30)]
     for title, _, text in texts:
         module, place = title.split(".py, byte ")
@@ -87,9 +81,7 @@ def test_the_language_models_rows_are_the_librarys_source(tmp_path: Path) -> Non
     assert recipe["train_data"](**arguments)[0][0].tolist() == list(texts[0][2].encode())
 
 
-def test_what_a_config_lacks_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_config_lacks_is_named_in_one_line(tmp_path, monkeypatch, capsys):
     for name, module in (("cifar10", "torchvision.datasets"), ("gpt2_wikitext", "transformers")):
         monkeypatch.setitem(sys.modules, module, None)
         arguments = [f"--path={tmp_path}/run.zarr", f"--checkpoints={tmp_path}/trained"]

@@ -12,7 +12,7 @@ from device_models import NUM_TARGETS, make
 from device_runs import CPU, assert_same, assert_same_on_both, attributor, numbers_in, stored
 from torch import nn
 
-from trak_lite import calibrate, calibrated_scores, verify
+from trak_lite import calibrate, calibrated_scores, verify_run
 from trak_lite.cli import main
 from trak_lite.methods import GradDot, Mean, TracIn, Unrolled
 from trak_lite.report import write_report
@@ -119,7 +119,7 @@ def test_verification_by_one_run(device):
     for where in (device, CPU):
         trained, case = recipe(where, batch_size=7).train(), make("mlp")
         scores = unrolled(trained, case.targets, TASK)
-        verdict = verify(scores, trained, case.targets, protocol="one-run", budget=8, task=TASK)
+        verdict = verify_run(scores, trained, case.targets, budget=8, task=TASK)
         verdicts.append(numbers_in(verdict.to_json()))
     np.testing.assert_allclose(*verdicts, rtol=0, atol=1e-3)
 

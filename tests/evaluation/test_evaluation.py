@@ -38,7 +38,6 @@ TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_siz
 def test_auc_agrees_with_scikit_learn_also_on_ties(rows):
     scores, labels = zip(*rows, strict=True)
     assume(0 < sum(labels) < len(labels))
-
     assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
 
 
@@ -49,7 +48,6 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
     for order in itertools.permutations(rows):
         ranked = sorted(order, key=lambda row: -row[0])  # stable: ties stay in the order of the permutation
         precisions.append(sum(label for _, label in ranked[:k]) / k)
-
     scores, labels = zip(*rows, strict=True)
     assert precision_at(k, scores, labels) == pytest.approx(np.mean(precisions), abs=1e-12)
 
@@ -59,7 +57,6 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
 def test_spearman_agrees_with_scipy_also_on_ties(pairs):
     a, b = zip(*pairs, strict=True)
     assume(len(set(a)) > 1 and len(set(b)) > 1)
-
     assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
 
 
@@ -80,16 +77,13 @@ def plain_spearman(predicted, actual):
     return 0.0 if len(set(predicted)) == 1 else spearmanr(predicted, actual).statistic
 
 
-@given(
-    pairs=st.lists(st.tuples(*[st.integers(-2, 2)] * 4), min_size=2, max_size=12).filter(
-        lambda rows: len({row[2] for row in rows}) > 1
-    )
-)
+ROWS_OF_FOUR = st.lists(st.tuples(*[st.integers(-2, 2)] * 4), min_size=2, max_size=12)
+
+
+@given(pairs=ROWS_OF_FOUR.filter(lambda rows: len({row[2] for row in rows}) > 1))
 def test_each_target_has_the_spearman_correlation_of_scipy_also_on_ties(pairs):
     table = np.array(pairs, dtype=float)
-
     found = linear_datamodeling_score(table[:, :2], None, table[:, 2:], num_resamples=1)
-
     expected = np.array([plain_spearman(table[:, j], table[:, 2 + j]) for j in (0, 1)])
     np.testing.assert_allclose(found.per_target, expected, atol=1e-12)
     assert found.mean == pytest.approx(np.nanmean(expected), abs=1e-12)
@@ -100,7 +94,6 @@ def test_each_target_has_the_spearman_correlation_of_scipy_also_on_ties(pairs):
 def test_scores_are_summed_over_the_rows_of_each_subset():
     scores, masks, outputs = problem()
     sums = np.array([[scores[mask, j].sum() for j in range(scores.shape[1])] for mask in masks])
-
     np.testing.assert_allclose(summed_scores(scores, masks), sums, atol=1e-12)
     whole = linear_datamodeling_score(scores, masks, outputs)
     np.testing.assert_array_equal(whole.per_target, linear_datamodeling_score(sums, None, outputs).per_target)
@@ -119,9 +112,7 @@ def test_the_interval_has_the_spread_of_resampled_subsets_and_targets():
     for _ in range(40):
         s, t = rng.integers(0, 8, 8), rng.integers(0, 4, 4)
         means.append(np.nanmean([plain_spearman(predicted[s, j], outputs[s, j]) for j in t]))
-
     found = linear_datamodeling_score(scores, masks, outputs, num_resamples=40, seed=5, confidence=0.9)
-
     half = norm.ppf(0.95) * np.std(means)
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
 
@@ -137,14 +128,12 @@ def test_intervals_of_few_subsets_cover_the_expected_score():
         expected = 6 / np.pi * np.arcsin(0.4 / np.sqrt(0.4**2 + 1) / 2)
         low, high = linear_datamodeling_score(predicted, None, outputs, num_resamples=100).interval
         covered += low <= expected <= high
-
     assert covered >= 36
 
 
 def test_the_interval_of_a_correlation_ends_at_one_and_is_nan_without_an_order():
     scores, masks, outputs = problem(num_subsets=4, noise=0.0)
     assert linear_datamodeling_score(scores, masks, outputs).interval[1] <= 1.0
-
     found = linear_datamodeling_score([[0.0], [1.0]], None, [[0.0], [1.0]], num_resamples=1, seed=0)
     assert found.mean == 1.0
     assert np.isnan(found.interval).all()
@@ -153,9 +142,7 @@ def test_the_interval_of_a_correlation_ends_at_one_and_is_nan_without_an_order()
 def test_targets_that_never_change_are_left_out_of_the_mean_and_counted():
     scores, masks, outputs = problem()
     scores[:, 0], outputs[:, 2] = 0.0, 1.5
-
     found = linear_datamodeling_score(scores, masks, outputs)
-
     others = np.delete(np.arange(outputs.shape[1]), 2)
     assert found.per_target[0] == 0.0, "scores that are all equal count as zero"
     assert np.isnan(found.per_target[2])
@@ -168,9 +155,7 @@ def test_leave_one_out_correlation_is_the_score_of_leave_one_out_masks():
     scores, _, _ = problem()
     rows = [3, 0, 11, 7, 19]
     outputs = -scores[rows] + np.random.default_rng(1).normal(size=(5, scores.shape[1]))
-
     found = leave_one_out_correlation(scores, rows, outputs)
-
     expected = linear_datamodeling_score(scores, leave_one_out_masks(20, rows), outputs)
     np.testing.assert_allclose(found.per_target, expected.per_target, atol=1e-12)
     np.testing.assert_array_equal(~leave_one_out_masks(6, [4, 1]), np.eye(6, dtype=bool)[[4, 1]])
@@ -195,7 +180,6 @@ def test_subsets_come_equally_often_and_begin_with_those_of_fewer():
     masks = subset_masks(5, 25, alpha=0.4)  # there are 10
     assert len({mask.tobytes() for mask in masks[:10]}) == 10
     assert sorted(Counter(mask.tobytes() for mask in masks).values()) == [2] * 5 + [3] * 5
-
     np.testing.assert_array_equal(subset_masks(30, 4, seed=3), subset_masks(30, 9, seed=3)[:4])
     assert (subset_masks(30, 1, seed=0) != subset_masks(30, 1, seed=1)).any()
     share = subset_masks(20, 2000, alpha=0.3).mean(axis=0)
@@ -205,9 +189,7 @@ def test_subsets_come_equally_often_and_begin_with_those_of_fewer():
 @pytest.mark.parametrize("sign", ["helpful", "harmful"])
 def test_removal_takes_the_top_rows_of_each_target(sign):
     scores = np.random.default_rng(0).integers(-3, 4, (12, 5)).astype(float)  # with ties
-
     masks = removal_masks(scores, 4, sign=sign)
-
     expected, _ = reference.top_k(scores, 4, sign=sign)
     for mask, rows in zip(masks, expected, strict=True):
         assert set(np.flatnonzero(~mask).tolist()) == set(rows.tolist())
@@ -215,11 +197,9 @@ def test_removal_takes_the_top_rows_of_each_target(sign):
 
 def test_the_loss_rise_is_after_minus_before_averaged_over_seeds():
     found = target_loss_rise(np.array([1.0, 2.0, 4.0]), np.array([[2.0, 2.0, 4.0], [4.0, 3.0, 3.0]]))
-
     np.testing.assert_array_equal(found.per_target, [2.0, 0.5, -0.5])
     assert found.mean == 2 / 3
     assert found.interval[0] < found.mean < found.interval[1]
-
     after = np.random.default_rng(0).normal(1.0, 2.0, 400)
     found = target_loss_rise(np.zeros(400), after)
     half = 1.96 * after.std() / 20  # of a normal distribution
@@ -233,9 +213,7 @@ def test_detection_agrees_with_scikit_learn(k):
     suspicion = rng.normal(size=200) + wrong
     flagged = np.zeros(200, bool)
     flagged[np.argsort(-suspicion)[: k or wrong.sum()]] = True
-
     found = mislabel_detection(suspicion, wrong, k=k)
-
     assert found.auc == pytest.approx(roc_auc_score(wrong, suspicion), abs=1e-12)
     assert found.precision == pytest.approx(precision_score(wrong, flagged), abs=1e-12)
     assert found.recall == pytest.approx(recall_score(wrong, flagged), abs=1e-12)
@@ -270,7 +248,6 @@ def test_bm25_is_its_formula_and_tokens_stand_for_their_text(settings):
     found = bm25(TEXTS, QUERIES, **settings)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert not expected[:, 1].any()
-
     tokens = {word: number for number, word in enumerate({w for t in (*TEXTS, *QUERIES) for w in words(t)})}
     coded = [[[tokens[word] for word in words(text)] for text in texts] for texts in (TEXTS, QUERIES)]
     np.testing.assert_array_equal(bm25(*coded, **settings), found)
@@ -290,11 +267,10 @@ def first_precision(scores, labels):
 
 NAN, ONE, THREE = float("nan"), np.ones, [1.0, 2.0, 3.0]
 STATISTICS = [auc, first_precision, spearman]
+ALPHA = "alpha must lie between 0 and 1 and select at least one"
+FIRST_AT_1 = "1 of 3 values of .* NaN or infinite, first at 1"
 NOT_FINITE = [
-    *(
-        (f, {"": ([0.0, NAN, 1.0], [0, 1, 1])}, "1 of 3 values of .* NaN or infinite, first at 1")
-        for f in STATISTICS
-    ),
+    *((f, {"": ([0.0, NAN, 1.0], [0, 1, 1])}, FIRST_AT_1) for f in STATISTICS),
     (lds, {"outputs": np.full((12, 7), np.inf)}, r"84 of 84 values of outputs .* first at \[0, 0\]"),
     (removal_masks, {"": ([[0.0, 1.0], [NAN, 1.0]], 1)}, r"1 of 4 values of scores .* first at \[1, 0\]"),
     (target_loss_rise, {"": ([0.0, 0.0], [0.0, NAN])}, "1 of 2 values of after .* first at 1"),
@@ -316,14 +292,7 @@ INVALID = [
     (lds, {"confidence": 1.0}, "confidence must lie between 0 and 1, got 1.0"),
     (lds, {"num_resamples": 0}, "num_resamples must be an integer of at least 1"),
     (linear_datamodeling_score, {"": ([[1.0]], None, [[1.0]])}, "at least 2 of them, got 1"),
-    *(
-        (
-            subset_masks,
-            {"": (10, 2), "alpha": alpha},
-            "alpha must lie between 0 and 1 and select at least one",
-        )
-        for alpha in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)
-    ),
+    *((subset_masks, {"": (10, 2), "alpha": a}, ALPHA) for a in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)),
     (subset_masks, {"": (4, 1), "strata": [0, 0, 1]}, r"one value per row, \(4,\), got \(3,\)"),
     (removal_masks, {"": (ONE((3, 2)), 3)}, "there are 3 rows, got k = 3"),
     (removal_masks, {"": ([0.0, 1.0], 1)}, r"a matrix that is not empty, got shape \(2,\)"),

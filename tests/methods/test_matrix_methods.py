@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Rows, verify
+from trak_lite import Attributor, Rows, verify, verify_run
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.methods import GaussNewton, GradDot, Mean, Unrolled
 from trak_lite.report import write_report
@@ -96,10 +96,9 @@ def test_unrolled_scores_are_stored_and_verified_also_of_another_task(runs, sing
         gap.numpy(), unrolled(runs[0], TARGETS, logit_gap).numpy(), rtol=1e-5, atol=1e-7
     )
     assert not np.allclose(gap.numpy(), single[0])
-    given = {"protocol": "one-run", "budget": 3}
-    asked = verify(gap, runs[0], TARGETS, **given)
-    assert asked.lds == verify(gap, runs[0], TARGETS, task=logit_gap, **given).lds
-    assert asked.lds != verify(gap, runs[0], TARGETS, task=TASK, **given).lds
+    asked = verify_run(gap, runs[0], TARGETS, budget=3)
+    assert asked.lds == verify_run(gap, runs[0], TARGETS, task=logit_gap, budget=3).lds
+    assert asked.lds != verify_run(gap, runs[0], TARGETS, task=TASK, budget=3).lds
 
 
 def test_errors_and_metasmoothness_are_those_over_runs_and_stored_with_the_scores(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +27,9 @@ def stored_scores():
     return attributor.score(data, name="itself")
 
 
-def test_the_summary_shows_settings_verdict_and_the_top_rows_of_the_first_targets(stored_scores: Any) -> None:
+def test_the_summary_shows_settings_verdict_and_the_top_rows_of_the_first_targets(stored_scores):
     scores = stored_scores
     page = in_a_notebook(scores)
-
     for target in range(5):
         first = scores.top(3, target=target)
         listed = ", ".join(f"{i} ({s:+.2g})" for i, s in zip(first.indices, first.scores, strict=True))
@@ -45,9 +42,7 @@ def test_the_summary_shows_settings_verdict_and_the_top_rows_of_the_first_target
     assert page.is_closed
 
 
-def test_the_summary_reads_no_scores_where_that_is_dear(
-    monkeypatch: pytest.MonkeyPatch, stored_scores: Any
-) -> None:
+def test_the_summary_reads_no_scores_where_that_is_dear(monkeypatch, stored_scores):
     monkeypatch.setattr("trak_lite.report.page._SUMMARY_SCORES", 143)  # one less than there are
     for scores in (stored_scores, drawn_scores()):  # the second are not kept: every look computes them
         assert "Top rows: scores.top(k)" in in_a_notebook(scores).text
@@ -55,13 +50,11 @@ def test_the_summary_reads_no_scores_where_that_is_dear(
     assert "Top rows: scores.top(k)" not in in_a_notebook(stored_scores).text
 
 
-def test_names_and_settings_are_escaped_and_cut_in_the_summary() -> None:
+def test_names_and_settings_are_escaped_and_cut_in_the_summary():
     scores = drawn_scores(verdict=VERDICT, num_rows=500, num_targets=400)
     scores.name, scores.settings["<i>"] = "<script>alert(1)</script>", "</table>"
     scores.settings.update({f"setting {i}": "x" * 100_000 for i in range(300)}, **{"y" * 100_000: 1})
-
     page = in_a_notebook(scores)
-
     assert page.names <= {"div", "style", "h3", "p", "table", "thead", "tbody", "tr", "th", "td"}
     assert "'<script>alert(1)</script>'" in page.text
     assert "LDS 0.500 [0.400, 0.600] on 6 subsets" in page.text
@@ -69,43 +62,33 @@ def test_names_and_settings_are_escaped_and_cut_in_the_summary() -> None:
     assert len(page.all("tr")) <= 30
 
 
-def test_rows_are_not_striped_in_the_colours_of_the_notebook() -> None:
+def test_rows_are_not_striped_in_the_colours_of_the_notebook():
     """JupyterLab sets the background of every second row by a more specific rule."""
     style = in_a_notebook(drawn_scores()).inside["style"]
-
     assert ".trak-lite tr { background: none !important; }" in style
     dark = re.findall(r"(\S.*) \{ (?:color-scheme: dark; |\.trak-lite \{ )(--ink: #e6e9ef[^}]*)\}", style)
     assert [colours for _, colours in dark] == [dark[0][1]] * 2
 
 
-def test_a_verdict_is_a_table_and_readable_text() -> None:
+def test_a_verdict_is_a_table_and_readable_text():
     page = in_a_notebook(VERDICT)
-
     assert page.is_closed
     assert page.names == {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td"}
     assert not any(attributes for _, attributes in page.elements)  # the colours are those of the notebook
     assert "gradient dot product, no kernel0.300 [0.200, 0.400]0.200 [0.100, 0.300]" in page.text
     assert "LDS 0.500 [0.400, 0.600] on 6 subsets" in page.text
     assert repr(VERDICT).splitlines() == ["Verdict", *(f"  {line}" for line in str(VERDICT).splitlines())]
-
-
-def test_a_verdict_shows_its_calibration() -> None:
-    half = VERDICT.lds
-    calibration = Calibration(
-        True, half, half, half, 3, ("off",), ("0",) * 9, ((0, 6),) * 9, (None,) * 9, (0.1,) * 729
-    )
+    lds, parts = VERDICT.lds, (("0",) * 9, ((0, 6),) * 9, (None,) * 9, (0.1,) * 729)
+    calibration = Calibration(True, lds, lds, lds, 3, ("off",), *parts)
     verdict = dataclasses.replace(VERDICT, calibration=calibration)
-
     assert str(calibration) in in_a_notebook(verdict).text
     assert len(repr(verdict)) < 1000
 
 
-def test_names_are_escaped_and_cut_in_a_verdict() -> None:
+def test_names_are_escaped_and_cut_in_a_verdict():
     hostile = "</td><script>alert(1)</script>" + "\x1b[2J" + "x" * 5000
     baselines = tuple(Baseline(hostile, VERDICT.lds, VERDICT.lds) for _ in range(50))
-
     page = in_a_notebook(dataclasses.replace(VERDICT, baselines=baselines))
-
     assert not page.all("script")
     assert "\x1b" not in page.text
     assert "</td><script>alert(1)</script>\\x1b[2Jxxx" in page.text
@@ -117,34 +100,26 @@ def test_names_are_escaped_and_cut_in_a_verdict() -> None:
     assert "LDS 0.500 [" in without.text
 
 
-def test_the_verdict_of_one_run_is_a_table_and_readable_text() -> None:
+def test_the_verdict_of_one_run_is_a_table_and_readable_text():
     verdict = OneRunVerdict(((0.01, VERDICT.lds), (0.5, VERDICT.lds)), 6, 4, 0.99, 0.95, "0")
-
     page = in_a_notebook(verdict)
-
     assert page.is_closed
     assert "1%0.500 [0.400, 0.600]50%0.500 [0.400, 0.600]" in page.text
     assert "metasmoothness 0.990" in page.text
     assert repr(verdict).splitlines()[1:] == [f"  {line}" for line in str(verdict).splitlines()]
 
 
-def test_a_gallery_shows_rows_in_a_notebook_and_on_a_page(tmp_path: Path) -> None:
+def test_a_gallery_shows_rows_in_a_notebook_and_on_a_page(tmp_path):
     scores = drawn_scores()
-
     gallery = scores.gallery([2], lambda row: f"text {row};", target_render=lambda t: np.eye(3) * t, k=2)
-
     rows = [*scores.top(2, target=2).indices, *scores.top(2, target=2, sign="harmful").indices]
     for page in (in_a_notebook(gallery), Parsed(gallery.save(tmp_path / "gallery.html"))):
         assert [found["data-row"] for found in page.all("li")] == [str(row) for row in rows]
         assert all(f"text {row};" in page.text for row in rows)
         assert len(page.all("img")) == 1
         assert not page.all("script")
-
-
-def test_a_gallery_without_render_shows_row_numbers_and_needs_targets_that_are_there() -> None:
-    page = in_a_notebook(drawn_scores().gallery([0], k=1))
-
+    page = in_a_notebook(scores.gallery([0], k=1))  # without a render, rows are shown by number
     assert len(page.all("li")) == 2
     assert "row " in page.text
     with pytest.raises(InvalidInputError, match="no target 9"):
-        drawn_scores().gallery([9])
+        scores.gallery([9])

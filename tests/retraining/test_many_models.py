@@ -34,20 +34,14 @@ STORED = {"rtol": 1e-5, "atol": 1e-6}
 """Outputs are stored in float32."""
 
 
-def mlp(seed):
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(36, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, 3)
-    ).double()
+def mlp(seed, hidden=nn.GELU):
+    layers = (nn.Flatten(), nn.Linear(36, 12), hidden(), nn.LayerNorm(12), nn.Linear(12, 3))
+    return nn.Sequential(*layers).double()
 
 
 def cnn(seed):
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3, bias=False)
-    ).double()
-
-
-def with_dropout(seed):
-    return nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Dropout(0.5), nn.Linear(12, 3)).double()
+    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3, bias=False))
+    return nn.Sequential(*layers).double()
 
 
 def row_losses(model, batch):
@@ -70,8 +64,6 @@ def outputs(training, masks=MASKS, **given):
     given.pop("models_at_once", None)
     return many, retrain(training, masks, logits, **given).outputs
 
-
-# ------------------------------------------------------------------------ the same weights
 
 PLAIN = {"eps_root": 0.0}
 OPTIMIZERS = [
@@ -105,9 +97,7 @@ def written_out(made, theirs, settings, rows, seed):
 
 def assert_as_written_out(made, rows, seed, others=(), theirs=torch.optim.SGD, **settings):
     """Compare a model that was trained alone, and one beside others, with the loop over ``torch.optim``."""
-    many = made.train_fn.train_many(
-        [rows, *(other for other, _ in others)], [seed, *(one for _, one in others)]
-    )
+    many = made.train_fn.train_many(*zip((rows, seed), *others, strict=True))
     expected = written_out(made, theirs, settings or {"lr": 0.1}, rows, seed)
     for model in (made.train_fn(rows, seed), many[0]):
         assert not model.training
@@ -151,17 +141,14 @@ def frozen_and_tied(seed):
 def test_other_settings_equal_the_loop_too(changes):
     settings = {"lr": 0.1, "momentum": 0.9}
     rows = np.flatnonzero(MASKS[1])
-    assert_as_written_out(
-        recipe(optimizer=SGD(**settings), **changes), rows, 3, [(rows[::-1], 1)], **settings
-    )
+    made = recipe(optimizer=SGD(**settings), **changes)
+    assert_as_written_out(made, rows, 3, [(rows[::-1], 1)], **settings)
 
 
 @pytest.mark.quick
 def test_every_epoch_visits_all_rows_once_in_an_order_of_its_own():
     made = recipe(epochs=2)
-
     steps = [made.order(number, num_rows=12, seed=3) for number in range(6)]
-
     assert [len(step) for step in steps] == [5, 5, 2] * 2
     epochs = [np.concatenate(steps[:3]).tolist(), np.concatenate(steps[3:]).tolist()]
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
@@ -173,19 +160,15 @@ def test_every_epoch_visits_all_rows_once_in_an_order_of_its_own():
 
 def test_subsets_of_several_sizes_are_trained_in_groups():
     masks = np.concatenate([MASKS, removal_masks(np.random.default_rng(0).normal(size=(N, 2)), 4)])
-
     many, loop = outputs(recipe(cnn).train_fn, masks, models_at_once=3)
-
     np.testing.assert_allclose(many, loop, **STORED)
     for one, other in pairwise(many.reshape(-1, TARGETS)):
         assert np.abs(one - other).max() > 1e-3
 
 
 def test_rows_may_be_a_list_and_seeds_negative():
-    training, rows = recipe(with_dropout).train_fn, [3, 0, 17, 9, 4, 11]
-
+    training, rows = recipe(partial(mlp, hidden=nn.Dropout)).train_fn, [3, 0, 17, 9, 4, 11]
     models = [training(rows, -2), training(np.array(rows), -2), *training.train_many([rows, rows], [-2, 5])]
-
     for name, weight in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], weight, rtol=0, atol=0)
         torch.testing.assert_close(models[2].state_dict()[name], weight, **ROUNDING)
@@ -199,16 +182,11 @@ def test_a_model_that_vmap_cannot_run_is_trained_one_by_one():
             return hidden * 2 if hidden.sum().item() > 0 else hidden
 
     made = recipe(lambda seed: Branching(36, 3).double())
-    with pytest.raises(
-        UnsupportedModelError, match=r"side by side of Branching .*\.item\(\).*Train one by one"
-    ):
+    said = r"side by side of Branching .*\.item\(\).*Train one by one"
+    with pytest.raises(UnsupportedModelError, match=said):
         retrain_many(made.train_fn, MASKS, logits)
-
     expected = written_out(made, torch.optim.SGD, {"lr": 0.1}, np.arange(7), 0)
     torch.testing.assert_close(dict(made.train_fn(np.arange(7), 0).state_dict()), dict(expected), **ROUNDING)
-
-
-# ------------------------------------------------------------------------ stored outputs
 
 
 class Counted:
@@ -233,9 +211,7 @@ def test_the_loop_and_many_models_at_once_continue_each_other(tmp_path, begun, c
     given = {"path": tmp_path / "r", "train_id": "mlp"}
     with pytest.raises(KeyboardInterrupt):
         begun(training, MASKS, Counted(4), **given)
-
     found = continued(training, MASKS, rest, **given)
-
     assert rest.calls == 2
     np.testing.assert_allclose(found.outputs, retrain(training, MASKS, logits).outputs, **STORED)
 
@@ -247,32 +223,25 @@ def scaled_losses(model, batch):
     return cross_entropy(model(batch[0]) / TEMPERATURE, batch[1], reduction="none")
 
 
+OTHER_LABEL = TensorDataset(INPUTS, torch.cat([LABELS[:-1], (LABELS[-1:] + 1) % 3]))
 CHANGES = {
-    "learning rate": ({"optimizer": SGD(lr=0.2)}, r"identity\.optimizer\.lr is 0\.1 there, 0\.2 here"),
-    "optimizer": ({"optimizer": Adam(lr=0.1)}, r"identity\.optimizer\.name"),
-    "one label": (
-        {"data": TensorDataset(INPUTS, torch.cat([LABELS[:-1], (LABELS[-1:] + 1) % 3]))},
-        r"identity\.data\.tensors",
-    ),
-    "loss": (
-        {"loss": lambda model, batch: cross_entropy(model(batch[0]), batch[1], reduction="none") ** 2},
-        r"identity\.loss",
-    ),
-    "model": ({"build": cnn}, r"identity\.model_fn"),
-    "schedule": ({"schedule": lambda step: 0.5}, r"identity\.schedule"),
-    "epochs": ({"epochs": 2}, r"identity\.epochs"),
-    "parameters": ({"grad_wrt": ["4.weight"]}, r"identity\.grad_wrt"),
+    r"optimizer\.lr is 0\.1 there, 0\.2 here": {"optimizer": SGD(lr=0.2)},
+    r"optimizer\.name": {"optimizer": Adam(lr=0.1)},
+    r"data\.tensors": {"data": OTHER_LABEL},
+    "loss": {"loss": lambda model, batch: row_losses(model, batch) ** 2},
+    "model_fn": {"build": cnn},
+    "schedule": {"schedule": lambda step: 0.5},
+    "epochs": {"epochs": 2},
+    "grad_wrt": {"grad_wrt": ["4.weight"]},
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("seen", CHANGES)
 @pytest.mark.parametrize("function", [retrain, retrain_many])
-def test_another_training_is_not_continued(function, change, tmp_path):
-    changes, seen = CHANGES[change]
+def test_another_training_is_not_continued(function, seen, tmp_path):
     function(recipe(epochs=1).train_fn, MASKS, logits, path=tmp_path / "r")
-
-    with pytest.raises(ManifestMismatchError, match=seen):
-        function(recipe(**{"epochs": 1, **changes}).train_fn, MASKS, logits, path=tmp_path / "r")
+    with pytest.raises(ManifestMismatchError, match=rf"identity\.{seen}"):
+        function(recipe(**{"epochs": 1, **CHANGES[seen]}).train_fn, MASKS, logits, path=tmp_path / "r")
 
 
 def test_the_same_training_in_new_objects_is_continued(tmp_path):
@@ -304,12 +273,8 @@ def test_what_no_setting_tells_is_noticed_by_a_repetition(tmp_path, monkeypatch,
     training = recipe(lambda seed: copy.deepcopy(base), scaled_losses, epochs=1).train_fn
     retrain_many(training, MASKS, logits, path=tmp_path / "r")
     change(base, monkeypatch)
-
-    with pytest.raises(ManifestMismatchError, match="holds outputs of another training"):
+    with pytest.raises(ManifestMismatchError, match=r"another training: repeated for subset 0, .*train_id"):
         retrain_many(training, MASKS, logits, path=tmp_path / "r")
-
-
-# ------------------------------------------------------------------------ refusals
 
 
 class Noisy(nn.Linear):
@@ -329,13 +294,11 @@ class Noisy(nn.Linear):
     ],
 )
 def test_what_cannot_be_repeated_is_refused_alone_and_side_by_side(layer, seen):
-    training = recipe(
-        lambda seed: nn.Sequential(nn.Flatten(), copy.deepcopy(layer), nn.Linear(36, 3)).double()
-    ).train_fn
-    with pytest.raises(UnsupportedModelError, match=seen):
-        training(np.arange(5), 0)
-    with pytest.raises(UnsupportedModelError, match=seen):
-        retrain_many(training, MASKS, logits)
+    model = nn.Sequential(nn.Flatten(), layer, nn.Linear(36, 3)).double()
+    training = recipe(lambda seed: copy.deepcopy(model)).train_fn
+    for call in (lambda: training(np.arange(5), 0), lambda: retrain_many(training, MASKS, logits)):
+        with pytest.raises(UnsupportedModelError, match=seen):
+            call()
 
 
 @pytest.mark.parametrize("shared", ["model", "part", "parameter"])
@@ -353,18 +316,13 @@ def test_models_that_share_parts_are_refused(shared):
         return model
 
     training = recipe(build, epochs=1).train_fn
-    before = copy.deepcopy(whole.state_dict()), part.weight.detach().clone()
-    with pytest.raises(InvalidInputError, match=r"model_fn returned two models that share .*copy\.deepcopy"):
-        training(np.arange(5), 0)
-    with pytest.raises(InvalidInputError, match="model_fn returned two models that share"):
-        training.train_many([np.arange(5)] * 2, [0, 1])
-    run = training.recipe.train()
-    with pytest.raises(InvalidInputError, match="model_fn returned two models that share"):
-        run.model()
-
-    for name, weight in whole.state_dict().items():
-        torch.testing.assert_close(weight, before[0][name], rtol=0, atol=0)
-    torch.testing.assert_close(part.weight.detach(), before[1], rtol=0, atol=0)
+    before = copy.deepcopy((whole.state_dict(), part.state_dict()))
+    said, rows = r"model_fn returned two models that share .*copy\.deepcopy", np.arange(5)
+    alone, many = partial(training, rows, 0), partial(training.train_many, [rows] * 2, [0, 1])
+    for call in (alone, many, lambda: training.recipe.train().model()):
+        with pytest.raises(InvalidInputError, match=said):
+            call()
+    torch.testing.assert_close((whole.state_dict(), part.state_dict()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -379,10 +337,9 @@ def test_models_that_share_parts_are_refused(shared):
 )
 def test_rows_that_are_no_train_rows_are_refused(rows, seen):
     training = recipe().train_fn
-    with pytest.raises(InvalidInputError, match=seen):
-        training(rows, 0)
-    with pytest.raises(InvalidInputError, match=seen):
-        training.train_many([rows], [0])
+    for call in (partial(training, rows, 0), partial(training.train_many, [rows], [0])):
+        with pytest.raises(InvalidInputError, match=seen):
+            call()
 
 
 def test_arguments_of_many_models_are_checked():
@@ -390,9 +347,6 @@ def test_arguments_of_many_models_are_checked():
         recipe().train_fn.train_many([np.arange(2), np.arange(3)], [0, 1])
     with pytest.raises(InvalidInputError, match="models_at_once must be an integer"):
         retrain_many(recipe().train_fn, MASKS, logits, models_at_once=0)
-
-
-# ------------------------------------------------------------------------ failures name the subset
 
 
 def test_what_fails_names_subsets_and_seeds():
@@ -427,19 +381,15 @@ def test_a_sample_that_cannot_be_loaded_names_the_subset_and_keeps_the_rest(func
         function(training, MASKS, counted, **arguments)
     assert counted.calls == 2
     counted.calls = 0
-
     function(recipe(epochs=1).train_fn, MASKS, counted, **arguments)
-
     assert counted.calls <= 5, "one is repeated; those of subset 0 are not trained again"
 
 
 @pytest.mark.parametrize("function", [retrain, retrain_many])
 def test_a_training_that_diverges_names_subset_and_parameter(function):
     training = recipe(optimizer=SGD(lr=1e300), epochs=1).train_fn
-
-    with pytest.raises(
-        RetrainingError, match=r"subset 0, seed 0 .* failed \(NonFiniteError: 1\.weight.* is NaN or infinite"
-    ):
+    said = r"subset 0, seed 0 .* failed \(NonFiniteError: 1\.weight.* is NaN or infinite"
+    with pytest.raises(RetrainingError, match=said):
         function(training, MASKS, logits)
 
 

@@ -41,9 +41,7 @@ def retrained(train=None, masks=MASKS, output_fn=two_targets, **settings):
 @pytest.mark.quick
 def test_every_subset_is_trained_with_every_seed():
     train = Recording()
-
     found = retrained(train, seeds=(3, 7))
-
     assert train.calls == [(tuple(np.flatnonzero(mask).tolist()), seed) for mask in MASKS for seed in (3, 7)]
     expected = np.stack([[two_targets(total + 10 * seed) for seed in (3, 7)] for total in MASKS @ VALUES])
     np.testing.assert_array_equal(found.outputs, expected)
@@ -57,9 +55,7 @@ def test_only_what_is_missing_is_trained_after_one_training_per_seed(tmp_path, f
     with contextlib.suppress(KeyboardInterrupt):
         retrained(Recording(fail_at), path=tmp_path / "r")
     rest, whole = Recording(), Recording()
-
     found = retrained(rest, path=tmp_path / "r")
-
     np.testing.assert_array_equal(found.outputs, retrained(whole).outputs)
     repeated = {0: [], 1: [0]}.get(fail_at, [0, 3])
     assert rest.calls == [whole.calls[place] for place in repeated] + whole.calls[fail_at:]
@@ -89,7 +85,6 @@ def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path):
 )
 def test_other_masks_seeds_or_functions_are_refused_at_the_same_path(tmp_path, change, seen):
     retrained(path=tmp_path / "r")
-
     with pytest.raises(ManifestMismatchError, match=seen):
         retrained(path=tmp_path / "r", **change)
 
@@ -97,9 +92,7 @@ def test_other_masks_seeds_or_functions_are_refused_at_the_same_path(tmp_path, c
 def test_a_name_of_ones_own_stands_for_both_functions(tmp_path):
     given = {"path": tmp_path / "r", "train_id": "sums"}
     first = retrained(**given)
-
     again = retrained(lambda indices, seed: 1.0, output_fn=other_targets, **given)
-
     np.testing.assert_array_equal(again.outputs, first.outputs)
 
 
@@ -111,13 +104,14 @@ REFUSED = [
         r"subset 0, seed 0 .* failed \(ZeroDivisionErr",
     ),
     (
-        {"output_fn": lambda total: [total, np.nan]},
+        {"output_fn": lambda total: [0, np.nan]},
         NonFiniteError,
         "1 of 2 outputs .* subset 0, seed 0 .* target 1",
     ),
-    ({"output_fn": lambda total: 1.0}, InvalidInputError, ONE_PER_TARGET),
-    ({"output_fn": lambda total: []}, InvalidInputError, ONE_PER_TARGET),
-    ({"output_fn": lambda total: [[1.0]]}, InvalidInputError, ONE_PER_TARGET),
+    *(
+        ({"output_fn": lambda total, one=one: one}, InvalidInputError, ONE_PER_TARGET)
+        for one in (1.0, [], [[1.0]])
+    ),
     (
         {"train": lambda rows, seed: seed, "output_fn": lambda seed: [1.0] * (seed + 1)},
         InvalidInputError,
@@ -127,8 +121,7 @@ REFUSED = [
     ({"train": lambda rows: None}, InvalidInputError, "cannot be called as train_fn"),
     ({"masks": MASKS.astype(float)}, InvalidInputError, "masks must be a boolean matrix"),
     ({"masks": np.zeros((1, 4), bool)}, InvalidInputError, "without an empty subset"),
-    ({"seeds": ()}, InvalidInputError, "one or more different integers"),
-    ({"seeds": (1, 1)}, InvalidInputError, "one or more different integers"),
+    *(({"seeds": seeds}, InvalidInputError, "one or more different integers") for seeds in ((), (1, 1))),
 ]
 
 
@@ -145,9 +138,7 @@ def test_the_ceiling_is_what_a_perfect_method_reaches():
     rng = np.random.default_rng(0)
     signal = rng.normal(size=(300, 1, 40))
     outputs = signal + 0.8 * rng.normal(size=(300, 3, 40))
-
     found = seed_noise_ceiling(outputs)
-
     reached = linear_datamodeling_score(signal[:, 0], None, outputs.mean(axis=1), num_resamples=1).mean
     assert found.ceiling == pytest.approx(reached, abs=0.02)
     assert 0 < found.between_seeds < found.reliability < found.ceiling < 1
@@ -155,7 +146,6 @@ def test_the_ceiling_is_what_a_perfect_method_reaches():
 
 def test_seeds_that_agree_only_by_chance_leave_no_room_and_one_tells_nothing():
     found = seed_noise_ceiling(np.stack([np.eye(4), -np.eye(4)], axis=1))
-
     assert found.between_seeds == pytest.approx(-1.0)
     assert (found.reliability, found.ceiling) == (0.0, 0.0)
     with pytest.raises(InvalidInputError, match=r"at least 2 seeds, got shape \(5, 1, 2\)"):

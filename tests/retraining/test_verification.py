@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from held_scores import held_scores, scores_without_a_model
+from report_cases import Parsed
 from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, calibrate, calibrated_scores, token_scores, verify
+from trak_lite import Attributor, Scores, calibrate, calibrated_scores, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
 from trak_lite.evaluation import (
     Verdict,
@@ -24,6 +25,7 @@ from trak_lite.evaluation import (
     summed_scores,
 )
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
+from trak_lite.report import write_report
 from trak_lite.store import open_store
 
 N, M, K = 60, 12, 12
@@ -122,8 +124,9 @@ def held(trained):
 # ------------------------------------------------------------------------ verifying
 
 
-def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, tmp_path):
-    """It stays with the scores."""
+def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, tmp_path, monkeypatch):
+    """It stays with the scores, and so do predictions of some targets; both are on a report of the opened store."""
+    monkeypatch.setattr("trak_lite.retraining.verify._KEPT_TARGETS", 4)
     training, scores = Training(), attributor.scores("test")
     assert scores.verdict is None
     verdict = verify(scores, training, TARGETS, budget=6, seeds=(0, 1), alpha=0.4, subset_seed=3)
@@ -141,13 +144,23 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
     assert opened.verdict == scores.verdict == verdict
     assert f"tested: LDS {verdict.lds} on 6 subsets x 2 seeds of 40% of the rows, {M} targets" in repr(opened)
 
+    kept, some = opened.predictions, slice(None, None, 3)
+    np.testing.assert_allclose(
+        kept.summed, summed_scores(scores.numpy().astype(float), masks)[:, some], rtol=1e-5
+    )
+    np.testing.assert_allclose(kept.retrained, outputs.mean(axis=1)[:, some], rtol=1e-4, atol=1e-5)
+    assert attributor.scores("test", dense=False).predictions is None
+    page = Parsed(write_report(opened, tmp_path / "r.html"))
+    assert len(page.all("use", fill="var(--high)", fill_opacity="0.45")) == 6 * 4
+    for said in (f"LDS {verdict.lds}", f"stored in{opened.location}", "rows: projector"):
+        assert said in page.text
+
 
 def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(attributor):
     verify(attributor.scores("test"), Training(), TARGETS, budget=3)
     method = TRAK(damping=0.1, layout="stored")
     scores = attributor.score(TARGETS, "test", method=method)
     again = Training()
-
     assert attributor.scores("test", method=method).verdict is None
     verdict = verify(scores, again, TARGETS, budget=3)
     assert len(again.calls) == 1, "a stored one is repeated"
@@ -157,12 +170,11 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
 
 @pytest.mark.parametrize("featurized", [True, False])
 def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
+    """Of an attributor in memory."""
     attributor = scored(trained)
     name = "test" if featurized else "only-ekfac"
     scores = attributor.score(TARGETS, name, method="EKFAC")
-
     verdict = verify(scores, Training(), TARGETS, budget=4)
-
     masks = subset_masks(N, 4)
     found = linear_datamodeling_score(scores.numpy(), masks, outputs_of(masks)[:, 0])
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
@@ -178,12 +190,8 @@ def test_after_a_kill_or_a_failure_only_what_is_missing_is_trained(attributor):
     with pytest.raises(KeyboardInterrupt):
         verify(scores, Training(2), TARGETS, budget=3)
     rest = Training()
-
     verify(scores, rest, TARGETS, budget=3)
-
-    assert len(rest.calls) == 1 + 1, (
-        "the first one is repeated: is it the same training, but for its fail_at?"
-    )
+    assert len(rest.calls) == 1 + 1, "the first one is repeated"
 
 
 def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(attributor):
@@ -198,17 +206,10 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     expected = verify(scores, Training(), TARGETS, budget=3)
     assert attributor.model.training
     torch.testing.assert_close(dict(attributor.model.state_dict()), before, rtol=0, atol=0)
-
     assert verify(scores, states, TARGETS, budget=3, train_id="states") == expected
     itself = Training(model=attributor.model)
     assert verify(scores, itself, TARGETS, budget=3, train_id="itself") == expected
     assert len(itself.calls) == 3
-
-
-def test_scores_in_memory_can_be_verified(trained):
-    made = scored(trained)
-    verdict = verify(made.scores("test"), Training(), TARGETS, budget=3)
-    assert made.scores("test").verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -218,17 +219,12 @@ def test_scores_in_memory_can_be_verified(trained):
         ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
         ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
         ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
-        (
-            {"train_fn": lambda rows, seed: nn.Linear(4, 3)},
-            RetrainingError,
-            "0, seed 0 .* not fit Sequential",
-        ),
+        ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
     training = Training()
     given = {"train_fn": training, "targets": TARGETS, "budget": 3, **changes}
-
     with pytest.raises(error, match=seen):
         verify(attributor.scores("test"), **given)
     assert training.calls == [] or "texts" in changes
@@ -249,8 +245,12 @@ def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attribut
         with pytest.raises(StateError, match=match):
             token_scores(scores, TRAIN, [0])
     plain = attributor.score(TARGETS, "test", method=GradDot())
-    with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
-        verify(plain, training, TARGETS, budget=6, calibrate=True)
+    for call in (
+        lambda: verify(plain, training, TARGETS, budget=6, calibrate=True),
+        lambda: calibrate(plain, held_scores(np.ones((N, 6)))),
+    ):
+        with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
+            call()
     assert training.calls == []
 
 
@@ -302,13 +302,37 @@ def test_another_kernel_is_found_again(held, method):
     """By a teacher of some targets, for all of them."""
     truth = held.score(TARGETS, "test", method=method).numpy()
     scores, columns = held.scores("test"), np.arange(2, 10)
-
     found = calibrate(scores, held_scores(truth[:, columns]), columns)
-
     assert found.kept
-    better = calibrated_scores(scores, found).numpy()
+    assert found.gain.low > 0
+    assert (found.across, found.num_held_out) == ("targets", 4)
+    assert "held-out targets" in str(found)
+    better = calibrated_scores(scores, found)
+    assert isinstance(better, Scores)
+    assert (better.name, better.method, better.task) == (scores.name, scores.method, scores.task)
+    assert better.settings["calibrated_on"] == "4 held-out targets"
+    np.testing.assert_array_equal(better.top(2).indices[0], np.argsort(-better.numpy()[:, 0])[:2])
     for target in range(M):
-        assert np.corrcoef(better[:, target], truth[:, target])[0, 1] > 0.98
+        assert np.corrcoef(better.numpy()[:, target], truth[:, target])[0, 1] > 0.98
+
+
+@pytest.mark.quick
+def test_a_teacher_of_noise_teaches_nothing_and_one_of_another_size_is_refused(held):
+    scores = held.scores("test")
+    found = calibrate(scores, held_scores(np.random.default_rng(0).normal(size=(N, M))))
+    assert not found.kept
+    with pytest.raises(StateError, match="not significantly better"):
+        calibrated_scores(scores, found)
+    wrong = [
+        ((N - 1, M), None),
+        ((N, 3), None),
+        ((N, 6), [0, 1, 2, 3, 4, 4]),
+        ((N, 6), [0, 1]),
+        ((N, M + 1), None),
+    ]
+    for shape, targets in wrong:
+        with pytest.raises(InvalidInputError, match="The teacher must have the 60 train rows"):
+            calibrate(scores, held_scores(np.ones(shape)), targets)
 
 
 @pytest.mark.parametrize(
@@ -322,21 +346,17 @@ def test_weights_of_the_default_kernel_give_the_scores_themselves(held, method):
     weights = np.zeros((len(calibration.views), 2, len(calibration.segments), len(calibration.dampings)))
     weights[calibration.views.index(method.q), :, :, calibration.dampings.index(1.0)] = 0.5
     given = replace(calibration, kept=True, weights=tuple(weights.reshape(-1).tolist()))
-
     found = calibrated_scores(scores, given)
-
     np.testing.assert_allclose(found.numpy(), scores.numpy(), rtol=1e-3, atol=1e-4)
 
 
 def test_modules_get_weights_of_their_own_unless_they_are_too_many(trained, monkeypatch):
     made = scored(trained, proj_dim=6, layout="module", method=GaussNewton(damping=0.5))
     scores = made.scores("test")
-
     single = calibrate(scores, held_scores(scores.numpy()))
     assert single.dampings == (0.1, 0.5, 1.0, 10.0), "its own is among those tried"
     assert list(single.segments) == [(segment.start, segment.stop) for segment in made.layout.segments]
     assert len(single.weights) == 3 * 2 * len(made.layout.segments) * 4
-
     monkeypatch.setattr("trak_lite.retraining.calibrated._MOST_PARTS", 3 * 2 * 2 * 4 - 1)
     shared = calibrate(scores, held_scores(scores.numpy()))
     assert shared.segments == ((0, made.layout.width),)
@@ -351,14 +371,11 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
     scores = made.scores("test")
     with pytest.raises(StateError, match="were not calibrated"):
         calibrated_scores(scores)
-
     verdict = verify(scores, Training(), TARGETS, budget=60, calibrate=True)
-
     masks = subset_masks(N, 60)
     held_out, outputs = masks[1::2], outputs_of(masks)[1::2, 0]
     found = verdict.calibration
-    assert found.kept
-    assert (found.num_held_out, found.across) == (30, "subsets")
+    assert (found.kept, found.num_held_out, found.across) == (True, 30, "subsets")
     assert found.gain.low > 0
     better = calibrated_scores(made.scores("test"))
     for one, matrix in ((found.default, scores.numpy()), (found.calibrated, better.numpy())):

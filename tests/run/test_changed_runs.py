@@ -129,6 +129,10 @@ class Scaled(RademacherProjector):
         return made
 
 
+def sum_of_squares(logits: Tensor) -> Tensor:
+    return logits.square().sum(1)
+
+
 def collate_scaled(scale: float) -> Callable[[list[Any]], Any]:
     def collate(samples: list[Any]) -> Any:
         x, y = default_collate(samples)
@@ -169,11 +173,8 @@ class Script:
                 self.net.first.register_forward_hook(value)
                 continue
             owner, _, last = name.rpartition(".")
-            setattr(
-                self.net.get_submodule(owner),
-                last,
-                MethodType(value, self.net) if last == "forward" else value,
-            )
+            made = MethodType(value, self.net) if last == "forward" else value
+            setattr(self.net.get_submodule(owner), last, made)
 
     def data(self, count: int, seed: int) -> Any:
         inputs, labels = tensors(count, seed)
@@ -197,6 +198,7 @@ class Script:
 
 
 MINE: dict[str, Any] = {"call": {"name": "mine"}}
+COLLATES = [{"settings": {"collate": collate_scaled(by)}} for by in (1.0, 2.0)]
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "samples": ({}, {"shift": 1.0}),
     "values of a TensorDataset": ({"dataset": Transformed}, {"shift": 1.0}),
@@ -207,27 +209,15 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "setting of a transform": ({}, {"scale": 2.0}),
     "code of a dataset": ({}, {"dataset": Edited}),
     "transform of a subclass of TensorDataset": ({"dataset": Transformed}, {"scale": 2.0}),
-    "collate function": (
-        {"settings": {"collate": collate_scaled(1.0)}},
-        {"settings": {"collate": collate_scaled(2.0)}},
-    ),
-    "collate function under one name": (
-        {"settings": {"collate": collate_scaled(1.0)}, **MINE},
-        {"settings": {"collate": collate_scaled(2.0)}},
-    ),
-    "collate function of a loader": (
-        {"loader_collate": collate_scaled(1.0)},
-        {"loader_collate": collate_scaled(2.0)},
-    ),
+    "collate function": (COLLATES[0], COLLATES[1]),
+    "collate function under one name": (COLLATES[0] | MINE, COLLATES[1]),
+    "collate function of a loader": tuple({"loader_collate": collate_scaled(by)} for by in (1.0, 2.0)),
     "global variable that the task calls": (
         {"task": calls_a_helper},
-        {"variables": {"reduce": lambda logits: logits.square().sum(1)}},
+        {"variables": {"reduce": sum_of_squares}},
     ),
     "attribute of the task": ({"task": Weighted(1.0)}, {"task": Weighted(2.0)}),
-    "code of the projector": (
-        {"settings": {"projector": Scaled(1.0)}},
-        {"settings": {"projector": Scaled(2.0)}},
-    ),
+    "code of the projector": tuple({"settings": {"projector": Scaled(by)}} for by in (1.0, 2.0)),
 }
 MODEL_KINDS: dict[str, dict[str, Any]] = {
     "forward method": {"model": {"forward": edited_forward}},
@@ -244,7 +234,7 @@ KINDS |= {name: ({}, change) for name, change in MODEL_KINDS.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_not_that_of_another_thing(kind: str, tmp_path: Path) -> None:
+def test_a_run_is_not_that_of_another_thing(kind, tmp_path):
     """Neither one that broke off nor a finished one is continued, and its scores are not those of other targets."""
     before, change = KINDS[kind]
     script = Script(**before)
@@ -253,7 +243,6 @@ def test_a_run_is_not_that_of_another_thing(kind: str, tmp_path: Path) -> None:
     attributor = script.featurize(tmp_path / "a.zarr")
     first = script.score(attributor)
     assert np.array_equal(script.score(attributor), first), "nothing was changed"
-
     other = Script(**before | change)
     for name in ("broken.zarr", "a.zarr"):
         with pytest.raises(ManifestMismatchError):
@@ -263,27 +252,24 @@ def test_a_run_is_not_that_of_another_thing(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_new_targets_are_not_scored_with_a_model_that_was_changed_since(kind: str, tmp_path: Path) -> None:
+def test_new_targets_are_not_scored_with_a_model_that_was_changed_since(kind, tmp_path):
     script = Script()
     attributor = script.featurize(tmp_path / "a.zarr")
     Script(net=script.net, **MODEL_KINDS[kind])
-
     stated = r"ckpt-0: row 0 of the train data, computed again, differs from the stored row: features by"
     with pytest.raises(ManifestMismatchError, match=stated):
         script.score(attributor)
 
 
-def test_the_error_names_the_row_and_each_quantity(tmp_path: Path) -> None:
+def test_the_error_names_the_row_and_each_quantity(tmp_path):
     script = Script()
     script.featurize(tmp_path / "a.zarr")
     script.net.temperature = 3.0
-
-    with pytest.raises(
-        ManifestMismatchError,
-        match=r"row 0 of the train data, computed again, differs from the stored row: "
-        r"features by 0\.\d+ of their norm .* out_to_loss is .* there, .* here.*"
-        r"loss_curvature .*8 of 8 recomputed rows differ.* attributes or unsaved buffers",
-    ):
+    said = (
+        r"row 0 of the train data, computed again, differs from the stored row: features by 0\.\d+ of their norm .* "
+        r"out_to_loss is .* there, .* here.*loss_curvature .*8 of 8 recomputed rows differ.* attributes or unsaved"
+    )
+    with pytest.raises(ManifestMismatchError, match=said):
         script.featurize(tmp_path / "a.zarr")
 
 
@@ -302,32 +288,22 @@ class Seeded(Augmented):
     seeded = True
 
 
-def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pass(tmp_path: Path) -> None:
+def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pass(tmp_path):
     script = Script(dataset=Augmented, call={"name": "augmented"})
     script.featurize(tmp_path / "a.zarr")
     with pytest.raises(ManifestMismatchError, match=r"sample itself changes .* seeded with the index"):
         script.featurize(tmp_path / "a.zarr")
-
     script = Script(dataset=Seeded)
     script.featurize(tmp_path / "b.zarr")
     script.featurize(tmp_path / "b.zarr")
     assert script.summary.rows_written == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "settings"),
-    [
-        (torch.float32, {"dtype": "float32"}),
-        (torch.float32, {"dtype": "float16"}),
-        (torch.float32, {"dtype": "int8"}),
-        (torch.float32, {"dtype": "int4"}),
-        (torch.float64, {}),
-        (torch.bfloat16, {}),
-    ],
-)
-def test_other_batch_sizes_are_the_same_run_within_rounding(
-    tmp_path: Path, dtype: torch.dtype, settings: dict[str, Any]
-) -> None:
+STORED = [(torch.float32, {"dtype": dtype}) for dtype in ("float32", "float16", "int8", "int4")]
+
+
+@pytest.mark.parametrize(("dtype", "settings"), [*STORED, (torch.float64, {}), (torch.bfloat16, {})])
+def test_other_batch_sizes_are_the_same_run_within_rounding(tmp_path, dtype, settings):
     """And a small change is not, where rounding lets it be told."""
     for batch_size in (1, 7, 72):
         path = tmp_path / str(batch_size)
@@ -336,7 +312,6 @@ def test_other_batch_sizes_are_the_same_run_within_rounding(
             script.featurize(path, fail_at=BROKEN_AT)
         script.featurize(path, batch_size=batch_size)
         assert script.summary.rows_written == N - DONE
-
     script.net.temperature = 2.0 if dtype == torch.bfloat16 else 1.02
     with pytest.raises(ManifestMismatchError, match="features by"):
         script.featurize(path)
@@ -356,28 +331,21 @@ print(script.summary.rows_written)
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_another_instruction_set_continues(tmp_path: Path, capability: str) -> None:
+def test_another_instruction_set_continues(tmp_path, capability):
     with pytest.raises(BrokeOffError):
         Script().featurize(tmp_path / "a.zarr", fail_at=BROKEN_AT)
-
-    done = subprocess.run(
-        [sys.executable, "-c", CONTINUED, str(tmp_path / "a.zarr"), str(Path(__file__).parent)],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
+    command = [sys.executable, "-c", CONTINUED, str(tmp_path / "a.zarr"), str(Path(__file__).parent)]
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(N - DONE)], done.stderr
 
 
-def test_a_finished_run_is_compared_with_one_small_pass_per_checkpoint(tmp_path: Path) -> None:
+def test_a_finished_run_is_compared_with_one_small_pass_per_checkpoint(tmp_path):
     """Seen by the samples that reach the model."""
     script, seen = Script(), list[int]()
     data = script.data(N, 0)
     states = [{name: value + k for name, value in script.net.state_dict().items()} for k in range(3)]
     script.attributor(tmp_path / "a.zarr").featurize(data, states)
-
     hook = script.net.first.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     assert script.attributor(tmp_path / "a.zarr").featurize(data, states).rows_written == 0
     hook.remove()
@@ -394,30 +362,22 @@ class Growing(Plain):
         return N // 2 + self.extra
 
 
-def test_a_dataset_whose_length_changes_during_a_call_is_refused(tmp_path: Path) -> None:
+def test_a_dataset_whose_length_changes_during_a_call_is_refused(tmp_path):
     script = Script()
     with pytest.raises(InvalidInputError, match="37 rows when the call began, and has 38 now"):
         script.attributor(tmp_path / "a.zarr").featurize(Growing(tensors(N, 0), 1.0))
-
     assert not (tmp_path / "a.zarr").exists()
 
 
 NUMBERS = [[1, 23], [12, 3], [123], [1, 2, 3], [[1, 2], 3], [[1], [2, 3]], (1, 23.0), True, 1, 1.0, 1 + 0j]
 TEXTS = [["1", "23"], ["12", "3"], ["1'", "'23"], "1", b"1", None, "None"]
 DICTS = [{"a": 1, "b": 23}, {"a": 12, "b": 3}, {"ab": 1}, {"a": "b1"}, {1: "a"}, {"1": "a"}]
-ARRAYS = [
-    torch.tensor([1, 23]),
-    torch.tensor([1, 23], dtype=torch.int32),
-    torch.tensor([[1, 23]]),
-    torch.tensor([1.0, 23.0]),
-    np.array(["1", "23"]),
-    np.array(["12", "3"]),
-]
+ARRAYS = [torch.tensor(numbers) for numbers in ([1, 23], [[1, 23]], [1.0, 23.0])]
+ARRAYS += [torch.tensor([1, 23], dtype=torch.int32), np.array(["1", "23"]), np.array(["12", "3"])]
 
 
 @pytest.mark.quick
-def test_no_two_samples_have_the_same_digest() -> None:
+def test_no_two_samples_have_the_same_digest():
     different = [*NUMBERS, *TEXTS, *DICTS, *ARRAYS]
     digests = [Rows([[sample]]).identity()["samples"] for sample in different]
-
     assert len(set(digests)) == len(digests)

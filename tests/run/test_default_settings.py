@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
-from trak_lite.methods import TRAK, AbstractMethod, Fisher, GaussNewton, as_method
+from trak_lite.methods import TRAK, Fisher, GaussNewton, as_method
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 from trak_lite.run.settings import stored_arguments
 from trak_lite.store import Manifest, open_store
@@ -36,11 +36,9 @@ def attributor(path: Path | None = None, task: Any = "image_classification", **c
 @pytest.mark.parametrize(
     ("modules", "proj_dim"), [(1, 2048), (3, 2048), (16, 2048), (17, 1024), (75, 256), (600, 64)]
 )
-def test_the_default_width_of_a_module_falls_with_their_number(modules: int, proj_dim: int) -> None:
+def test_the_default_width_of_a_module_falls_with_their_number(modules, proj_dim):
     net = nn.Sequential(*(nn.Linear(50, 50) for _ in range(modules)))
-
     made = Attributor(net, "regression", None)
-
     assert made.projector.proj_dim == proj_dim
     assert made.layout.width == modules * proj_dim
     assert Attributor(net, "regression", None, layout="joint").layout.width == 2048
@@ -48,53 +46,37 @@ def test_the_default_width_of_a_module_falls_with_their_number(modules: int, pro
 
 @pytest.mark.parametrize("proj_dim", [4, 16])
 @pytest.mark.parametrize("layout", ["module", "joint"])
-def test_scores_by_default_are_those_of_the_default_damping_with_q_outside(
-    tmp_path: Path, layout: Any, proj_dim: int
-) -> None:
+def test_scores_by_default_are_those_of_the_default_damping_with_q_outside(tmp_path, layout, proj_dim):
     made = attributor(tmp_path / "a.zarr", proj_dim=proj_dim, layout=layout)
-    made.featurize(
-        TRAIN, [perceptron().state_dict(), {k: -1.5 * v for k, v in perceptron().state_dict().items()}]
-    )
-
+    states = perceptron().state_dict()
+    made.featurize(TRAIN, [states, {k: -1.5 * v for k, v in states.items()}])
     scores = made.score(TARGETS, "test").numpy()
-
     with open_store(str(tmp_path / "a.zarr")) as store:
         train = [store.open_table(f"ckpt-{c}") for c in range(2)]
+        names = ("features", "out_to_loss", "loss_curvature")
+        rows, q, w = ([table.read(name).astype(float) for table in train] for name in names)
         targets = [
             store.open_table(f"targets/test/ckpt-{c}").read("features").astype(float) for c in range(2)
         ]
-        rows, q, w = (
-            [table.read(name).astype(float) for table in train]
-            for name in ("features", "out_to_loss", "loss_curvature")
-        )
     assert len(made.layout.segments) == (2 if layout == "module" else 1)
-    expected = reference.kernel_scores(
-        rows,
-        q,
-        w,
-        targets,
-        segments=[(s.start, s.stop) for s in made.layout.segments],
-        where_q="outside",
-    )
+    segments = [(s.start, s.stop) for s in made.layout.segments]
+    expected = reference.kernel_scores(rows, q, w, targets, segments=segments, where_q="outside")
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-def test_q_is_outside_for_methods_with_a_kernel_and_inside_for_sums_of_gradient_products() -> None:
+def test_q_is_outside_for_methods_with_a_kernel_and_inside_for_sums_of_gradient_products():
     made = attributor()
     made.featurize(TRAIN)
-
     methods = (TRAK(damping=None), "GradDot", "GaussNewton", "GradCos")
     found = [made.score(TARGETS, method=method).settings["q"] for method in methods]
     assert found == ["outside", "inside", "outside", "off"]
 
 
-def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_path: Path) -> None:
+def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_path):
     path, plain = tmp_path / "a.zarr", TRAK(damping=None, layout="stored")
     made = attributor(path, method=Fisher(damping=3.0))
     made.featurize(TRAIN)
-
     opened = Attributor.open(path, perceptron())
-
     assert opened.method == made.method == Fisher(damping=3.0)
     assert Attributor.open(path, perceptron(), method="Fisher").method == Fisher()
     assert Attributor.open(path, perceptron(), method=plain).method == plain
@@ -103,11 +85,8 @@ def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_pat
     assert opened.score(TARGETS).settings["damping"] == 3.0
 
 
-# ------------------------------------------------------------------------ stores of older versions
-
-
 @pytest.mark.parametrize(("projector", "segments"), [("countsketch", 1), ("two_sided", 3)])
-def test_what_older_stores_call_auto_is_what_it_was(tmp_path: Path, projector: str, segments: int) -> None:
+def test_what_older_stores_call_auto_is_what_it_was(tmp_path, projector, segments):
     def manifest(name: str, made: Attributor) -> Manifest:
         made.featurize(TRAIN)
         with open_store(str(tmp_path / name)) as store:
@@ -116,44 +95,34 @@ def test_what_older_stores_call_auto_is_what_it_was(tmp_path: Path, projector: s
     layout = "module" if projector == "two_sided" else "joint"
     older = manifest("older", attributor(tmp_path / "older", projector=projector, layout=layout))
     settings = {**older.made_with["settings"], "layout": "auto"}
-
     task, arguments = stored_arguments(
         Manifest(older.fingerprint, {**older.made_with, "settings": settings}), None, {}, where="it"
     )
-
     made = Attributor(perceptron(), task, tmp_path / "now", **arguments)
     assert len(made.layout.segments) == segments
     assert manifest("now", made).fingerprint == older.fingerprint
 
 
-def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain_one() -> None:
+def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain_one():
     head = nn.Linear(2, 2100)  # 6300 gradient entries, which "none" keeps
-    made = [
-        Attributor(head, "causal_language_modeling", None, projector=projector)
-        for projector in ("none", "auto")
-    ]
-
-    assert made[0].method == TRAK(damping=None, layout="stored")
-    assert made[1].method == Fisher()
+    for projector, method in (("none", TRAK(damping=None, layout="stored")), ("auto", Fisher())):
+        assert Attributor(head, "causal_language_modeling", None, projector=projector).method == method
 
 
-def test_a_store_opens_with_the_settings_of_its_task(tmp_path: Path) -> None:
+def test_a_store_opens_with_the_settings_of_its_task(tmp_path):
     """Also where they were the default of a time, and no longer are."""
     ids = torch.randint(5, (6, 4), generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5))
-    made = Attributor(
-        net, CausalLanguageModelingModelOutput(output="margin"), tmp_path / "a.zarr", proj_dim=4
-    )
+    task = CausalLanguageModelingModelOutput(output="margin")
+    made = Attributor(net, task, tmp_path / "a.zarr", proj_dim=4)
     made.featurize(TensorDataset(ids, ids))
-
     opened = Attributor.open(tmp_path / "a.zarr", net)
-
     assert opened.task.settings() == {"output": "margin", "shift": True}
     assert opened.featurize(TensorDataset(ids, ids)).rows_written == 0
 
 
 @pytest.mark.parametrize("method", [GaussNewton, Fisher, TRAK])
-def test_what_is_stored_of_a_method_tells_it_and_where_q_goes(method: type[AbstractMethod]) -> None:
+def test_what_is_stored_of_a_method_tells_it_and_where_q_goes(method):
     found = []
     for q in ("outside", "inside", "off"):
         made = method(damping=0.5, q=q)

@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[serve]'")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 
-from serve_cases import Client, finished_run, pages_in, recipe_of, served
+from serve_cases import finished_run, pages_in, recipe_of, served
 
 from trak_lite import Attributor
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     return finished_run(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="module")
-def ran(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(made, tmp_path_factory):
     return Path(shutil.copytree(made, tmp_path_factory.mktemp("ran") / "copy"))
 
 
 @pytest.fixture
-def copy(ran: Path, tmp_path: Path) -> Path:
+def copy(ran, tmp_path):
     return Path(shutil.copytree(ran, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="module")
-def client(ran: Path) -> Iterator[Client]:
+def client(ran):
     with served(pages_in(ran)) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def plain(ran: Path) -> Iterator[Client]:
+def plain(ran):
     """A server without a recipe."""
     with served(pages_in(ran, recipe=False)) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def scores(ran: Path) -> np.ndarray:
+def scores(ran):
     return Attributor.open(ran / "run.zarr", recipe_of(ran)["build_model"]()).scores("held-out").numpy()

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 from report_cases import Parsed
-from serve_cases import FORM, HOSTILE, Client, Mark, marks_in, pages_in, served
+from serve_cases import FORM, HOSTILE, Mark, marks_in, pages_in, served
 
 from trak_lite import cli
 
@@ -22,12 +22,12 @@ PAGES = ["/", "/?target=1", "/review", "/?target=99", "/nowhere", "/?set=%3Cscri
 
 
 @pytest.fixture(scope="module")
-def token(client: Client) -> str:
+def token(client):
     return client.token()
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/marks.csv"])
-def test_html_is_text_and_nothing_but_this_server_is_allowed(client: Client, path: str) -> None:
+def test_html_is_text_and_nothing_but_this_server_is_allowed(client, path):
     answer = client.get(path)
     page = Parsed(answer.text)
     assert [name for name, _ in page.elements].count("script") == (path != "/marks.csv")
@@ -36,7 +36,6 @@ def test_html_is_text_and_nothing_but_this_server_is_allowed(client: Client, pat
     if path == "/?target=1":
         assert HOSTILE in page.text  # as the target's text
         assert page.all("option", value=HOSTILE)
-
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
     assert policy["connect-src"] == policy["form-action"] == "'self'"
@@ -56,11 +55,11 @@ PATHS += ["/marks.csv/../../etc/passwd", "/review/..%5c..%5cetc", "/%00", "/?set
 PATHS += ["/?set=ckpt-0", "/review?set=%2Fetc%2Fpasswd", "/static/x.js"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_tricks_with_paths_lead_nowhere(client: Client, path: str) -> None:
-    answer = client.request("GET", path)
-    assert answer.status == 404
-    assert "root:" not in answer.text
+def test_tricks_with_paths_lead_nowhere(client):
+    for path in PATHS:
+        answer = client.request("GET", path)
+        assert answer.status == 404, path
+        assert "root:" not in answer.text
 
 
 HUGE = "9" * 5000
@@ -80,16 +79,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in WRONG.items() for name in names])
-def test_wrong_parameters_get_400_or_404_and_a_sentence(client: Client, path: str, name: str) -> None:
-    queries = [*(urlencode({name: value}) for value in WRONG[path][name])]
-    for query in [*queries, urlencode([(name, "0"), (name, "0")])]:
-        answer = client.get(f"{path}{query}")
-        assert answer.status in (400, 404), query[:80]
-        assert re.search('id="status"[^>]*>[^<]{20,}', answer.text), query[:80]
+@pytest.mark.parametrize("path", WRONG)
+def test_wrong_parameters_get_400_or_404_and_a_sentence(client, path):
+    for name, values in WRONG[path].items():
+        for pairs in [*([(name, value)] for value in values), [(name, "0")] * 2]:
+            answer = client.get(f"{path}{urlencode(pairs)}")
+            assert answer.status in (400, 404), (path, name, str(pairs)[:80])
+            assert re.search('id="status"[^>]*>[^<]{20,}', answer.text), (path, name, str(pairs)[:80])
 
 
-def test_values_that_match_nothing_are_no_failure(client: Client) -> None:
+def test_values_that_match_nothing_are_no_failure(client):
     for value in [*NO_NUMBERS, f"0.{HUGE}", "1e999", "-inf", "\ufffe"]:
         for path in ("/?target=0&", "/review?"):
             assert client.get(f"{path}{urlencode({'where-label': value})}").status == 200, value[:20]
@@ -99,7 +98,7 @@ WRONG_FIELDS = {"row": [*NO_NUMBERS, "40", ""], "mark": [*NO_NAMES, "burn", ""],
 
 
 @pytest.mark.parametrize("name", WRONG_FIELDS)
-def test_wrong_fields_of_a_mark_change_nothing(client: Client, ran: Path, token: str, name: str) -> None:
+def test_wrong_fields_of_a_mark_change_nothing(client, ran, token, name):
     right = {"token": token, "row": "1", "mark": "flip", "label": "2"}
     bodies = [urlencode({**right, name: value}) for value in WRONG_FIELDS[name]]
     bodies.append(urlencode([*right.items(), (name, "3")]))
@@ -111,7 +110,7 @@ def test_wrong_fields_of_a_mark_change_nothing(client: Client, ran: Path, token:
     assert marks_in(ran) == {}
 
 
-def test_a_form_of_others_changes_nothing(client: Client, ran: Path, token: str) -> None:
+def test_a_form_of_others_changes_nothing(client, ran, token):
     fields = {"row": 1, "mark": "drop"}
     right = {**fields, "token": token}
     wrong = [fields, {**fields, "token": ""}, {**fields, "token": token[:-1]}, {**fields, "token": "é" * 43}]
@@ -121,22 +120,18 @@ def test_a_form_of_others_changes_nothing(client: Client, ran: Path, token: str)
     refused += [client.post("/mark", right, **given) for given in headers]
     assert [answer.status for answer in refused] == [403] * 8
     assert client.request("GET", f"/mark?row=1&mark=drop&token={token}").status == 405
-    for body, kind, status in (
-        (b"{}", "application/json", 415),
-        (b"\xff=\xff", FORM, 400),
-        (b"a=1&" * 70, FORM, 400),
-    ):
+    bodies = (b"{}", "application/json", 415), (b"\xff=\xff", FORM, 400), (b"a=1&" * 70, FORM, 400)
+    for body, kind, status in bodies:
         assert client.request("POST", "/mark", body, {"Content-Type": kind}).status == status
     assert marks_in(ran) == {}
     assert not list(ran.glob("run.zarr/targets/asked-*"))
-
     assert client.post("/mark", right, Origin=f"http://127.0.0.1:{client.port}").status == 303
     assert marks_in(ran) == {"1": {"mark": "drop", "label": ""}}
     client.post("/mark", {**right, "mark": "clear"})
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "rows"])
-def test_marks_that_cannot_be_read_are_said_and_block_no_page(copy: Path, kind: str) -> None:
+def test_marks_that_cannot_be_read_are_said_and_block_no_page(copy, kind):
     path, pages = copy / "run.marks.json", pages_in(copy, recipe=False)
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -159,9 +154,7 @@ OTHERS = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhos
 OTHERS += ["127.0.0.1/evil", "127.0.0.1:port", "0.0.0.0", ""]
 
 
-def test_this_host_has_two_names_and_one_rebound_to_it_is_refused(
-    client: Client,
-) -> None:
+def test_this_host_has_two_names_and_one_rebound_to_it_is_refused(client):
     for host in OTHERS:
         answer = client.request("GET", "/", headers={"Host": host})
         assert answer.status == 421, host
@@ -173,7 +166,7 @@ def test_this_host_has_two_names_and_one_rebound_to_it_is_refused(
         assert re.match(rb"HTTP/1\.1 4\d\d ", raw.recv(100))
 
 
-def test_other_sites_may_link_to_a_page_but_not_use_it(client: Client, token: str) -> None:
+def test_other_sites_may_link_to_a_page_but_not_use_it(client, token):
     for mode, status in (("navigate", 200), ("no-cors", 403)):
         headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
         assert client.request("GET", "/", headers=headers).status == status
@@ -181,7 +174,6 @@ def test_other_sites_may_link_to_a_page_but_not_use_it(client: Client, token: st
     answers = [client.request("OPTIONS", "/mark", headers=asked), client.get("/")]
     assert answers[0].status == 403
     assert not [name for answer in answers for name in answer.headers if name.startswith("access-control")]
-
     fields = {"token": token, "row": 2, "mark": "clear", "set": "//evil.example", "from": "http://evil"}
     place = client.post("/mark", fields).headers["location"]
     assert place.startswith("/review?")  # a redirect stays on this server
@@ -189,7 +181,7 @@ def test_other_sites_may_link_to_a_page_but_not_use_it(client: Client, token: st
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_10_mb_gets_413_and_is_not_read(client: Client, chunked: bool) -> None:
+def test_a_body_of_10_mb_gets_413_and_is_not_read(client, chunked):
     size = 10 << 20
     kind = b"Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}".encode()
     head = b"POST /mark HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + FORM.encode() + b"\r\n" + kind
@@ -205,7 +197,7 @@ def test_a_body_of_10_mb_gets_413_and_is_not_read(client: Client, chunked: bool)
     assert client.get("/").status == 200
 
 
-def test_a_body_at_the_limit_is_read(client: Client, token: str) -> None:
+def test_a_body_at_the_limit_is_read(client, token):
     head = f"token={token}&row=3&mark=clear&label="
     for more, status in (("", 303), ("x", 413)):
         body = head + "x" * (MOST_BYTES - len(head)) + more
@@ -223,7 +215,7 @@ def closed(raw: socket.socket) -> bytes:
     return found
 
 
-def test_slow_clients_are_disconnected_and_hold_nobody_up(ran: Path) -> None:
+def test_slow_clients_are_disconnected_and_hold_nobody_up(ran):
     with served(pages_in(ran), patience=1.0) as opened:
         nothing, half, body, reader = (opened.raw() for _ in range(4))
         half.sendall(b"GET / HTTP/1.1\r\nHost: loc")
@@ -258,7 +250,7 @@ def connections_of(port: int) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a socket option of Linux")
-def test_a_reader_that_stalls_loses_its_connection(ran: Path) -> None:
+def test_a_reader_that_stalls_loses_its_connection(ran):
     """What fits into the buffers of the system is no longer the server's, which closes the connection in vain."""
     with served(pages_in(ran, recipe=False), patience=1.0) as opened:
         readers = [socket.socket() for _ in range(3)]
@@ -275,18 +267,14 @@ def test_a_reader_that_stalls_loses_its_connection(ran: Path) -> None:
             reader.close()
 
 
-def test_a_port_that_is_taken_is_refused(
-    client: Client, ran: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for port, said in (
-        (client.port, "Pass another one: --port PORT"),
-        ("1e9", "a whole number from 0 to 65535"),
-    ):
+def test_a_port_that_is_taken_is_refused(client, ran, capsys):
+    taken, wrong = "Pass another one: --port PORT", "a whole number from 0 to 65535"
+    for port, said in ((client.port, taken), ("1e9", wrong)):
         assert cli.main(["serve", str(ran / "run.zarr"), "--port", str(port)]) == 2
         assert said in capsys.readouterr().err
 
 
-def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(copy: Path) -> None:
+def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(copy):
     with (copy / "recipe.py").open("a") as file:
         file.write('\n\ndef render(index):\n    raise LookupError("<b>no row</b>")\n')
     with served(pages_in(copy)) as opened:

@@ -55,7 +55,7 @@ def ask(client: Client, fields: dict[str, str], failed: list[BaseException]) -> 
         failed.append(error)
 
 
-def test_a_kill_during_a_request_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_during_a_request_loses_nothing(tmp_path):
     folder, never_killed = tmp_path / "ran", tmp_path / "never-killed"
     folder.mkdir()
     finished_run(folder)

@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "run.marks.json"
 
 
@@ -40,27 +40,19 @@ def marks(path: Path, dataset: dict[str, Any] = DATASET) -> MarksFile:
     return MarksFile(path, dataset, 60)
 
 
-def test_marks_are_read_back_in_the_order_of_rows_and_can_be_removed(path: Path) -> None:
+def test_marks_are_read_back_in_the_order_of_rows_and_can_be_removed(path):
     file = marks(path)
     assert file.read() == {}
-    for row, mark in (
-        (7, Mark("drop")),
-        (2, Mark("flip", "é\n<b>")),
-        (7, Mark("keep")),
-        (5, Mark("keep")),
-        (5, None),
-    ):
+    flip, keep = Mark("flip", "é\n<b>"), Mark("keep")
+    for row, mark in ((7, Mark("drop")), (2, flip), (7, keep), (5, keep), (5, None)):
         file.put(row, mark)
-
-    assert list(marks(path).read().items()) == [(2, Mark("flip", "é\n<b>")), (7, Mark("keep"))]
+    assert list(marks(path).read().items()) == [(2, flip), (7, keep)]
     assert os.listdir(path.parent) == ["run.marks.json"]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("old", [{}, {1: Mark("keep")}], ids=["first", "changed"])
-def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(
-    old: dict[int, Any], after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(old, after, tmp_path, monkeypatch):
     outcomes = []
     for moment in count():
         path, calls = tmp_path / str(moment) / "run.marks.json", count()
@@ -100,7 +92,7 @@ def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(
     assert {**old, 2: Mark("drop")} in outcomes
 
 
-def test_a_write_that_fails_leaves_the_old_marks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_marks(path, monkeypatch):
     marks(path).put(1, Mark("keep"))
 
     def full(fd: int) -> None:
@@ -112,7 +104,7 @@ def test_a_write_that_fails_leaves_the_old_marks(path: Path, monkeypatch: pytest
     assert marks(path).read() == {1: Mark("keep")}
 
 
-def test_several_writers_lose_no_mark(path: Path) -> None:
+def test_several_writers_lose_no_mark(path):
     def put_all(start: int) -> None:
         file = marks(path)
         for row in range(start, 60, 3):
@@ -130,7 +122,7 @@ WRONG_ROWS = ["-1", "60", "1000000000", "9" * 5000, "01", " 1", "1_0", "\u0663",
 NO_MARKS = ["{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}}}', "[" * 10_000]
 
 
-def test_files_without_marks_of_these_rows_are_refused_and_left_alone(path: Path) -> None:
+def test_files_without_marks_of_these_rows_are_refused_and_left_alone(path):
     marks(path).put(59, Mark("keep"))
     sound = path.read_text()
     for content in [*NO_MARKS, *(sound.replace('"59"', json.dumps(row)) for row in WRONG_ROWS)]:
@@ -154,16 +146,15 @@ def test_files_without_marks_of_these_rows_are_refused_and_left_alone(path: Path
         (lambda path: marks(path).put(60, Mark("keep")), InvalidInputError, "no train row 60"),
     ],
 )
-def test_marks_that_cannot_be_are_refused(path: Path, call: Any, error: Any, message: str) -> None:
+def test_marks_that_cannot_be_are_refused(path, call, error, message):
     with pytest.raises(error, match=message):
         call(path)
     assert os.listdir(path.parent) == []
 
 
-def test_the_csv_reads_back_and_holds_no_formula() -> None:
+def test_the_csv_reads_back_and_holds_no_formula():
     labels = ["cat", "=1+1", "-3", 'a "b", c\nd']
     found = relabelling({1: Mark("flip", "@SUM(A1)"), 2: Mark("flip", "-4"), 3: Mark("drop")}, labels)
-
     assert list(csv.reader(io.StringIO(found, newline=""))) == [
         ["row", "mark", "label", "new_label"],
         ["1", "flip", "'=1+1", "'@SUM(A1)"],
@@ -185,7 +176,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_links_pipes_and_folders_in_place_of_the_marks_are_refused(kind: str, path: Path) -> None:
+def test_links_pipes_and_folders_in_place_of_the_marks_are_refused(kind, path):
     """Nothing is followed, waited for, created or changed."""
     other = path.with_name("other")
     marks(other).put(1, Mark("keep"))
@@ -198,7 +189,7 @@ def test_links_pipes_and_folders_in_place_of_the_marks_are_refused(kind: str, pa
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
-def test_what_is_in_place_of_the_unfinished_file_is_removed_and_not_written(kind: str, path: Path) -> None:
+def test_what_is_in_place_of_the_unfinished_file_is_removed_and_not_written(kind, path):
     unfinished, other = path.with_name(".run.marks.json.new"), path.with_name("other")
     other.write_text("mine")
     {"hard link": lambda path, other: os.link(other, path), **FOREIGN}[kind](unfinished, other)

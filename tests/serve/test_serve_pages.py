@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 from report_cases import Parsed
 from safetensors.torch import save_file
-from serve_cases import HOSTILE, Answer, Client, marks_in, pages_in, recipe_of, served
+from serve_cases import HOSTILE, Answer, marks_in, pages_in, recipe_of, served
 
 from trak_lite import Attributor
 from trak_lite.errors import CheckpointError, ManifestMismatchError
@@ -39,9 +38,7 @@ EVERY = np.arange(40)
 
 
 @pytest.mark.parametrize("recipe", [True, False])
-def test_a_target_shows_its_strongest_rows_by_a_plain_sort(
-    client: Client, plain: Client, scores: np.ndarray, recipe: bool
-) -> None:
+def test_a_target_shows_its_strongest_rows_by_a_plain_sort(client, plain, scores, recipe):
     for target in (0, 5):
         order, worst = sorted_rows(scores[:, target], EVERY), sorted_rows(-scores[:, target], EVERY)
         page = parsed((client if recipe else plain).get("/", set="held-out", target=target, k=4))
@@ -54,45 +51,38 @@ def test_a_target_shows_its_strongest_rows_by_a_plain_sort(
 @pytest.mark.parametrize(
     ("recipe", "label", "source"), [(True, 1, HOSTILE), (False, 0, "=1+1")], ids=["recipe", "stored"]
 )
-def test_filters_leave_only_rows_with_the_chosen_values(
-    client: Client, plain: Client, scores: np.ndarray, ran: Path, recipe: bool, label: int, source: str
-) -> None:
+def test_filters_leave_only_rows_with_the_chosen_values(client, plain, scores, ran, recipe, label, source):
     labels = recipe_of(ran)["train_data"]().tensors[1].numpy()
     rows = np.flatnonzero((labels == label) & ((EVERY % 4 == 0) == (source == HOSTILE)))
     asked = client if recipe else plain
     page = parsed(asked.get("/", target=2, k=50, **{"where-label": str(label), "where-source": source}))
-
     assert rows_of(page)[: len(rows)] == sorted_rows(scores[:, 2], rows)
     assert f"of {len(rows)} train rows" in page.text
     assert asked.get("/", target=2, **{"where-colour": "1"}).status == 404
 
 
+NO_MATCH = [
+    ({"where-label": "7"}, ["No row has label '7'. Values of label: 0, 1."]),
+    ({"where-source": "=1+2"}, ["No row has source '=1+2'. Values of source: =1+1, "]),
+    (
+        {"where-label": "1", "where-source": "x" * 5000},
+        ["rows have label '1'. No row has source", "(5,000 characters in all)"],
+    ),
+]
+
+
 @pytest.mark.parametrize("path", ["/?target=2", "/review?"])
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        ({"where-label": "7"}, ["No row has label '7'. Values of label: 0, 1."]),
-        ({"where-source": "=1+2"}, ["No row has source '=1+2'. Values of source: =1+1, "]),
-        (
-            {"where-label": "1", "where-source": "x" * 5000},
-            ["rows have label '1'. No row has source", "(5,000 characters in all)"],
-        ),
-    ],
-)
-def test_a_filter_without_a_match_shows_the_values(
-    client: Client, path: str, filters: dict[str, str], expected: list[str]
-) -> None:
-    page = parsed(client.get(f"{path}&{urlencode(filters)}"))
-    assert "No train row passes the filters." in page.text
-    assert all(one in page.text for one in expected)
-    assert "Most helpful" not in page.text
-    chosen = {str(one.get("value")) for one in page.all("option") if "selected" in one}
-    assert set(filters.values()) <= chosen
+def test_a_filter_without_a_match_shows_the_values(client, path):
+    for filters, expected in NO_MATCH:
+        page = parsed(client.get(f"{path}&{urlencode(filters)}"))
+        for said in ("No train row passes the filters.", *expected):
+            assert said in page.text
+        assert "Most helpful" not in page.text
+        chosen = {str(one.get("value")) for one in page.all("option") if "selected" in one}
+        assert set(filters.values()) <= chosen
 
 
-def test_the_page_says_what_scores_mean_and_what_stands_out(
-    client: Client, plain: Client, scores: np.ndarray
-) -> None:
+def test_the_page_says_what_scores_mean_and_what_stands_out(client, plain, scores):
     column = scores[:, 4].astype(np.float64)
     low, median, high = np.percentile(column, [25, 50, 75])
     limit = (high - low) / 1.349 * np.sqrt(2 * np.log(40))
@@ -110,7 +100,7 @@ def test_the_page_says_what_scores_mean_and_what_stands_out(
     assert "estimates how much" in parsed(plain.get("/", target=3)).text
 
 
-def test_the_output_is_that_of_the_last_checkpoint(client: Client, ran: Path) -> None:
+def test_the_output_is_that_of_the_last_checkpoint(client, ran):
     recipe = recipe_of(ran)
     model = recipe["build_model"]()
     *_, last = recipe["train"](EVERY, 0)
@@ -118,21 +108,18 @@ def test_the_output_is_that_of_the_last_checkpoint(client: Client, ran: Path) ->
     image, label = recipe["target_data"]()[3]
     logits = model(image[None])[0].detach().double()
     others = torch.logsumexp(logits[[i for i in range(2) if i != label]], 0)
-
     page = parsed(client.get("/", target=3))
-
     assert " ".join(f"{value:.4f}" for value in logits.tolist()) in page.text
     shown = float(re.search(r"f = ([-+\d.e]+), checkpoint checkpoint-3", page.text)[1])
     assert shown == pytest.approx(float(logits[label] - others), rel=1e-3)
 
 
-def test_a_text_is_scored_by_a_form_only_and_then_has_a_permalink(client: Client, ran: Path) -> None:
+def test_a_text_is_scored_by_a_form_only_and_then_has_a_permalink(client, ran):
     """The text is a stored target, so its scores are those of this target."""
     image, label = recipe_of(ran)["target_data"]()[4]
     text = " ".join(map(repr, image.double().tolist())) + f" {int(label)}"
     assert "not scored yet" in parsed(client.get("/", text=text)).text
     assert not list(ran.glob("run.zarr/targets/asked-*"))
-
     moved = client.post("/ask", {"token": client.token(), "text": text, "k": 4})
     assert moved.status == 303
     assert dict(parse_qsl(urlsplit(moved.headers["location"]).query)) == {"text": text, "k": "4"}
@@ -148,39 +135,31 @@ def test_a_text_is_scored_by_a_form_only_and_then_has_a_permalink(client: Client
     assert [str(one) for one in page.all("option") if "asked-" in str(one)] == []  # no target set to choose
 
 
-@pytest.mark.parametrize("text", ["", "   ", "no numbers", "1 2 3 4 9", "1 0", "x" * 8193])
-def test_a_text_that_is_no_sample_is_refused_with_the_reason(client: Client, text: str) -> None:
-    answer = client.post("/ask", {"token": client.token(), "text": text})
-
-    assert answer.status == 400
-    assert Parsed(answer.text).all("p", id="status")
+def test_a_text_that_is_no_sample_is_refused_with_the_reason(client):
+    for text in ("", "   ", "no numbers", "1 2 3 4 9", "1 0", "x" * 8193):
+        answer = client.post("/ask", {"token": client.token(), "text": text})
+        assert answer.status == 400, text
+        assert Parsed(answer.text).all("p", id="status"), text
     assert parsed(client.get("/", target=0))  # the server still answers
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"target": 2, "k": 3, "where-label": "1"},
-        {"target": 1, "k": 7, "where-source": HOSTILE},
-        {"set": "held-out", "target": 0},
-    ],
-)
-def test_a_permalink_leads_to_the_same_page(client: Client, params: dict[str, object]) -> None:
-    page = parsed(client.get("/", **params))
-    (link,) = page.all("a", id="permalink")
-    again = parsed(client.get(str(link["href"])))
-
-    assert (again.text, rows_of(again)) == (page.text, rows_of(page))
-    assert again.all("a", id="permalink") == [link]
+def test_a_permalink_leads_to_the_same_page(client):
+    many = {"target": 2, "k": 3, "where-label": "1"}, {"target": 1, "k": 7, "where-source": HOSTILE}
+    for params in (*many, {"set": "held-out", "target": 0}):
+        page = parsed(client.get("/", **params))
+        (link,) = page.all("a", id="permalink")
+        again = parsed(client.get(str(link["href"])))
+        assert (again.text, rows_of(again)) == (page.text, rows_of(page)), params
+        assert again.all("a", id="permalink") == [link]
 
 
-def test_a_page_after_the_last_one_is_the_last_one(client: Client) -> None:
+def test_a_page_after_the_last_one_is_the_last_one(client):
     last, beyond = (rows_of(parsed(client.get(f"/review?from={first}")), "tr") for first in (25, 1000))
     assert last == beyond
     assert "Show target 5" in parsed(client.get("/?from=24")).text
 
 
-def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client: Client, ran: Path) -> None:
+def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client, ran):
     recipe = recipe_of(ran)
     own = Attributor.open(ran / "run.zarr", recipe["build_model"]()).scores("held-out").self_influence()
     order = sorted_rows(own, EVERY)
@@ -207,37 +186,30 @@ def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client: Clien
     assert table.headers["content-disposition"] == 'attachment; filename="relabelling.csv"'
     labels = [str(label) for label in recipe["train_data"]().tensors[1].tolist()]
     found = list(csv.DictReader(io.StringIO(table.text, newline="")))
-    expected = {
-        first: ("flip", labels[first], "'=2+2"),
-        second: ("drop", labels[second], ""),
-        third: ("keep", labels[third], ""),
-    }
-    assert [(int(row["row"]), (row["mark"], row["label"], row["new_label"])) for row in found] == sorted(
-        expected.items()
-    )
+    marked = (first, "flip", "'=2+2"), (second, "drop", ""), (third, "keep", "")
+    columns = [(int(row["row"]), row["mark"], row["label"], row["new_label"]) for row in found]
+    assert columns == sorted((row, mark, labels[row], new) for row, mark, new in marked)
 
     client.post("/mark", {"token": client.token(), "row": first, "mark": "clear"})
     assert str(first) not in marks_in(ran)
 
 
-def test_without_a_recipe_rows_are_numbers_and_no_text_is_scored(plain: Client) -> None:
+def test_without_a_recipe_rows_are_numbers_and_no_text_is_scored(plain):
     page = parsed(plain.get("/", target=1, k=3))
     assert "With --recipe FILE it is computed" in page.text
     assert not page.all("textarea")
     assert not page.all("div", class_="content")
     assert len(rows_of(parsed(plain.get("/review")), "tr")) == 25
-
     answer = plain.post("/ask", {"token": plain.token(), "text": "1 2 3 4 1"})
     assert answer.status == 400
     assert "No text can be scored without a recipe" in answer.text
     assert plain.get("/", text="1 2 3 4 1").status == 400
 
 
-def test_a_second_set_of_targets_of_other_data_is_not_shown_by_this_recipe(copy: Path) -> None:
+def test_a_second_set_of_targets_of_other_data_is_not_shown_by_this_recipe(copy):
     recipe = recipe_of(copy)
     attributor = Attributor.open(copy / "run.zarr", recipe["build_model"](), progress=False)
     attributor.score(recipe["train_data"](), "other")
-
     with served(pages_in(copy)) as opened:
         assert "target 0" in parsed(opened.get("/", set="held-out", target=0)).text
         other = parsed(opened.get("/", set="other", target=39))
@@ -245,11 +217,10 @@ def test_a_second_set_of_targets_of_other_data_is_not_shown_by_this_recipe(copy:
         assert rows_of(other)
 
 
-def test_a_recipe_of_other_data_or_weights_is_refused(copy: Path) -> None:
+def test_a_recipe_of_other_data_or_weights_is_refused(copy):
     save_file(next(recipe_of(copy)["train"](np.arange(9), 5)), copy / "other.safetensors")
     with pytest.raises(CheckpointError, match="not those of a checkpoint"):
         pages_in(copy, checkpoints=str(copy / "other.safetensors"))
-
     text = (copy / "recipe.py").read_text()
     (copy / "recipe.py").write_text(text.replace("return data(num_train, 1)", "return data(num_train, 3)"))
     with pytest.raises(ManifestMismatchError, match="train data"):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
 
-from trak_lite import Attributor, verify
+from trak_lite import Attributor, verify, verify_run
 from trak_lite.cli import main
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
@@ -47,7 +47,7 @@ def random_scores():
 
 
 def one(scores, run, targets=FEW, **settings):
-    return verify(scores, run, targets, protocol="one-run", **{"budget": 16, "task": margin, **settings})
+    return verify_run(scores, run, targets, **{"budget": 16, "task": margin, **settings})
 
 
 @pytest.mark.quick
@@ -142,24 +142,17 @@ def test_a_damaged_verdict_is_named(run):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seeds": (1, 2)}, "does not take.*seeds"),
-        ({"alpha": 0.3}, "does not take.*alpha"),
-        ({"strata": np.zeros(ROWS)}, "does not take.*strata"),
-        ({"calibrate": True}, "does not take.*calibrate"),
-        ({"texts": ([], [])}, "does not take.*texts"),
-        ({"train_id": "x"}, "does not take.*train_id"),
-        ({"protocol": "two-run"}, "protocol"),
         ({"budget": 1}, "budget"),
         ({"budget": 2.5}, "budget"),
-        ({"protocol": "expected"}, "protocol='one-run'"),
-        ({"train_fn": lambda rows, seed: mlp(seed)}, "takes a TrainingRun"),
+        ({"run": lambda rows, seed: mlp(seed)}, "takes a TrainingRun"),
         ({"targets": TensorDataset(*vectors(3, 1))}, "3 targets"),
     ],
 )
 def test_arguments_are_checked(run, scores, settings, message):
-    given = {"train_fn": run, "targets": FEW, "protocol": "one-run", "budget": 4, "task": margin, **settings}
     with pytest.raises(InvalidInputError, match=message):
-        verify(scores, **given)
+        verify_run(scores, **{"run": run, "targets": FEW, "budget": 4, "task": margin, **settings})
+    with pytest.raises(InvalidInputError, match="verified with verify_run"):
+        verify(scores, run, FEW)
 
 
 def test_the_task_of_the_scores_is_used(run, scores, verdict, attributor):

@@ -142,7 +142,7 @@ def run_keys() -> tuple[Key, ...]:
         *rows(section="target_data"),
         *keys_of(Attributor.featurize, section="featurize"),
         *keys_of(Attributor.score, section="score"),
-        *keys_of(verify, section="verify", without=("strata", "texts", "protocol", "task")),
+        *keys_of(verify, section="verify", without=("strata", "texts")),
         Key(
             "unroll.path", str | None, None, "Folder of the run that unroll trains; null is beside the store."
         ),

@@ -15,7 +15,7 @@ from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.columns import Column
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, UnknownTaskError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
 from trak_lite.methods import AbstractMatrixMethod, as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.borrowing import resolve_device
@@ -85,6 +85,8 @@ def pages_of(config: RunConfig) -> Pages:
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
     num_rows = num_train_rows(manifest)
+    if not num_rows:
+        raise StateError(f"{place} has no train rows. Featurize them first: trak-lite run CONFIG.")
     file = beside(config, ".marks.json", "marks.json")
     marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))

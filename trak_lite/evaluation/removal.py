@@ -17,7 +17,7 @@ from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array
 
-__all__ = ["LossRise", "flip_rate", "target_loss_rise"]
+__all__ = ["LossRise", "target_loss_rise"]
 
 
 @final
@@ -33,36 +33,6 @@ class LossRise:
     """Bootstrap interval of the mean over targets."""
     confidence: float
     """Nominal coverage of the interval."""
-
-
-def flip_rate(before: ArrayLike, after: ArrayLike, *, among: ArrayLike | None = None) -> float:
-    """Return the share of targets whose prediction flips after removal and retraining.
-
-    Args:
-        before: ``(M,)`` predicted classes (integers), or whether the margin is positive (booleans).
-        after: ``(M,)`` the same after removal and retraining, or ``(R, M)`` for several seeds.
-        among: ``(M,)`` booleans: the targets to count (such as those predicted correctly); ``None`` for all.
-
-    Returns:
-        Share of flipped predictions, over targets and seeds.
-
-    Raises:
-        InvalidInputError: If shapes do not fit, predictions are not discrete, or no target is counted.
-
-    Example:
-        >>> flip_rate([1, 0, 2], [1, 1, 2])
-        0.3333333333333333
-    """
-    first, last = _classes(before, "before"), _classes(after, "after")
-    counted = np.ones(first.shape, np.bool_) if among is None else np.asarray(among)
-    if first.ndim != 1 or last.shape[-1:] != first.shape or last.ndim > 2 or counted.shape != first.shape:
-        raise InvalidInputError(
-            f"before and among must be (M,) and after (M,) or (R, M), got {first.shape}, {counted.shape} and "
-            f"{last.shape}."
-        )
-    if counted.dtype != np.bool_ or not counted.any():
-        raise InvalidInputError("among must be booleans that are True for at least one target.")
-    return float((last != first)[..., counted].mean())
 
 
 def target_loss_rise(
@@ -104,14 +74,3 @@ def target_loss_rise(
     ]
     low, high = np.quantile(draws, [tail, 1.0 - tail])
     return LossRise(float(rise.mean()), rise, (float(low), float(high)), confidence)
-
-
-def _classes(values: ArrayLike, name: str) -> NDArray[np.generic]:
-    """Return predicted classes; raise for floats, which would nearly always differ."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "iub" or not array.size:
-        raise InvalidInputError(
-            f"{name} must be integers or booleans, got {array.dtype} of shape {array.shape}. "
-            "For margins pass whether they are positive: margins > 0."
-        )
-    return array

@@ -71,7 +71,7 @@ class ReportedScores(Protocol):
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
-        """Agreement of the scores with repetitions of one run, ``None`` without ``verify(protocol="one-run")``."""
+        """Agreement of the scores with repetitions of one run, ``None`` without ``verify_run``."""
 
     @property
     def predictions(self) -> Predictions | None:

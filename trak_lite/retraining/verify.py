@@ -7,24 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, overload
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from trak_lite._validate import one_of
 from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.evaluation import (
-    Verdict,
-    bm25,
-    subset_masks,
-    summed_scores,
-)
-from trak_lite.evaluation.verdict import Baseline, Calibration, OneRunVerdict
-from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
+from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
+from trak_lite.evaluation.verdict import Baseline, Calibration
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
@@ -38,14 +32,11 @@ from trak_lite.retraining.calibrated import (
     to_estimate,
     unit_rows,
 )
-from trak_lite.retraining.one_run import verify_run
+from trak_lite.retraining.one_run import check_budget
 from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
 from trak_lite.run.repeats import outputs_of_model
-from trak_lite.run.settings import Task, row_kind
-from trak_lite.run.tables import (
-    retrain_path,
-    score_path,
-)
+from trak_lite.run.settings import row_kind
+from trak_lite.run.tables import retrain_path, score_path
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.scores import Scores
@@ -54,20 +45,18 @@ from trak_lite.scoring.stored import Array, ScoredRows, scored_rows
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
-__all__ = ["SubsetSums", "calibrated_scores", "evaluate", "verify"]
+__all__ = ["calibrated_scores", "verify"]
 
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
 _FEWEST_FOR_CALIBRATION: Final = 6
 
 
-@overload
 def verify(
     scores: Scores,
     train_fn: TrainFunction,
     targets: Any,
     *,
-    protocol: Literal["expected"] = "expected",
     budget: int = 10,
     seeds: Sequence[int] = (0,),
     alpha: float = 0.5,
@@ -77,36 +66,7 @@ def verify(
     texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
     confidence: float = 0.95,
     train_id: str | None = None,
-) -> Verdict: ...
-@overload
-def verify(
-    scores: Scores,
-    train_fn: TrainingRun,
-    targets: Any,
-    *,
-    protocol: Literal["one-run"],
-    budget: int = 10,
-    subset_seed: int = 0,
-    confidence: float = 0.95,
-    task: Task | None = None,
-) -> OneRunVerdict: ...
-def verify(
-    scores: Scores,
-    train_fn: TrainFunction | TrainingRun,
-    targets: Any,
-    *,
-    protocol: Literal["expected", "one-run"] = "expected",
-    budget: int = 10,
-    seeds: Sequence[int] = (0,),
-    alpha: float = 0.5,
-    strata: ArrayLike | None = None,
-    subset_seed: int = 0,
-    calibrate: bool = False,
-    texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
-    confidence: float = 0.95,
-    train_id: str | None = None,
-    task: Task | None = None,
-) -> Verdict | OneRunVerdict:
+) -> Verdict:
     """Test scores against models that are retrained on random subsets of the train rows.
 
     The verdict reports the linear datamodeling score (LDS): the rank correlation of summed scores with the retrained
@@ -116,19 +76,14 @@ def verify(
     training is unchanged; with a ``train_id`` it trains nothing. If the outputs differ, all models are trained again.
     The verdict says what was compared. Several processes share the retrainings. In a distributed run rank 0 trains.
 
-    The default protocol trains with other seeds, and asks what leaving rows out changes on average. ``"one-run"`` asks
-    what it changes in one run: the run of a :class:`~trak_lite.unrolled.Recipe` is repeated with the same seed and
-    batches, without 1, 5, 10 and 50 % of the rows. Scores of :func:`~trak_lite.unrolled.unrolled` answer this question.
+    This asks what leaving rows out changes on average over seeds; :func:`verify_run` asks what it changes in one run.
 
     Args:
         scores: Scores of an attributor, with a stored matrix.
         train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
-            returns a module of the attributed architecture or its state dict. With ``protocol="one-run"`` a finished
-            :class:`~trak_lite.unrolled.TrainingRun`.
+            returns a module of the attributed architecture or its state dict.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
-        protocol: ``"expected"`` or ``"one-run"``. The latter takes ``budget``, ``subset_seed``, ``confidence`` and
-            ``task`` only.
-        budget: Number of random subsets, for ``"one-run"`` of each share. Each is trained on once per seed.
+        budget: Number of random subsets. Each is trained on once per seed.
         seeds: Passed to ``train_fn``. One more subset is worth more than a second seed, but the noise ceiling needs two
             seeds.
         alpha: Share of the train rows in a subset.
@@ -140,54 +95,22 @@ def verify(
         confidence: Nominal coverage of the intervals.
         train_id: A name for this version of the training, instead of the source code of ``train_fn``. Stored
             retrainings of this name are used without repeating one: change it with all that the training depends on.
-        task: Defines f for ``protocol="one-run"``; ``None`` is the task that the scores were made with.
-
-    Returns:
-        The verdict; for ``"one-run"`` an LDS per share of rows left out.
 
     Raises:
         InvalidInputError: If the budget is too small, texts or strata have the wrong length, or ``calibrate=True`` and
             the scores have no kernel.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
-        ManifestMismatchError: If ``targets`` are not those that were scored; for ``"one-run"`` also if the training has
-            changed since.
+        ManifestMismatchError: If ``targets`` are not those that were scored.
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
-    if protocol != "expected":
-        one_of(("expected", "one-run"), protocol=protocol)
-        given = {
-            "seeds": seeds != (0,),
-            "alpha": alpha != 0.5,
-            "strata": strata is not None,
-            "calibrate": calibrate,
-        }
-        given |= {"texts": texts is not None, "train_id": train_id is not None}
-        refused = [key for key, used in given.items() if used]
-        if refused:
-            raise InvalidInputError(f"protocol='one-run' does not take {refused}. Leave them out.")
-        if not isinstance(train_fn, TrainingRun):
-            raise InvalidInputError(
-                "protocol='one-run' takes a TrainingRun (recipe.train(...)) as train_fn, got "
-                f"{type(train_fn).__name__}."
-            )
-        _check_budget(budget, calibrate=False)
-        return verify_run(
-            scores,
-            train_fn,
-            targets,
-            _task_of(scores) if task is None else resolve_task(task),
-            budget=budget,
-            subset_seed=subset_seed,
-            confidence=confidence,
-        )
     if isinstance(train_fn, TrainingRun):
-        raise InvalidInputError(
-            "A TrainingRun is verified with protocol='one-run'. Otherwise pass recipe.train_fn."
-        )
+        raise InvalidInputError("A TrainingRun is verified with verify_run. Otherwise pass recipe.train_fn.")
     run, name = scores.run, scores.name
     refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
-    _check_budget(budget, calibrate=calibrate)
+    if calibrate:
+        check_budget(budget, fewest=_FEWEST_FOR_CALIBRATION, where=" with calibrate=True")
+    check_budget(budget)
     if not scores.stored:
         raise StateError(
             f"The scores {scores.name!r} are computed when they are read, and verify needs a stored matrix. Call "
@@ -328,27 +251,6 @@ def _target_outputs(
     with borrow_model(model, device):
         load_into(model, Checkpoint("retrained", None, lambda: state))
         return outputs_of_model(model, task, targets, device)
-
-
-def _task_of(scores: Scores) -> AbstractModelOutput:
-    """Return the task that the scores were made with."""
-    try:
-        return scores.task
-    except StateError as error:
-        raise InvalidInputError(
-            f"The task of the scores {scores.name!r} is not known, because they were made without an attributor and a "
-            "replay, or opened without a model. Pass task=, with which they were made."
-        ) from error
-
-
-def _check_budget(budget: int, *, calibrate: bool) -> None:
-    """Raise if the budget is too small, before the first training."""
-    fewest = _FEWEST_FOR_CALIBRATION if calibrate else 2
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < fewest:
-        raise InvalidInputError(
-            f"budget must be an integer of at least {fewest}{' with calibrate=True' if calibrate else ''}, got "
-            f"{budget!r}. Every subset costs one training per seed."
-        )
 
 
 def _baselines(

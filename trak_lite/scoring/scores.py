@@ -89,11 +89,11 @@ class Scores:
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
-        """The last result of :func:`~trak_lite.verify` with ``protocol="one-run"``; ``None`` if there is none."""
+        """The last result of :func:`~trak_lite.verify_run` for these scores; ``None`` if there is none."""
         return None if self._record is None else self._record.one_run_verdict()
 
     def keep(self, verdict: OneRunVerdict) -> None:
-        """Store a verdict of one run with the scores, as ``verify`` does; scores in memory have no place for it."""
+        """Store a verdict of one run with the scores, as ``verify_run`` does; scores in memory have no place for it."""
         if self._record is not None:
             self._record.put(verdict)
 
