@@ -1,12 +1,30 @@
-"""Shared by all tests: one thread, so that results are bitwise repeatable, and the cuda and campaign markers."""
+"""Shared by all tests: one thread, so that results are bitwise repeatable, the tiers, and the marker cuda."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from tiers import mark_campaign
+from tiers import is_without_tests_of, mark_campaign
 
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which the markers that were asked for leave nothing."""
+    return is_without_tests_of(config.option.markexpr, collection_path) or None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process neighbouring tests, or all would make the fixtures of a file and import what it needs."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

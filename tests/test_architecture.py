@@ -6,6 +6,7 @@ A room is a module or a folder directly in ``trak_lite/``; ``python docs/archite
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
@@ -61,20 +62,31 @@ EVERYWHERE = {"torch", "numpy", "safetensors", "trak_lite"}
 
 PACKAGE = Path(trak_lite.__file__).parent
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-FILES = {
-    path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")
-}
 
 _spec = importlib.util.spec_from_file_location("architecture", PACKAGE.parent / "docs" / "architecture.py")
 architecture = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(architecture)
 MODULES = architecture.modules(PACKAGE.parent)
-IMPORTS = {module: set(architecture.imported(path, MODULES)) for module, path in MODULES.items()}
+
+
+@functools.cache
+def files() -> dict[Path, list[ast.AST]]:
+    """The nodes of every file; read by the first test, for all processes that collect would wait for it."""
+    return {
+        path.relative_to(PACKAGE): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in MODULES.values()
+    }
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {module: set(architecture.imported(path, MODULES)) for module, path in MODULES.items()}
 
 
 def imported_names(path: Path) -> set[str]:
     """The modules that a file imports, anywhere in it."""
-    nodes = list(ast.walk(FILES[path]))
+    nodes = files()[path]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return names | {
         "." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)
@@ -82,33 +94,33 @@ def imported_names(path: Path) -> set[str]:
 
 
 def test_a_room_imports_only_from_lower_floors() -> None:
-    house = architecture.drawn("trak_lite", MODULES, IMPORTS).arrows
+    house = architecture.drawn("trak_lite", MODULES, imports()).arrows
     assert set(house) == set(FLOOR_OF)
     assert [(a, b) for a in house for b in house[a] if FLOOR_OF[b] >= FLOOR_OF[a]] == []
 
 
 def test_no_package_has_a_circle() -> None:
     packages = [module for module, path in MODULES.items() if path.name == "__init__.py"]
-    circles = {package: architecture.drawn(package, MODULES, IMPORTS).circles for package in packages}
+    circles = {package: architecture.drawn(package, MODULES, imports()).circles for package in packages}
     assert {package: found for package, found in circles.items() if found} == {}
 
 
 def test_every_import_is_a_statement_and_names_its_module_in_full() -> None:
-    for path, tree in FILES.items():
+    for path, nodes in files().items():
         assert not any(name.startswith(".") for name in imported_names(path)), path
-        words = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+        words = {getattr(node, "id", getattr(node, "attr", "")) for node in nodes}
         assert not words & {"import_module", "__import__"}, path
 
 
 def test_other_packages_are_imported_in_their_one_place() -> None:
-    for path in FILES:
+    for path in files():
         for name in {name.partition(".")[0] for name in imported_names(path)} - EVERYWHERE:
             if name not in sys.stdlib_module_names:
                 assert fnmatch(path.as_posix(), FILE_OF[name]), f"{path} imports {name}"
 
 
 def test_the_store_works_without_torch() -> None:
-    for path in FILES:
+    for path in files():
         if path.parts[0] == "store":
             assert not any(name.partition(".")[0] == "torch" for name in imported_names(path)), path
 
@@ -121,9 +133,7 @@ FACTORY = re.compile(
 
 def test_every_tensor_names_its_device() -> None:
     # Where torch.set_default_device is a GPU, a tensor that does not would not meet the others.
-    calls = [
-        (path, node) for path, tree in FILES.items() for node in ast.walk(tree) if isinstance(node, ast.Call)
-    ]
+    calls = [(path, node) for path, nodes in files().items() for node in nodes if isinstance(node, ast.Call)]
     for path, node in calls:
         named = {keyword.arg for keyword in node.keywords} & {"device", None}
         of_torch = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "torch"

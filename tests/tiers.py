@@ -8,6 +8,7 @@ of the package once; repetitions, and what needs a kill, a browser, a compiler o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,18 @@ def mark_campaign(items: Iterable[pytest.Item]) -> None:
         for item in cases:
             if item not in kept and "quick" not in item.keywords:
                 item.add_marker(pytest.mark.campaign)
+
+
+def is_without_tests_of(markers: str, path: Path) -> bool:
+    """Return whether no test of a file is in the tier that ``-m`` names, so that the file need not be imported."""
+    if path.suffix != ".py":
+        return False
+    if not path.name.startswith("test_"):
+        return True  # or pytest looked for examples in what it imports, and lazy packages would import everything
+    if markers == "quick":
+        return "mark.quick" not in path.read_text(encoding="utf-8")
+    name = path.relative_to(Path(__file__).parent).as_posix()
+    return markers == "not campaign" and name in {one for names in CAMPAIGN.values() for one in names}
 
 
 def _prefixes(name: str) -> set[str]:

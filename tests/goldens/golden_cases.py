@@ -156,7 +156,7 @@ METHODS: dict[str, methods.AbstractMethod] = {
     "Fisher": methods.Fisher(samples_per_feature=8),
     "TRAK": methods.TRAK(damping=0.1),
     "EKFAC": methods.EKFAC(damping=0.1),
-    "CG": methods.CG(damping=2.0, tolerance=1e-3, max_iterations=30),
+    "CG": methods.CG(damping=2.0, tolerance=1e-3, max_iterations=6),
     "LiSSA": methods.LiSSA(damping=10.0, depth=8, rows=20),
     "TracIn": methods.TracIn(learning_rates=RATES),
     "LESS": methods.LESS(learning_rates=RATES),

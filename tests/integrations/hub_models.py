@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,8 +22,22 @@ WHY = "the Hugging Face integration is tested where its packages are installed: 
 transformers = pytest.importorskip("transformers", reason=WHY)
 tokenizers = pytest.importorskip("tokenizers", reason=WHY)
 datasets = pytest.importorskip("datasets", reason=WHY)
-peft = pytest.importorskip("peft", reason=WHY)
-pytest.importorskip("accelerate", reason=WHY)
+for _needed in ("peft", "accelerate"):
+    if importlib.util.find_spec(_needed) is None:
+        pytest.skip(WHY, allow_module_level=True)
+
+
+class _Late:
+    """A package that is imported when a test uses it; collecting must not take its seconds in every process."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+peft = _Late("peft")
 
 VOCABULARY, PAD = 40, 0
 LENGTHS = (9, 4, 7, 4, 11, 6, 3, 8)
