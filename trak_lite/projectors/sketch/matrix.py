@@ -88,12 +88,16 @@ class MatrixSketch(AbstractSketch):
             return self._made_by(kernels).dense(rows)
         dtype = sum_dtype(rows.dtype)
         total = self._zeros(scratch, len(rows), dtype, rows.device)
-        by_row = rows.view(len(rows), *self.shape).unbind(1)
+        matrices = rows.view(len(rows), *self.shape)
         for block in self._blocks:
             signs = block.column_signs.to(dtype)
             places = scratch.views(block.number, total, block.starts, block.width)
-            for place, row, sign in zip(places, by_row[block.rows], block.signs, strict=True):
-                place.addcmul_(row[:, block.columns].to(dtype), signs, value=sign)
+            by_row = matrices[:, block.rows, block.columns].to(dtype).unbind(1)
+            if rows.device.type == "cpu":  # an ordered loop without Python overhead: places overlap
+                torch._foreach_addcmul_(places, by_row, [signs] * len(by_row), block.signs)
+                continue
+            for place, row, sign in zip(places, by_row, block.signs, strict=True):
+                place.addcmul_(row, signs, value=sign)
         return self._wrapped(total)
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
