@@ -278,6 +278,19 @@ def test_flags_and_gradients_of_the_model_are_untouched_also_after_an_error(comp
 
 
 @every_computer
+def test_an_error_of_the_sink_comes_through_as_it_is(computer: Computer) -> None:
+    model, batch = make()
+    error = ValueError("no room")
+
+    def full(_: GradientBlock) -> None:
+        raise error
+
+    with pytest.raises(ValueError, match="no room") as caught:
+        computer(model, MARGIN).stream_gradients(batch, full)
+    assert caught.value is error
+
+
+@every_computer
 def test_weights_loaded_after_construction_are_the_ones_differentiated(computer: Computer) -> None:
     model, batch = make()
     made = computer(model, MARGIN)

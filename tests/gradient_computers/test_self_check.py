@@ -424,6 +424,19 @@ def test_a_model_that_draws_random_numbers_is_compared_with_the_same_numbers() -
     assert choose_gradient_computer(model, SQUARES, batch).name == "functional"
 
 
+@pytest.mark.parametrize("name", ["functional", "iterative"])
+def test_the_check_leaves_the_callers_random_stream_where_the_pass_left_it(name: str) -> None:
+    model = hooked(lambda s, x: s.b((s.a(x) + torch.randn_like(x)).tanh()))[0].train()
+
+    def after(check: bool) -> Tensor:
+        torch.manual_seed(1)
+        computer = GRADIENT_COMPUTERS[name](model, SQUARES, self_check=check)
+        computer.stream_gradients((rows(5),), lambda _: None)
+        return torch.rand(3)
+
+    assert torch.equal(after(True), after(False))
+
+
 DRAWING: dict[str, Forward] = {
     "dropout": lambda s, x: s.b(nn.functional.dropout(s.a(x).tanh(), 0.5)),
     "randint": lambda s, x: s.b(s.a(x) + s.a(x)[:, torch.randint(4, (2,))].mean(1, keepdim=True)),

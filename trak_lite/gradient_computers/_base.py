@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_not
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from trak_lite._devices import Float32Products, float32_products
-from trak_lite._validate import known_names, one_of, positive_int
+from trak_lite._validate import one_of, positive_int
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -26,15 +24,15 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
-from trak_lite.gradient_computers.self_check import (
-    Samples,
-    SelfCheck,
-    compare,
-    refuse_random,
-    structure_of,
+from trak_lite.gradient_computers.parameters import (
+    ParameterChoice,
+    differentiating_only,
+    listed,
+    select_parameters,
 )
+from trak_lite.gradient_computers.reference import refuse_random
+from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.models._adapters import adapter_parameters
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import (
@@ -51,18 +49,13 @@ __all__ = [
     "AbstractGradientComputer",
     "AbstractStreamingComputer",
     "ParameterChoice",
-    "check_terms",
     "collect_gradients",
     "differentiating_only",
-    "gradients_of",
     "joined_terms",
     "refuse_batch_statistics",
     "refuse_detached",
     "select_parameters",
 ]
-
-ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
-"""Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
 
 
 class AbstractGradientComputer(ABC):
@@ -110,9 +103,7 @@ class AbstractGradientComputer(ABC):
         self.grad_dim = grad_dim
         self.dtype = dtype
         self.device = device
-        self.grad_wrt: Sequence[str | type[nn.Module]] | None = (
-            None if grad_wrt is None else _choices(grad_wrt)
-        )
+        self.grad_wrt: Sequence[str | type[nn.Module]] | None = None if grad_wrt is None else listed(grad_wrt)
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
@@ -192,43 +183,33 @@ class AbstractGradientComputer(ABC):
             UnsupportedModelError: If this computer cannot differentiate the model sample by sample.
         """
         grads = self.compute_per_sample_grad(batch)
-        for name, grad in self._by_name(grads).items():
+        for name, grad in grads.items() if not isinstance(grads, Tensor) else self._by_name(grads):
             sink(DenseBlock(name, grad.detach()))
         with torch.no_grad():
             terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
         out_to_loss_grad = self.compute_loss_grad(batch).detach().reshape(-1)
         return OutputTerms(terms.output, out_to_loss_grad, terms.loss_curvature)
 
-    def _by_name(self, grads: Mapping[str, Tensor] | Tensor) -> Mapping[str, Tensor]:
+    def _by_name(self, grads: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Split a ``(B, P)`` tensor into one tensor per parameter."""
-        if not isinstance(grads, Tensor):
-            return grads
         shapes = self.parameters
         if grads.dim() != 2 or grads.shape[1] != num_entries(shapes):
             raise InvalidInputError(
                 f"{type(self).__name__}.compute_per_sample_grad returned shape {tuple(grads.shape)}, expected "
                 f"(B, {num_entries(shapes)}): one column per entry of the {len(shapes)} kept parameters."
             )
-        sizes = [num_entries({name: shape}) for name, shape in shapes.items()]
-        parts = torch.split(grads, sizes, dim=1)
-        return {
-            name: part.reshape(len(grads), *shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
+        parts = torch.split(grads, [num_entries({name: shape}) for name, shape in shapes.items()], 1)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            yield name, part.reshape(len(grads), *shape)
 
 
 class AbstractStreamingComputer(AbstractGradientComputer):
     """Base class of the package's own computers; subclasses implement ``_stream_samples``.
 
-    The self-check compares samples with autograd's gradient on each sample alone. A structure is the shapes without
-    the sample axis, the dtypes, and the flags beside the tensors of a batch. These samples are compared:
-
-    - In the first batch of every size: up to eight samples, evenly spread from the first to the last.
-    - In batches number 1, 2, 4, ... 64 of a structure, and every 64th after that: the first sample, the last, and a
-      third whose position changes from check to check.
-
-    If a sample differs by more than rounding, this batch and all later ones are refused. The error names the rows of
-    all batches since the last check of their structure that passed.
+    Some samples are compared with autograd's gradient on each sample alone, on the schedule of
+    :class:`~trak_lite.gradient_computers.self_check.SelfCheck`. A structure is the shapes without the sample axis, the
+    dtypes, and the flags beside the tensors of a batch. If a sample differs by more than rounding, this batch and all
+    later ones are refused. The error names the rows of all batches since the last check of their structure that passed.
 
     If a subclass overrides ``compute_per_sample_grad`` or ``compute_loss_grad``, as code for the original TRAK does,
     :meth:`stream_gradients` streams from those methods.
@@ -251,21 +232,16 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         float32_products: Float32Products = "ieee",
         self_check: bool = True,
     ) -> None:
-        """Store the settings.
+        """Store the settings; the first six arguments are those of :class:`AbstractGradientComputer`.
 
-        Args:
-            model: The module whose parameters are differentiated; it is not copied.
-            task: Model output function.
-            grad_dim: P, if the caller wants it checked.
-            dtype: Accepted for the original's signature; gradients keep their parameter's dtype.
-            device: Ignored, part of the original's signature; gradients are on the model's device.
-            grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
-            chunk_size: Number of samples per pass; bounds the memory of a large batch.
-            autocast_dtype: Run the forward pass under autocast in this dtype (float16 or bfloat16).
-            float32_products: ``"ieee"`` for full float32 products, whatever torch's settings are. ``"tf32"`` rounds
-                the factors of products and convolutions of the model, of its gradients and of their projection to 10
-                bits of mantissa on an accelerator with TF32, and adds in float32. No effect on the CPU.
-            self_check: Compare some samples' gradients with autograd's on each sample alone (see the class docstring).
+        ``chunk_size`` is the number of samples per pass; it bounds the memory of a large batch. With
+        ``autocast_dtype``, the forward pass runs under autocast in this dtype (float16 or bfloat16).
+
+        ``float32_products="ieee"`` gives full float32 products, whatever torch's settings are. ``"tf32"`` rounds the
+        factors of products and convolutions of the model, of its gradients and of their projection to 10 bits of
+        mantissa on an accelerator with TF32, and adds in float32. It has no effect on the CPU.
+
+        ``self_check=True`` compares some samples' gradients with autograd's (see the class docstring).
         """
         super().__init__(model, task, grad_dim, dtype, device, grad_wrt)
         self.chunk_size = None if chunk_size is None else positive_int(chunk_size=chunk_size)
@@ -279,6 +255,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """The model, during a pass."""
         self._choice: tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = None
         """Names and ``grad_wrt`` of the last pass, all its parameters, and those that were selected."""
+        self._error_of_sink: Exception | None = None
 
     @property
     def parameters(self) -> ParameterShapes:
@@ -318,19 +295,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             return self.terms(batch).out_to_loss_grad.detach().unsqueeze(-1)
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
-        """Pass one block per kept parameter (and chunk of samples) to ``sink``.
-
-        Args:
-            batch: B samples, on the model's device.
-            sink: Called with every block; the block is freed when the call returns.
-
-        Returns:
-            f, q and w of the batch, each ``(B,)`` and detached.
-
-        Raises:
-            InvalidInputError: If the batch or the output function's result has the wrong form.
-            UnsupportedModelError: If this computer cannot differentiate the model sample by sample.
-        """
+        """Pass one block per kept parameter (and chunk of samples) to ``sink``; see the base class."""
         if self._is_native():
             return self._stream(batch, sink)
         return AbstractGradientComputer.stream_gradients(self, batch, sink)
@@ -354,12 +319,19 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             InvalidInputError: If the output function does not return one number per sample.
         """
         # A pass in train mode would update running statistics, and probing a model takes several passes.
-        tree = self._tree or ModelTree(self.model)
-        with self._autocast(), _private_buffers(tree):
-            call = call or self._call(modules=tree.modules)
-            terms = self.modelout_fn.evaluate(call, batch)
+        tree, dtype = self._tree or ModelTree(self.model), self.autocast_dtype
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, dtype) if dtype is not None else nullcontext(), _private_buffers(tree):
+            terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), batch)
         with torch._C.DisableTorchFunction():  # a pass would look at every question about a shape
-            return check_terms(terms, batch_size(batch), self.modelout_fn)
+            count = batch_size(batch)
+            for name, value in zip(terms._fields, terms, strict=True):
+                if tuple(value.shape) != (count,):
+                    raise InvalidInputError(
+                        f"{type(self.modelout_fn).__name__} returned {name} of shape {tuple(value.shape)} for a batch "
+                        f"of {count} samples, expected ({count},): one number per sample. Do not reduce over the batch."
+                    )
+        return terms
 
     @property
     def differentiates_the_model(self) -> bool:
@@ -382,15 +354,26 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         if not self.runs_sharded:
             refuse_sharded(self.model, type(self).__name__, "Use gradient_computer='hook'")
+
+        def take(block: GradientBlock) -> None:
+            try:
+                sink(block)
+            except Exception as error:
+                self._error_of_sink = error
+                raise
+
         count = batch_size(batch)
-        with self._walked() as tree:
+        self._tree = tree = ModelTree(self.model)  # all steps use this one
+        try:
             reshard(tree)
             refuse_batch_statistics(tree)
             kept = self._kept(tree)
             if count:
                 with self._products():
                     self._refuse_random(tree, batch)
-                    return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, sink)
+                    return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, take)
+        finally:
+            self._tree = self._error_of_sink = None
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)
@@ -399,18 +382,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _refuse_random(self, tree: ModelTree, batch: Batch) -> None:
         """Refuse a model whose f is random in eval mode, before its first batch."""
         checked = self.self_check and self.differentiates_the_model and not is_sharded(tree)
-        if checked and not (self._is_repeatable or any(module.training for module in tree.modules)):
+        if checked and not (self._is_repeatable or any(tree.modes)):
             refuse_random(self, map_tensors(Tensor.detach, take_rows(batch, slice(0, 8))))
             self._is_repeatable = True
-
-    @contextmanager
-    def _walked(self) -> Iterator[ModelTree]:
-        """Yield the model's tree, which all steps inside the block use."""
-        self._tree = ModelTree(self.model)
-        try:
-            yield self._tree
-        finally:
-            self._tree = None
 
     def _kept(self, tree: ModelTree) -> dict[str, nn.Parameter]:
         """Return the kept parameters; see :func:`select_parameters`."""
@@ -465,12 +439,14 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     @contextmanager
     def _refusing(self, batch: Batch, message: Callable[[BaseException], str]) -> Iterator[None]:
-        """Raise UnsupportedModelError with this message if the block fails, but not the model itself on ``batch``."""
+        """Raise UnsupportedModelError with this message if the block fails, but not the sink or the plain model."""
         try:
             yield
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
+            if error is self._error_of_sink:
+                raise
             refuse_machine_failure(error)
             if is_sharded(self._tree or self.model):
                 raise  # another forward pass would need the other ranks
@@ -479,126 +455,12 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                 self.terms(batch)
             raise UnsupportedModelError(message(error)) from error
 
-    def _autocast(self) -> Any:
-        """Return the context for the forward pass: autocast, if a dtype is set."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast_dtype)
-
-
-def gradients_of(total: Tensor, kept: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return a scalar's dense gradients by parameter name; zero where it does not depend on the parameter."""
-    grads = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if grad is None else grad.to_dense()
-        for (name, p), grad in zip(kept.items(), grads, strict=True)
-    }
-
 
 def joined_terms(parts: Sequence[OutputTerms]) -> OutputTerms:
     """Concatenate the terms of a batch's chunks."""
     if len(parts) == 1:
         return parts[0]
     return OutputTerms(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-def select_parameters(
-    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Mapping[str, nn.Parameter] | None = None
-) -> dict[str, nn.Parameter]:
-    """Return the parameters to keep gradients for, by canonical name, in model order.
-
-    Args:
-        model: The module.
-        grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
-            class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
-            tied weight selects the weight. ``None`` selects every parameter that requires grad; if a PEFT model has
-            none, those of its active adapter.
-        canonical: ``dict(model.named_parameters())``, if the caller has it.
-
-    Raises:
-        InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
-    """
-    canonical = dict(model.named_parameters()) if canonical is None else canonical
-    if grad_wrt is None:
-        selected = {name: p for name, p in canonical.items() if p.requires_grad}
-        if not selected:  # PEFT freezes an adapter that is loaded for inference
-            adapter = adapter_parameters(model)
-            selected = {name: p for name, p in canonical.items() if name in adapter}
-        if not selected:
-            raise InvalidInputError(
-                f"No parameter of {type(model).__name__} requires grad, so there is nothing to differentiate. Name "
-                "parameters in grad_wrt; these may be frozen."
-            )
-        return selected
-    choices = _choices(grad_wrt)
-    by_class = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, nn.Module)]
-    wanted = {id(p) for module_class in by_class for p in _owned_by(model, module_class)}
-    wanted |= _named(model, [choice for choice in choices if choice not in by_class])
-    if not wanted:
-        raise InvalidInputError("grad_wrt is empty. Name at least one parameter, or leave it out to use all.")
-    return {name: p for name, p in canonical.items() if id(p) in wanted}
-
-
-def _choices(grad_wrt: ParameterChoice) -> list[str | type[nn.Module]]:
-    return [grad_wrt] if isinstance(grad_wrt, str | type) else list(grad_wrt)
-
-
-def _named(model: nn.Module, given: Sequence[Any]) -> set[int]:
-    """Return the ``id`` of every parameter that a name or a pattern selects."""
-    every_name = dict(model.named_parameters(remove_duplicate=False))
-    matched = {
-        name: fnmatch.filter(every_name, name)
-        for name in given
-        if isinstance(name, str) and any(c in name for c in "*?[")
-    }
-    names = known_names(
-        [name for pattern in given for name in matched.get(pattern) or [pattern]],
-        every_name.keys(),
-        what="parameter names in grad_wrt",
-    )
-    return {id(every_name[name]) for name in names}
-
-
-def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that modules of a class own directly, including those of their parametrizations."""
-    found: list[nn.Parameter] = []
-    for module in model.modules():
-        if isinstance(module, module_class):
-            found += module.parameters(recurse=False)
-            if parametrize.is_parametrized(module):
-                found += module.parametrizations.parameters()  # type: ignore[union-attr]
-    if not found:
-        owners = {
-            type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))
-        }
-        raise InvalidInputError(
-            f"grad_wrt names the class {module_class.__name__}, and no module of that class in "
-            f"{type(model).__name__} owns a parameter. Classes that do: {sorted(owners)}."
-        )
-    return found
-
-
-@contextmanager
-def differentiating_only(
-    parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]
-) -> Iterator[None]:
-    """Let only the kept parameters require grad inside the block, so that autograd forms no other gradient.
-
-    Args:
-        parameters: All parameters of the model.
-        kept: Some of them, by name.
-    """
-    flags = [(p, p.requires_grad) for p in parameters]
-    wanted = {id(p) for p in kept.values()}
-    try:
-        for p, flag in flags:
-            if flag != (id(p) in wanted):
-                p.requires_grad_(not flag)
-        yield
-    finally:
-        for p, flag in flags:
-            if p.requires_grad != flag:
-                p.requires_grad_(flag)
 
 
 @contextmanager
@@ -680,18 +542,3 @@ def refuse_detached(
             "zero. The output function must run the model through model_call, inside autograd: no detach(), no NumPy, "
             "no torch.inference_mode()."
         )
-
-
-def check_terms(terms: OutputTerms, num_samples: int, task: AbstractModelOutput) -> OutputTerms:
-    """Return the terms unchanged if each has one number per sample.
-
-    Raises:
-        InvalidInputError: If a term has another shape; the message names the term.
-    """
-    for name, value in zip(terms._fields, terms, strict=True):
-        if tuple(value.shape) != (num_samples,):
-            raise InvalidInputError(
-                f"{type(task).__name__} returned {name} of shape {tuple(value.shape)} for a batch of {num_samples} "
-                f"samples, expected ({num_samples},): one number per sample. Do not reduce over the batch."
-            )
-    return terms

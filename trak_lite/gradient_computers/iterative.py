@@ -19,7 +19,6 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     differentiating_only,
-    gradients_of,
     joined_terms,
     refuse_detached,
 )
@@ -72,7 +71,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         grads = {}
         if terms.output.requires_grad:
             with naming_graph_failures(type(self.model).__name__):
-                grads = gradients_of(terms.output[0], kept)
+                found = torch.autograd.grad(terms.output[0], list(kept.values()), allow_unused=True)
+            grads = {name: g.to_dense() for name, g in zip(kept, found, strict=True) if g is not None}
         else:
             refuse_detached(self.model, self.modelout_fn, one, kept)
         return OutputTerms(*(term.detach() for term in terms)), grads

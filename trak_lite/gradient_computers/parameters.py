@@ -1,0 +1,117 @@
+"""Choice of the parameters to keep gradients for."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from trak_lite._validate import known_names
+from trak_lite.errors import InvalidInputError
+from trak_lite.models._adapters import adapter_parameters
+
+__all__ = ["ParameterChoice", "differentiating_only", "listed", "select_parameters"]
+
+ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+"""Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
+
+
+def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
+    """Return a choice as a list.
+
+    Example:
+        >>> listed("0.weight")
+        ['0.weight']
+    """
+    return [choice] if isinstance(choice, str | type) else list(choice)
+
+
+def select_parameters(
+    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, nn.Parameter]:
+    """Return the parameters to keep gradients for, by canonical name, in model order.
+
+    Args:
+        model: The module.
+        grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
+            class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
+            tied weight selects the weight. ``None`` selects every parameter that requires grad; if a PEFT model has
+            none, those of its active adapter.
+        canonical: ``dict(model.named_parameters())``, if the caller has it.
+
+    Raises:
+        InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
+    """
+    canonical = dict(model.named_parameters()) if canonical is None else canonical
+    if grad_wrt is None:
+        selected = {name: p for name, p in canonical.items() if p.requires_grad}
+        if not selected:  # PEFT freezes an adapter that is loaded for inference
+            adapter = adapter_parameters(model)
+            selected = {name: p for name, p in canonical.items() if name in adapter}
+        if not selected:
+            raise InvalidInputError(
+                f"No parameter of {type(model).__name__} requires grad, so there is nothing to differentiate. Name "
+                "parameters in grad_wrt; these may be frozen."
+            )
+        return selected
+    wanted: set[int] = set()
+    names: list[Any] = []
+    every_name = dict(model.named_parameters(remove_duplicate=False))
+    for choice in listed(grad_wrt):
+        if isinstance(choice, type) and issubclass(choice, nn.Module):
+            wanted.update(map(id, _owned_by(model, choice)))
+        elif isinstance(choice, str) and any(c in choice for c in "*?["):
+            names += fnmatch.filter(every_name, choice) or [choice]
+        else:
+            names.append(choice)
+    known = known_names(names, every_name.keys(), what="parameter names in grad_wrt")
+    wanted.update(id(every_name[name]) for name in known)
+    if not wanted:
+        raise InvalidInputError("grad_wrt is empty. Name at least one parameter, or leave it out to use all.")
+    return {name: p for name, p in canonical.items() if id(p) in wanted}
+
+
+def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that modules of a class own directly, including those of their parametrizations."""
+    found: list[nn.Parameter] = []
+    for module in model.modules():
+        if isinstance(module, module_class):
+            found += module.parameters(recurse=False)
+            if parametrize.is_parametrized(module):
+                found += module.parametrizations.parameters()  # type: ignore[union-attr]
+    if not found:
+        owners = {
+            type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))
+        }
+        raise InvalidInputError(
+            f"grad_wrt names the class {module_class.__name__}, and no module of that class in "
+            f"{type(model).__name__} owns a parameter. Classes that do: {sorted(owners)}."
+        )
+    return found
+
+
+@contextmanager
+def differentiating_only(
+    parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]
+) -> Iterator[None]:
+    """Let only the kept parameters require grad inside the block, so that autograd forms no other gradient.
+
+    Args:
+        parameters: All parameters of the model.
+        kept: Some of them, by name.
+    """
+    flags = [(p, p.requires_grad) for p in parameters]
+    wanted = {id(p) for p in kept.values()}
+    try:
+        for p, flag in flags:
+            if flag != (id(p) in wanted):
+                p.requires_grad_(not flag)
+        yield
+    finally:
+        for p, flag in flags:
+            if p.requires_grad != flag:
+                p.requires_grad_(flag)

@@ -1,0 +1,327 @@
+"""The gradient of one sample alone by plain autograd, the random numbers that a model draws, and passes in float64.
+
+The gradient comes from one forward pass over one sample and one backward pass whose operations read contiguous copies.
+With a batch of one, torch's own backward pass gives wrong gradients for some channels-last tensors
+(see ``docs/pages/limits.md``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+
+from trak_lite._devices import Float32Products, rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite.data.batches import batch_size, take_rows
+from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
+from trak_lite.types import Batch, OutputTerms
+
+__all__ = [
+    "CheckedComputer",
+    "SeenDtypes",
+    "draws_numbers",
+    "gradients_alone",
+    "in_float64",
+    "naming_graph_failures",
+    "refuse_random",
+    "restoring_draws",
+    "widened",
+]
+
+
+class CheckedComputer(Protocol):
+    """Interface of a gradient computer that can be checked."""
+
+    model: nn.Module
+    autocast_dtype: torch.dtype | None
+    float32_products: Float32Products
+    advice: ClassVar[str]
+    """End of the error message: the likely cause, and an alternative."""
+
+    def terms(self, batch: Batch, /) -> OutputTerms:
+        """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph."""
+
+    def repeated(self, batch: Batch, positions: Sequence[int], /) -> Iterator[tuple[Any, Batch, list[int]]]:
+        """Yield (computer without self-check, batch, positions in it) to stream some samples again."""
+
+
+def gradients_alone(
+    computer: CheckedComputer,
+    batch: Batch,
+    row: int,
+    kept: Mapping[str, nn.Parameter],
+    take: Callable[[str, Tensor], None],
+) -> None:
+    """Call ``take`` with the flat gradient of f of a row for each parameter; one gradient is held at a time.
+
+    Parameters that f does not depend on are left out.
+
+    Raises:
+        UnsupportedModelError: If the model does not run on this batch.
+    """
+
+    def catch(name: str, grad: Tensor) -> Tensor:
+        with _pop_mode_temporarily(), torch._C.DisableTorchFunction():
+            take(name, grad.detach().to_dense().flatten())
+            # Replace the gradient by an expanded scalar: autograd holds it until it returns. A sparse one is small.
+            empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+            return empty if grad.layout == torch.strided else grad
+
+    flags = [(p, p.requires_grad) for p in computer.model.parameters()]
+    handles, wanted = [], set(map(id, kept.values()))
+    try:
+        for p, _ in flags:
+            p.requires_grad_(id(p) in wanted)
+        with torch.enable_grad():
+            output = computer.terms(batch).output[row]
+        if output.requires_grad:
+            for name, p in kept.items():
+                handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
+            with naming_graph_failures(type(computer.model).__name__), _ContiguousArguments():  # type: ignore[no-untyped-call]
+                torch.autograd.grad(output, list(kept.values()), allow_unused=True)
+    except (TrakLiteError, torch.OutOfMemoryError):
+        raise
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        first = next(iter(str(error).splitlines()), "no message")
+        raise UnsupportedModelError(
+            f"The gradients of {type(computer.model).__name__} were computed, but the self-check's own pass over one "
+            f"sample alone failed ({type(error).__name__}: {first}). Expected a model that runs forward and backward "
+            "on a single sample. If yours does, this is a defect of trak_lite: please report it."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, flag in flags:
+            p.requires_grad_(flag)
+
+
+class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes the operations of a backward pass read contiguous copies, so that results do not depend on strides.
+
+    Some kernels take no such copy, because they demand strides or an alignment that the model arranges for: grouped and
+    scaled products, attention with a bias. These read the original arguments.
+    """
+
+    # They read the original arguments, such as the blocks of flex_attention.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch._dynamo is imported at the first operation: seconds, and 100 MB
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A checkpoint runs forward operations inside the backward pass with gradients enabled; these read the original
+        # arguments, because views depend on strides.
+        if not torch.is_grad_enabled() and not _keeps_strides(func):
+            with contextlib.suppress(*MODEL_FAILURES):
+                return func(*[_contiguous(arg) for arg in args], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=4096)
+def _keeps_strides(func: Any) -> bool:
+    """Whether an operation writes into an argument, or gives a view, a copy or an empty tensor with its strides."""
+    if not isinstance(func, OpOverload):
+        return True
+    name = func.overloadpacket.__name__
+    copies = name in ("clone", "_to_copy") or name.endswith("_like")
+    return copies or any(argument.alias_info for argument in func._schema.arguments)
+
+
+def _contiguous(argument: Any) -> Any:
+    """Return an argument with its tensors contiguous, also those in lists and tuples, and also on axes of length 1."""
+    if isinstance(argument, list | tuple):
+        return [_contiguous(entry) for entry in argument]
+    if not isinstance(argument, Tensor) or argument.layout != torch.strided or argument.is_nested:
+        return argument
+    if argument.stride() == _strides(argument.shape):
+        return argument
+    return argument.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(strides[::-1][: len(shape)])
+
+
+@contextmanager
+def naming_graph_failures(model: str = "The model") -> Iterator[None]:
+    """Replace torch's errors about the graph of a backward pass by ones that name the cause.
+
+    Args:
+        model: Name of the model's class.
+
+    Raises:
+        UnsupportedModelError: If the model holds a tensor with an earlier pass's graph, or uses a reentrant checkpoint.
+    """
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            raise UnsupportedModelError(
+                f"{model} uses checkpoint(..., use_reentrant=True), which hides its operations until a backward pass "
+                f"over all leaves. Use checkpoint(..., use_reentrant=False). torch says: {error}"
+            ) from error
+        if "through the graph a second time" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{model} stores a tensor with its graph in one forward pass and uses it in the next, such as a bias that "
+            "it computes once in eval mode. Expected independent passes. Detach the tensor, or clear it in the output "
+            "function."
+        ) from error
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def _states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    return {device: rng_state(device) for device in devices}
+
+
+def _devices(model: nn.Module) -> dict[torch.device, None]:
+    """Return the CPU and the devices of a model."""
+    return dict.fromkeys((torch.device("cpu"), *(p.device for p in model.parameters() if not p.is_meta)))
+
+
+def _same(before: Mapping[torch.device, Tensor]) -> bool:
+    """Whether random states are still these."""
+    return all(torch.equal(state, rng_state(device)) for device, state in before.items())
+
+
+@contextmanager
+def restoring_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Restore the random states of a model's devices after the block; inside it they start from ``seed``, if given."""
+    before = _states(_devices(model))
+    try:
+        if seed is not None:
+            for device in before:
+                seed_rng(device, seed)
+        yield
+    finally:
+        for device, state in before.items():
+            set_rng_state(device, state)
+
+
+def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
+    """Whether the model draws random numbers for a batch."""
+    with restoring_draws(computer.model, 0), torch.enable_grad():
+        before = _states(_devices(computer.model))
+        computer.terms(batch)
+        return not _same(before)
+
+
+class _Draws(TorchFunctionMode):
+    """Records the names of the operations that draw random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.devices, self.names = _devices(model), dict[str, None]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _states(self.devices)
+        result = func(*args, **(kwargs or {}))
+        if not _same(before):
+            self.names[getattr(func, "__name__", "an operation")] = None
+        return result
+
+
+def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
+    """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
+
+    Raises:
+        UnsupportedModelError: If f changes; the message names the operations that draw.
+    """
+
+    def draws(part: Batch) -> bool | None:
+        try:
+            return draws_numbers(computer, part)
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            return None
+
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # One by one, as some models take samples, or together, as others do. One that takes neither fails in its pass.
+        parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
+        if (found := draws(parts[0])) is None:
+            parts, found = [batch], draws(batch)
+        if not found:
+            return
+        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
+        drawn = stack.enter_context(_Draws(computer.model))
+        values = []
+        for seed in range(4):
+            with restoring_draws(computer.model, seed):
+                values.append(torch.cat([computer.terms(part).output.detach() for part in parts]))
+    wide = torch.stack(values).to(wide_dtype(values[0].device))
+    if float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max()):  # false if any is NaN
+        raise UnsupportedModelError(
+            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
+            "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
+            "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
+        )
+
+
+# ---------------------------------------------------------------- float64
+
+
+class SeenDtypes(TorchFunctionMode):
+    """Records the floating-point dtypes of all results."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note the dtype of its result."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
+            self.dtypes.add(result.dtype.to_real())
+        return result
+
+
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """Run a model in float64 inside the block, and restore its storages afterwards.
+
+    Only ``.data`` of the parameters is replaced, because a model may hold other references to the parameters.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # recurrent layers warn of weights that are not contiguous
+            for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+                wide = widened(tensor.data)
+                if wide.dtype != tensor.dtype:
+                    before.append((tensor, tensor.data))
+                    tensor.data = wide
+            yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return floating-point and complex numbers in double precision."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
