@@ -86,9 +86,9 @@ class OperationCall:
     """B."""
     targets: dict[int, Tensor]
     """The parameters (or tensors computed from them) to differentiate, by ``id`` of the argument in their place."""
-    axes: dict[int, BatchAxis | None]
+    axes: dict[int, BatchAxis | None] = field(default_factory=dict)
     """Batch axis of every tensor argument, by ``id``."""
-    output_axes: tuple[BatchAxis | None, ...]
+    output_axes: tuple[BatchAxis | None, ...] = ()
     """Batch axis of every differentiable result."""
     spec: TreeSpec | None = None
     keep_factors: bool = False

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
-    MODEL_FAILURES,
     InvalidInputError,
     UnsupportedModelError,
 )
@@ -74,9 +73,7 @@ class _Part(NamedTuple):
 class HookGradientComputer(AbstractStreamingComputer):
     """Per-sample gradients by hooks on the operations that read parameters: one forward and one backward pass.
 
-    The model may be in train or eval mode; no module is wrapped, and all hooks are removed after a pass. During a pass
-    the class of a plain parameter is a subclass of ``torch.nn.Parameter``; if the forward pass fails, it runs again
-    without this. Blocks reach
+    The model may be in train or eval mode; no module is wrapped, and all hooks are removed after a pass. Blocks reach
     the sink during the backward pass; those of linear and convolution weights stay factored. The first batch of every
     structure (shapes without the sample axis, dtypes, and flags beside the tensors) is probed to find each tensor's
     sample axis. A kept parameter that f does not depend on has gradient zero, and :meth:`explain` lists it.
@@ -196,11 +193,6 @@ class HookGradientComputer(AbstractStreamingComputer):
             return 0
         return 8 if plan.flattened or plan.chooses_in_python else 64
 
-    def _stream_checked(
-        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
-    ) -> OutputTerms:
-        return self._stream_samples(batch, count, kept, sink)  # it compares chunk by chunk
-
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
@@ -220,6 +212,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                     found.append(self._run_on_other_path(error, key, part))
             self._keep(key, plan)
         return joined_terms(found)
+
+    _stream_checked = _stream_samples  # it compares chunk by chunk
 
     def _planned(self, key: Any, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
         """Return the plan of this batch structure; make it if there is none."""
@@ -308,14 +302,14 @@ class HookGradientComputer(AbstractStreamingComputer):
                 samples = Samples([0, 1] if self._compares() else [], kept)
                 part = _Part(two, read, lambda _: None, 0)
                 try:
-                    _, grad_pass = self._compared_pass(plan, part, samples)
+                    _, grad_pass = self._run(plan, part, samples)
                 except UnexpectedPathError:
                     other = self._may_take_other_paths(plan)
                     row = sample_on_path(self.model, read, two, self._output) if other else None
                     if row is None:
                         raise
                     plan = make_plan(self.model, read, take_rows(two, [row]), self._output)
-                    _, grad_pass = self._compared_pass(plan, part, samples)
+                    _, grad_pass = self._run(plan, part, samples)
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"
@@ -385,56 +379,6 @@ class HookGradientComputer(AbstractStreamingComputer):
                 "for every kept parameter. Leave them out of grad_wrt, or pass strict=False to use zeros for them."
             )
 
-    def _pass(self, plan: Plan, part: _Part) -> tuple[OutputTerms, GradientPass]:
-        """Run forward and backward; after an unexpected number of rows, run again and find the rows' samples."""
-        try:
-            return self._single_pass(plan, part)
-        except UnexpectedRowsError as error:
-            if self._sharded is not None:
-                raise UnsupportedModelError(
-                    "The model is sharded, and the number of rows per sample differs from the first batch, which "
-                    "hooks support only for a model that is not sharded. Use a whole model on one device."
-                ) from error
-            logger.info("%s", error)
-            plan.doubt()  # the second pass does not assume a number of rows
-            return self._single_pass(plan, part)
-
-    def _single_pass(self, plan: Plan, part: _Part) -> tuple[OutputTerms, GradientPass]:
-        """Run forward and backward once; again with a mode if the forward pass fails without it."""
-
-        def made(by_class: bool) -> GradientPass:
-            size, factors = batch_size(part.batch), self.keep_factors
-            ledger = GradientLedger(part.kept, size, part.sink, part.start, factors)
-            return GradientPass(plan, part.kept, ledger, by_class=by_class)
-
-        grad_pass = made(by_class=self._sharded is None)  # FSDP2 replaces parameters during a pass
-        try:
-            return self._run(grad_pass, part), grad_pass
-        except (torch.OutOfMemoryError, UnexpectedRowsError):
-            raise
-        except MODEL_FAILURES:
-            if not grad_pass.may_use_mode:
-                raise
-        # The model may ask for the class of its parameters, or pass them where only a mode sees them.
-        grad_pass = made(by_class=False)
-        terms = self._run(grad_pass, part)
-        plan.has_plain_tensors = False
-        return terms, grad_pass
-
-    def _run(self, grad_pass: GradientPass, part: _Part) -> OutputTerms:
-        """Run forward and backward with hooks, and remove these."""
-        handles = grad_pass.install(self._tree or ModelTree(self.model))
-        try:
-            with grad_pass:
-                terms = self.terms(part.batch)
-                grad_pass.backward(terms.output)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if not terms.output.requires_grad:
-            refuse_detached(self.model, self.modelout_fn, part.batch, part.kept)
-        return OutputTerms(*(term.detach() for term in terms))
-
     def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
         size, kept = batch_size(part.batch), part.kept
@@ -446,17 +390,43 @@ class HookGradientComputer(AbstractStreamingComputer):
             else []
         )
         with self.checks.batch(key, self._conditions(kept), size, positions):
-            terms, grad_pass = self._compared_pass(plan, part, Samples(positions, kept, part.start))
+            terms, grad_pass = self._run(plan, part, Samples(positions, kept, part.start))
         self._refuse_hidden(plan, kept, grad_pass)
         return terms
 
-    def _compared_pass(self, plan: Plan, part: _Part, samples: Samples) -> tuple[OutputTerms, GradientPass]:
-        """Run forward and backward, and compare samples with plain autograd."""
-        terms, grad_pass = self._pass(plan, part._replace(sink=samples.passing(part.sink)))
+    def _run(self, plan: Plan, part: _Part, samples: Samples) -> tuple[OutputTerms, GradientPass]:
+        """Run forward and backward with hooks, remove these, and compare samples with plain autograd.
+
+        After an unexpected number of rows, run again and find the rows' samples.
+        """
+        tree = self._tree or ModelTree(self.model)
+        sink = samples.passing(part.sink)
+        while True:
+            ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
+            grad_pass = GradientPass(plan, part.kept, ledger)
+            handles = grad_pass.install(tree)
+            try:
+                with grad_pass:
+                    terms = self.terms(part.batch)
+                    grad_pass.backward(terms.output)
+                break
+            except UnexpectedRowsError as error:
+                if self._sharded is not None:
+                    raise UnsupportedModelError(
+                        "The model is sharded, and the number of rows per sample differs from the first batch, which "
+                        "hooks support only for a model that is not sharded. Use a whole model on one device."
+                    ) from error
+                logger.info("%s", error)
+                plan.doubt()  # the second pass does not assume a number of rows
+            finally:
+                for handle in handles:
+                    handle.remove()
+        if not terms.output.requires_grad:
+            refuse_detached(self.model, self.modelout_fn, part.batch, part.kept)
         seen = {name: p for name, p in part.kept.items() if name not in grad_pass.escaped}
         if seen and samples.positions:
             compare(self, part.batch, seen, samples, list(plan.dtypes))
-        return terms, grad_pass
+        return OutputTerms(*(term.detach() for term in terms)), grad_pass
 
     def _compares(self) -> bool:
         """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""

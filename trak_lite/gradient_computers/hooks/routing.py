@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -174,26 +174,29 @@ def expected_axis(site: Site, layout: RowLayout | None, result: Tensor, count: i
     axis = site.output_axes[0] if layout is not None and len(site.output_axes) == 1 else None
     if layout is None or axis is None or axis.axis >= result.dim() - layout.trailing:
         return None
-    return axis.for_size(result.shape[axis.axis], count)
+    return axis.for_shape(result.shape, count)
 
 
 def contributions_in_place(
-    call: OperationCall, grad: Tensor, axis: BatchAxis
+    call: OperationCall, grad: Tensor | None, tags: RowTags, scales: RowScales
 ) -> tuple[str, list[tuple[Tensor, Contribution]]] | None:
-    """Return what :func:`routed_contributions` does for rows on this batch axis; ``None`` if no rule applies."""
+    """Return what :func:`routed_contributions` does if rows are where they are expected; ``None`` otherwise.
+
+    ``None`` also if no rule applies.
+    """
+    if tags.axis is None or grad is None or not tags.are_in_place(grad, scales):
+        return None
     layout = row_layout(call, grad)
     if layout is None or call.function not in RULES:
         return None
-    before = call.axes, call.output_axes
-    call.axes = dict(call.axes)
+    axes = dict(call.axes)
     if not layout.broadcast:  # an argument's rows are the result's; rules of broadcast arguments read no axis
-        call.axes.update((id(argument), axis) for argument, _ in layout.read)
-    call.output_axes = (axis,)
+        axes.update((id(argument), tags.axis) for argument, _ in layout.read)
     name, rule = RULES[call.function]
-    parts = rule(call, grad)
+    parts = rule(replace(call, axes=axes, output_axes=(tags.axis,)), grad)
     if parts is None:
-        call.axes, call.output_axes = before
         return None
+    tags.passes.clear()
     return f"{name}, {_FOUND}", [(call.targets[id(argument)], part) for argument, part in parts]
 
 
@@ -302,7 +305,9 @@ def _arranged_call(
 
     leaves, spec = flattened(call.args, call.kwargs)
     args, kwargs = rebuilt([changed(leaf) for leaf in leaves], spec)
-    return OperationCall(call.function, args, kwargs, len(arranged.samples), targets, axes, (axis,))
+    count = len(arranged.samples)
+    own = replace(call, args=args, kwargs=kwargs, num_samples=count, targets=targets, keep_factors=False)
+    return replace(own, axes=axes, output_axes=(axis,))
 
 
 # Rows by kind of operation

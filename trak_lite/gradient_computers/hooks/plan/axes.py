@@ -21,12 +21,16 @@ class BatchAxis:
     sample_major: bool = True
     """Whether a flattened axis is ``(B, T)``, samples together, or ``(T, B)``."""
 
-    def for_size(self, size: int, num_samples: int) -> BatchAxis | None:
-        """Return this axis for ``num_samples``, or ``None`` if ``size`` does not fit them."""
+    def for_shape(self, shape: Sequence[int], num_samples: int) -> BatchAxis | None:
+        """Return this axis of a tensor of this shape for ``num_samples``, or ``None`` if they do not fit."""
+        if self.axis >= len(shape):
+            return None
         if self.multiple == 1:
-            return self if size == num_samples else None
-        multiple, rest = divmod(size, num_samples)
-        return None if rest else replace(self, multiple=multiple)
+            return self if shape[self.axis] == num_samples else None
+        multiple, rest = divmod(shape[self.axis], num_samples)
+        if rest:
+            return None
+        return self if multiple == self.multiple else replace(self, multiple=multiple)
 
 
 def batch_axis(two: Sequence[int], three: Sequence[int]) -> BatchAxis | str | None:

@@ -2,16 +2,15 @@
 
 A module hook only covers calls of its module, but another module or the output function may also use the parameter. A
 ``TorchFunctionMode`` intercepts all of these uses, and is asked about every other operation too.
-:class:`ClassDispatch` intercepts the uses of plain parameters only, so that all other operations run at full speed.
 """
 
 from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
 from trak_lite.models.tree import ModelTree
 
-__all__ = ["AbstractInterceptor", "ClassDispatch", "Function", "undispatched"]
+__all__ = ["AbstractInterceptor", "Function", "undispatched"]
 
 Function = Callable[..., Any]
 
@@ -122,65 +121,6 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     def _note_order(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
         self.packed_order = getattr(given, "sorted_indices", None)
-
-
-class ClassDispatch:
-    """Passes every operation on given tensors to a handler, as a ``__torch_function__`` of their class.
-
-    The class of each tensor is replaced, as ``torch.nn.UninitializedParameter`` does, so that every reference to the
-    tensor is covered. :meth:`close` restores it.
-    """
-
-    _FREE: ClassVar[list[dict[type, Any]]] = []
-    """Classes that no dispatch uses; creating one takes as long as several operations."""
-
-    def __init__(self, handler: Callable[..., Any]) -> None:
-        """Start a dispatch.
-
-        Args:
-            handler: Called with the arguments of ``__torch_function__``; it must run operations with
-                ``torch._C.DisableTorchFunctionSubclass`` to not be called again.
-        """
-        try:
-            self._classes = self._FREE.pop()
-        except IndexError:
-            self._classes = {base: _watched(base) for base in _PLAIN}
-        self._own = frozenset({*self._classes.values(), *_PLAIN})
-        self._tensors: list[tuple[Tensor, type]] = []
-        for own in self._classes.values():
-            own.__torch_function__ = handler
-
-    @staticmethod
-    def supports(tensors: Iterable[Tensor]) -> bool:
-        """Whether the tensors are plain tensors and parameters, of no other subclass."""
-        return all([type(tensor) in _PLAIN for tensor in tensors])
-
-    def owns(self, classes: Iterable[type]) -> bool:
-        """Whether no other class takes part in an operation with these; functions in Python name plain tensors too."""
-        return self._own.issuperset(classes)
-
-    def watch(self, tensor: Tensor) -> None:
-        """Dispatch the operations on this tensor from now on; it is one that :meth:`supports` accepts."""
-        base = type(tensor)
-        tensor.__class__ = self._classes[base]
-        self._tensors.append((tensor, base))
-
-    def close(self) -> None:
-        """Give every tensor its class back."""
-        for tensor, base in self._tensors:
-            tensor.__class__ = base
-        self._tensors.clear()
-        for own in self._classes.values():  # the handler references a whole pass
-            own.__torch_function__ = torch._C._disabled_torch_function_impl
-        self._FREE.append(self._classes)
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def _watched(base: type) -> Any:
-    """Return a subclass that creates instances of its base: ``copy.deepcopy`` of a parameter calls its class."""
-    return type(f"Watched{base.__name__}", (base,), {"__new__": lambda _, *args, **kw: base(*args, **kw)})
 
 
 @cache

@@ -60,6 +60,11 @@ class Site:
         """Key of this use of parameters if operations do not run in a fixed order."""
         return self.function, frozenset(self.names), self.dims
 
+    def fits(self, tensors: Sequence[Tensor], num_samples: int) -> bool:
+        """Whether tensor arguments have the sizes of ``num_samples`` samples."""
+        pairs = zip(self.leaf_axes, tensors, strict=False)
+        return all(axis is None or axis.for_shape(t.shape, num_samples) is not None for axis, t in pairs)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -80,33 +85,8 @@ class Plan:
     """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
-    has_plain_tensors: bool = False
-    """Whether these operations read and return no tensor subclass, as far as is known."""
-    runs_own_functions: bool = True
-    """Whether the backward pass may run an ``autograd.Function`` in Python, which may change gradients in place."""
     has_other_leaves: bool = True
     """Whether f may depend on tensors that require grad and are no parameters, as far as autograd knows."""
-
-    steps: dict[int, dict[int, Any]] = field(default_factory=dict)
-    """Per number of samples, a :class:`Step` by the position of its site, for the sites that can be bound."""
-
-    def steps_for(self, num_samples: int) -> dict[int, Any]:
-        """Return the steps for this number of samples, in which the first pass enters what it finds."""
-        if num_samples not in self.steps and len(self.steps) >= _MAX_SIZES:
-            self.steps.clear()
-        return self.steps.setdefault(num_samples, {})
-
-    def all_bound(self, num_samples: int, limit: int) -> bool:
-        """Whether every operation is a step, in order, and their results have at most ``limit`` bytes in all.
-
-        Not of a model that may compute gradients in the forward pass, or change them, in batches to come.
-        """
-        steps = self.steps.get(num_samples, {})
-        return (
-            not (self.routed or self.chooses_in_python or self.runs_own_functions)
-            and len(steps) == sum([site.batched for site in self.sites])
-            and sum([step.num_bytes for step in steps.values()]) <= limit
-        )
 
     @property
     def flattened(self) -> bool:
@@ -121,7 +101,6 @@ class Plan:
             UnsupportedModelError: If the same use has a batch axis at one site and none at another.
         """
         self.routed = True
-        self.steps.clear()  # operations have no fixed position any more
         for site in self.sites:
             known = self.uses.setdefault(site.use, site)
             if known.batched != site.batched:
@@ -135,9 +114,6 @@ class Plan:
             site.routed = site.batched
         self.route()
 
-
-_MAX_SIZES = 16
-"""Largest number of batch sizes whose steps are kept."""
 
 Evaluate = Callable[[Batch], Tensor]
 
@@ -175,7 +151,6 @@ def make_plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
-            has_plain_tensors=two.has_plain_tensors and three.has_plain_tensors,
         )
         pairs = _relevant(two, three, plan)
         if [record.function for record in two.records] != [record.function for record in three.records]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, ClassDispatch, Function
+from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine, leaves_of
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.models.tree import ModelTree
@@ -112,8 +112,6 @@ class Recorder(AbstractInterceptor):
         self._smaller = smaller.seen if smaller is not None else None
         self.moves_rows = False
         """Whether some operation selected or moved rows by values."""
-        self.has_plain_tensors = True
-        """Whether no operation on parameters reads or returns a tensor subclass."""
         self._value_free: dict[int, tuple[Tensor, int]] = {}
         """Tensors that do not depend on values, with the version counters for which this holds."""
         self._running = False
@@ -231,7 +229,6 @@ class Recorder(AbstractInterceptor):
         if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
             return result
         _refuse_nested(function, outputs)
-        self.has_plain_tensors &= ClassDispatch.supports((*tensors, *outputs))
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self._record(Record(function, sources, shapes, others, outputs, _shapes(outputs), taints, value_free))
         return result
