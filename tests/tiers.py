@@ -96,7 +96,6 @@ SOME: dict[str, int] = {
     "parallel/test_ranks.py::test_ranks_write_every_row_once_with_the_bits_of_one_process": 3,
     "parallel/test_shared_runs.py::test_processes_featurize_every_row_once_and_end_with_the_bits_of_one": 1,
     "projectors/test_projection_hash.py::test_all_blocks_at_once_have_the_features_of_the_gradient": 7,
-    "projectors/test_projector_laws.py::TestOtherProjectors": 4,
     "projectors/test_projector_laws.py::TestRandomProjectors": 3,
     "projectors/test_projector_laws.py::test_a_block_that_does_not_fit_is_refused": 44,
     "projectors/test_projector_laws.py::test_gradients_without_a_common_sample_axis_are_refused": 8,
