@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -13,10 +14,15 @@ TESTS = Path(__file__).parent
 WHOLE = [name for names in CAMPAIGN.values() for name in names]
 
 
+@functools.cache
+def statements(file: str) -> list[ast.stmt]:
+    return ast.parse((TESTS / file).read_text(encoding="utf-8")).body
+
+
 @pytest.mark.parametrize("name", [*WHOLE, *SOME, *EACH_VALUE])
 def test_what_a_tier_names_is_there(name: str) -> None:
     file, *inside = name.split("::")
-    body = ast.parse((TESTS / file).read_text(encoding="utf-8")).body
+    body = statements(file)
     for part in inside:
         found = [node for node in body if getattr(node, "name", None) == part]
         assert found, f"{file} has no {part}"

@@ -93,7 +93,7 @@ SOME: dict[str, int] = {
     "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs::test_output_gradient_passes_gradcheck": 6,
     "modelout_functions/test_post_training.py::test_rows_are_scored_from_end_to_end": 8,
     "models/test_sharded_models.py::test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model": 1,
-    "parallel/test_ranks.py::test_ranks_write_every_row_once_with_the_bits_of_one_process": 3,
+    "parallel/test_ranks.py::test_ranks_write_every_row_once_with_the_bits_of_one_process": 2,
     "parallel/test_shared_runs.py::test_processes_featurize_every_row_once_and_end_with_the_bits_of_one": 1,
     "projectors/test_projection_hash.py::test_all_blocks_at_once_have_the_features_of_the_gradient": 7,
     "projectors/test_projector_laws.py::TestRandomProjectors": 3,

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.hostile_store import KINDS, MUST_BE_ZERO, Campaign
 
-EVERY = {"links": 31, "values": 701, "flips": 12007}
+EVERY = {"links": 61, "values": 1409, "flips": 24001}
 NAMED = {"zarr.json attributes/trak_lite/fingerprint/dataset/num_rows = 'x', sealed"}
 
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from report_cases import Histogram, Parsed, drawn_scores, predictions
 from scipy.stats import spearmanr
@@ -79,6 +79,7 @@ PARTS = st.lists(st.lists(FLOATS, max_size=9), min_size=1, max_size=5)
 
 @settings(max_examples=60, deadline=None)
 @given(PARTS, st.sampled_from([4, 16, 64]))
+@example([[1.0]], 4)  # an edge of the range
 def test_a_histogram_of_parts_counts_every_number_in_its_bin(parts, most):
     histogram = Histogram()
     for part in parts:
