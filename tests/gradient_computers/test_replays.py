@@ -1,8 +1,11 @@
 """Replays of recorded passes: the same bits as the pass, or the pass itself."""
 
+import contextvars
+import functools
 import itertools
 import logging
 import random
+import types
 import weakref
 
 import numpy as np
@@ -21,6 +24,7 @@ from trak_lite.modelout_functions import resolve_task
 
 NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
+CALLS = contextvars.ContextVar("calls", default=0)
 READ_OUTSIDE = {"factor": 1.0, "calls": 0}
 
 
@@ -142,6 +146,59 @@ class CountsInItself(Net):
 class CountsOutside(Net):
     def forward(self, x):
         READ_OUTSIDE["calls"] += 1
+        return super().forward(x)
+
+
+class CountsInItsClass(Net):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+class CountsInAContext(Net):
+    def forward(self, x):
+        CALLS.set(CALLS.get() + 1)
+        return super().forward(x)
+
+
+class Slots:
+    __slots__ = ("calls",)
+    in_all = 0
+
+
+class CountsInSlots(Net):
+    def set_up(self):
+        self.slots = Slots()
+        self.slots.calls = 0
+
+    def forward(self, x):
+        self.slots.calls += 1
+        return super().forward(x)
+
+
+class CountsInAnotherClass(Net):
+    def forward(self, x):
+        Slots.in_all += 1
+        return super().forward(x)
+
+
+class CountsInAnArray(Net):
+    def set_up(self):
+        self.calls = np.zeros(100_000)
+
+    def forward(self, x):
+        self.calls[0] += 1
+        return super().forward(x)
+
+
+class FillsACache(Net):
+    def set_up(self):
+        self.double = functools.lru_cache(maxsize=None)(lambda number: 2 * number)
+
+    def forward(self, x):
+        self.double(self.double.cache_info().currsize)
         return super().forward(x)
 
 
@@ -267,6 +324,7 @@ REPLAYED = [
 NOT_REPLAYED = [
     *(CountsInItself, CountsOutside, CountsInATensor, ReplacesABuffer, KeepsAList, KeepsItsInput),
     *(MovesAnIterator, DrawsInPython, DrawsInNumPy, ReadsThroughNumPy, ReadsAList, SelectsByMask),
+    *(CountsInItsClass, CountsInAContext, CountsInSlots, CountsInAnotherClass, CountsInAnArray, FillsACache),
     *(HasAHook, OwnFunction, SparseBuffer, SparseAttribute),
 ]
 
@@ -374,6 +432,10 @@ def change_attribute(model):
     model.scale = 6.0
 
 
+def change_configuration(model):
+    model.config["layers"][0].scale = 6.0
+
+
 def freeze(model):
     model.last.weight.requires_grad_(False)
 
@@ -397,6 +459,7 @@ CHANGES = (
         replace_parameter,
         load_other_weights,
         change_attribute,
+        change_configuration,
         freeze,
         add_hook,
     ),
@@ -409,10 +472,11 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change):
     class Changing(Net):
         def set_up(self):
             self.scale = 1.0
+            self.config = {"layers": [types.SimpleNamespace(scale=1.0)]}
             self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
 
         def forward(self, x):
-            x = super().forward(x) * self.scale
+            x = super().forward(x) * self.scale * self.config["layers"][0].scale
             for layer in self.layers:
                 x = torch.tanh(layer(x))
             return x

@@ -8,26 +8,20 @@ used after a second pass, over another batch, had the same bits, and compared ag
 from __future__ import annotations
 
 import dataclasses
-import functools
-import io
-import itertools
 import logging
-import random
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from trak_lite._devices import rng_state
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
+from trak_lite.gradient_computers.pass_state import identities, python_state
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled
-from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError, is_plain
+from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
@@ -37,14 +31,11 @@ logger = logging.getLogger(__name__)
 
 _RECORDED: Final = 5
 """The batch of a kind, counted from 1, whose pass is recorded: for fewer batches a recording does not pay."""
-_MOST_DESCRIBED: Final = 1 << 12
-"""Entries of a list or a dict, or bytes of an array, that are compared by value; larger ones by identity."""
 _MOST_KINDS: Final = 256
 _MOST_RECORDINGS: Final = 8
 _MOST_OTHER_PATHS: Final = 4
 _ROUNDING: Final = 1e-4
 """Relative difference of a replayed row that is no defect: kernels round by the alignment of memory."""
-_DEPTH: Final = 6
 
 
 class ReplayedComputer(Protocol):
@@ -126,7 +117,7 @@ class Replays:
         if leaves is None or _is_watched(leaves[0].device) or not type(projector).__weakrefoffset__:
             return work()
         alive: list[Any] = []
-        state = _state(computer, projector, alive)
+        state = identities(computer.model, computer.modelout_fn, (computer, projector), alive)
         if state is None:
             return work()
         if state != self._state or self._projector() is not projector:
@@ -187,7 +178,7 @@ class Replays:
             return work()
         kind.conditions = kind.structure[-1]
         model, task = computer.model, computer.modelout_fn
-        before = _python_state(model, task, leaves[0].device)
+        before = python_state(model, task, leaves[0].device)
         checks, computer.self_check = computer.self_check, False  # its operations are no part of the pass
         try:
             with tape:
@@ -201,7 +192,7 @@ class Replays:
             return work()
         finally:
             computer.self_check = checks
-        after = _python_state(model, task, leaves[0].device)
+        after = python_state(model, task, leaves[0].device)
         if before is None or before != after:
             tape.refuse(
                 "a pass runs hooks, draws random numbers, or changes what the model or the task holds"
@@ -330,128 +321,3 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
     usable = walk(batch) and bool(leaves) and all(leaf.dim() for leaf in leaves)
     usable = usable and len(set(map(id, leaves))) == len(leaves)
     return (leaves if usable else None), tuple(flags)
-
-
-def _state(computer: ReplayedComputer, projector: object, alive: list[Any]) -> tuple[int, ...] | None:
-    """Return the identity of all that a pass reads; ``None`` if the model has a tensor without memory of its own.
-
-    ``alive`` takes what is named by ``id``.
-    """
-    for held in (computer.modelout_fn, computer, projector):
-        alive.append(held if held is computer.modelout_fn else None)
-        alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
-    places: list[int] = []
-    for module in computer.model.modules():
-        alive += (module, type(module).forward)
-        alive.extend(vars(module).values())
-        places += (
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            len(module._backward_hooks),
-            len(module._backward_pre_hooks),
-        )
-        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if tensor is None:
-                continue
-            if not is_plain(tensor):
-                return None
-            alive.append(tensor)
-            places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
-    return *map(id, alive), *places
-
-
-def _python_state(model: nn.Module, task: AbstractModelOutput, device: torch.device) -> Any:
-    """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators."""
-    for module in model.modules():
-        hooks = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        if any(hooks) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
-            return None
-    seen: dict[int, Any] = {}
-    described = functools.partial(_described, seen=seen)
-    try:
-        held = [
-            (name, described(value, depth=_DEPTH))
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in ("_parameters", "_buffers", "_modules")
-        ]
-        code = [described(value, depth=_DEPTH) for value in _code_of(model, task)]
-    except _IteratorError:
-        return None
-    generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]
-    return held, code, generators, random.getstate(), repr(np.random.get_state())  # noqa: NPY002 (read only)
-
-
-class _IteratorError(Exception):
-    """An iterator: looking at it would move it."""
-
-
-def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
-    """Yield the task and the methods of the model's classes that are not torch's."""
-    yield task
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        if not found.__module__.startswith("torch.") and found.__module__ != "builtins":
-            yield from (value for value in vars(found).values() if isinstance(value, types.FunctionType))
-
-
-_ATOMS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-)
-
-
-def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
-    """Return values that change if something that code reads is changed in place or replaced."""
-    if isinstance(value, _ATOMS):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version
-    if depth == 0 or id(value) in seen or isinstance(value, nn.Module | logging.Filterer | io.IOBase):
-        return id(value)
-    seen[id(value)] = value
-    described = functools.partial(_described, seen=seen, depth=depth - 1)
-    size = value.nbytes if isinstance(value, np.ndarray) else len(value) if isinstance(value, Sized) else 0
-    if size > _MOST_DESCRIBED:
-        return id(value), size
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype, value.tobytes() if value.dtype != object else None
-    if isinstance(value, types.MethodType):
-        return described(value.__func__), described(value.__self__)
-    if isinstance(value, types.FunctionType):
-        if value.__module__ is not None and value.__module__.partition(".")[0] == "torch":
-            return id(value)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        read = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        return [described(one) for one in (*cells, *read, *vars(value).values(), value.__defaults__)]
-    if isinstance(value, Mapping):
-        return [(described(key), described(one)) for key, one in list(value.items())]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [described(one) for one in value]
-    if hasattr(value, "__next__"):
-        if depth >= _DEPTH - 2:
-            raise _IteratorError
-        return id(value)  # of code that a library runs elsewhere
-    if hasattr(value, "__dict__"):
-        return [(name, described(one)) for name, one in vars(value).items()]
-    return repr(value)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -1,0 +1,220 @@
+"""What a pass depends on beside its batch: compared before every replay, and before and after a recorded pass."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import io
+import itertools
+import logging
+import random
+import sys
+import types
+import zlib
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trak_lite._devices import rng_state
+from trak_lite.gradient_computers.tape import is_plain
+from trak_lite.modelout_functions import AbstractModelOutput
+
+__all__ = ["identities", "python_state"]
+
+_MOST_DESCRIBED: Final = 1 << 14
+"""Entries of a list or a dict that are compared by value; larger ones are compared by identity and length."""
+_DEPTH: Final = 8
+_LEVELS: Final = 3
+"""Levels of dicts, lists and objects in an attribute of a module whose contents are compared before every replay."""
+_MOST_HELD: Final = 256
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+
+
+def identities(
+    model: nn.Module, task: AbstractModelOutput, others: Sequence[object], alive: list[Any]
+) -> tuple[int, ...] | None:
+    """Return the identity of all that a pass reads; ``None`` if the model has a tensor without memory of its own.
+
+    Args:
+        model: The model.
+        task: Its model output function.
+        others: Objects of whose attributes, and not of whose own identity, the pass depends.
+        alive: Takes what is named by ``id``: the result is meaningful as long as this is alive.
+    """
+    alive.append(task)
+    for held in (task, *others):
+        alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
+    places: list[int] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        alive += (module, type(module).forward)
+        for name, value in vars(module).items():
+            alive.append(value)
+            if name not in _OF_EVERY_MODULE and type(value) not in _ATOMS:
+                _hold_contents(value, alive, seen, _LEVELS)
+        places += (
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._backward_hooks),
+            len(module._backward_pre_hooks),
+        )
+        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if tensor is None:
+                continue
+            if not is_plain(tensor):
+                return None
+            alive.append(tensor)
+            places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
+    return *map(id, alive), *places
+
+
+def _hold_contents(value: Any, alive: list[Any], seen: set[int], levels: int) -> None:
+    """Append what a configuration, a dict or a list holds, a few levels deep: it may be changed in place."""
+    if id(value) in seen or isinstance(value, Tensor | nn.Module | np.ndarray | types.FunctionType | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        contents: Any = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        contents = value
+    else:
+        contents = vars(value).values() if hasattr(value, "__dict__") and not _is_torchs(type(value)) else ()
+    if len(contents) > _MOST_HELD:
+        return
+    for one in contents:
+        alive.append(one)
+        if levels and type(one) not in _ATOMS:
+            _hold_contents(one, alive, seen, levels - 1)
+
+
+def _is_torchs(found: Any) -> bool:
+    return str(found.__module__).partition(".")[0] == "torch"
+
+
+def python_state(model: nn.Module, task: AbstractModelOutput, device: torch.device) -> Any:
+    """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators."""
+    for module in model.modules():
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        if any(hooks) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
+            return None
+    seen: dict[int, Any] = {}
+    described = functools.partial(_described, seen=seen)
+    try:
+        held = [
+            (name, described(value, depth=_DEPTH))
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if name not in ("_parameters", "_buffers", "_modules")
+        ]
+        code = [described(value, depth=_DEPTH) for value in _code_of(model, task)]
+        code += [described(value, depth=_DEPTH) for value in contextvars.copy_context().values()]
+    except _IteratorError:
+        return None
+    generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]
+    return held, code, generators, random.getstate(), repr(np.random.get_state())  # noqa: NPY002 (read only)
+
+
+class _IteratorError(Exception):
+    """An iterator: looking at it would move it."""
+
+
+def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
+    """Yield the task, and the methods and attributes of the model's classes that are not torch's."""
+    yield task
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        if not _is_torchs(found) and found.__module__ != "builtins":
+            for name, value in vars(found).items():
+                yield from _functions_of(value)
+                if not name.startswith("__") and isinstance(value, (*_ATOMS, list, dict, set, Tensor)):
+                    yield value
+
+
+def _functions_of(value: Any) -> Iterator[Any]:
+    """Yield the functions of an attribute of a class."""
+    if isinstance(value, property):
+        yield from filter(None, (value.fget, value.fset))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif isinstance(value, types.FunctionType):
+        yield value
+
+
+_ATOMS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+)
+
+
+def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
+    """Return values that change if something that code reads is changed in place or replaced."""
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if depth == 0 or id(value) in seen or isinstance(value, nn.Module | logging.Filterer | io.IOBase):
+        return id(value)
+    seen[id(value)] = value
+    described = functools.partial(_described, seen=seen, depth=depth - 1)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, None if value.dtype == object else zlib.crc32(value.tobytes())
+    if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
+        return id(value), len(value)
+    if isinstance(value, types.MethodType):
+        return described(value.__func__), described(value.__self__)
+    if isinstance(value, types.FunctionType):
+        if value.__module__ is not None and value.__module__.partition(".")[0] == "torch":
+            return id(value)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        names = value.__code__.co_names
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        # ``Class.count`` and ``module.count``
+        owners = [one for one in read if isinstance(one, type | types.ModuleType) and _is_of_users(one)]
+        read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
+        return [described(one) for one in (*cells, *read, *vars(value).values(), value.__defaults__)]
+    if isinstance(value, property | staticmethod | classmethod):
+        return [described(one) for one in _functions_of(value)]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return value.cache_info().currsize
+    if isinstance(value, Mapping):
+        return [(described(key), described(one)) for key, one in list(value.items())]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [described(one) for one in value]
+    if hasattr(value, "__next__"):
+        if depth >= _DEPTH - 2:
+            raise _IteratorError
+        return id(value)  # of code that a library runs elsewhere
+    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    held = {name: getattr(value, name, None) for name in slots if not name.startswith("__")}
+    if hasattr(value, "__dict__"):
+        held |= vars(value)
+    return [(name, described(one)) for name, one in held.items()] or repr(value)
+
+
+def _is_of_users(found: Any) -> bool:
+    name = found.__module__ if isinstance(found, type) else found.__name__
+    package = str(name).partition(".")[0]
+    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
