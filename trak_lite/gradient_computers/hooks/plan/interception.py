@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -66,9 +66,11 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
+        # Every operation of the model comes here, often without arguments by name.
+        if not (self.touches(args) or (kwargs and self.touches(kwargs.values()))):
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        # Every operation of the model comes here, so what is cheap is asked first.
-        if not self.touches(args, kwargs) or self.looks_away or not torch.is_grad_enabled():
+        if self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         body = undispatched(func)
         if body is not None and not self.inside:
@@ -76,13 +78,13 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
                 return body(*args, **kwargs)
         return self.operation(func, args, kwargs)
 
-    def touches(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    def touches(self, values: Iterable[Any]) -> bool:
         """Whether a watched tensor is among the arguments."""
         watched = self.watched
-        for value in args:
-            if id(value) in watched or (isinstance(value, (tuple, list)) and self.touches(value, {})):
+        for value in values:  # noqa: SIM110 (a generator costs more, and every operation comes here)
+            if id(value) in watched or (isinstance(value, (tuple, list)) and self.touches(value)):
                 return True
-        return bool(kwargs) and self.touches(kwargs.values(), {})
+        return False
 
     def install(self, tree: ModelTree) -> list[Any]:
         """Hook modules with rules, recurrent and sharded modules; return the handles."""

@@ -97,10 +97,19 @@ def leaves_of(values: Any) -> list[Any]:
 
 
 def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec | None]:
-    """Return the leaves of the arguments, like ``tree_flatten``; the structure is ``None`` if all are positional."""
-    if not kwargs and all([type(arg) in _ENTRIES or isinstance(arg, Tensor) for arg in args]):
-        return list(args), None
-    return tree_flatten((args, dict(kwargs)))
+    """Return the leaves of the arguments, like ``tree_flatten``; sizes count as one leaf if all are positional.
+
+    The structure is ``None`` then.
+    """
+    if kwargs or not all(
+        [type(arg) in _ENTRIES or isinstance(arg, Tensor) or _are_sizes(arg) for arg in args]
+    ):
+        return tree_flatten((args, dict(kwargs)))
+    return list(args), None
+
+
+def _are_sizes(value: Any) -> bool:
+    return type(value) in (tuple, list, torch.Size) and all([type(entry) is int for entry in value])
 
 
 def rebuilt(leaves: list[Any], spec: TreeSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,7 +22,7 @@ _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 def differentiable(result: Any) -> list[Tensor]:
     """Return the real and complex floating-point tensors of a result, in order."""
-    leaves = leaves_of(result)
+    leaves = [result] if isinstance(result, Tensor) else leaves_of(result)
     return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
 
 
