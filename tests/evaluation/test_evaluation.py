@@ -9,8 +9,7 @@ import pytest
 import reference
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scipy.stats import norm, spearmanr
-from sklearn.metrics import precision_score, recall_score, roc_auc_score
+from late import Late
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation import (
@@ -29,6 +28,8 @@ from trak_lite.evaluation import (
     target_loss_rise,
 )
 
+stats, metrics = Late("scipy.stats"), Late("sklearn.metrics")
+
 TIED_SCORES = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=30)
 TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=30)
 
@@ -38,7 +39,7 @@ TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_siz
 def test_auc_agrees_with_scikit_learn_also_on_ties(rows):
     scores, labels = zip(*rows, strict=True)
     assume(0 < sum(labels) < len(labels))
-    assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert auc(scores, labels) == pytest.approx(metrics.roc_auc_score(labels, scores), abs=1e-12)
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=5), data=st.data())
@@ -57,7 +58,7 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
 def test_spearman_agrees_with_scipy_also_on_ties(pairs):
     a, b = zip(*pairs, strict=True)
     assume(len(set(a)) > 1 and len(set(b)) > 1)
-    assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+    assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
 
 
 # The linear datamodeling score
@@ -74,7 +75,7 @@ def problem(num_subsets=12, num_targets=7, noise=1.0, seed=0):
 def plain_spearman(predicted, actual):
     if len(set(actual)) == 1:
         return np.nan
-    return 0.0 if len(set(predicted)) == 1 else spearmanr(predicted, actual).statistic
+    return 0.0 if len(set(predicted)) == 1 else stats.spearmanr(predicted, actual).statistic
 
 
 ROWS_OF_FOUR = st.lists(st.tuples(*[st.integers(-2, 2)] * 4), min_size=2, max_size=12)
@@ -113,7 +114,7 @@ def test_the_interval_has_the_spread_of_resampled_subsets_and_targets():
         s, t = rng.integers(0, 8, 8), rng.integers(0, 4, 4)
         means.append(np.nanmean([plain_spearman(predicted[s, j], outputs[s, j]) for j in t]))
     found = linear_datamodeling_score(scores, masks, outputs, num_resamples=40, seed=5, confidence=0.9)
-    half = norm.ppf(0.95) * np.std(means)
+    half = stats.norm.ppf(0.95) * np.std(means)
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
 
 
@@ -214,9 +215,9 @@ def test_detection_agrees_with_scikit_learn(k):
     flagged = np.zeros(200, bool)
     flagged[np.argsort(-suspicion)[: k or wrong.sum()]] = True
     found = mislabel_detection(suspicion, wrong, k=k)
-    assert found.auc == pytest.approx(roc_auc_score(wrong, suspicion), abs=1e-12)
-    assert found.precision == pytest.approx(precision_score(wrong, flagged), abs=1e-12)
-    assert found.recall == pytest.approx(recall_score(wrong, flagged), abs=1e-12)
+    assert found.auc == pytest.approx(metrics.roc_auc_score(wrong, suspicion), abs=1e-12)
+    assert found.precision == pytest.approx(metrics.precision_score(wrong, flagged), abs=1e-12)
+    assert found.recall == pytest.approx(metrics.recall_score(wrong, flagged), abs=1e-12)
     assert (found.k, found.base_rate) == (k or wrong.sum(), wrong.mean())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -12,32 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zarr
+from late import Late
 from torch import Tensor, nn
 
 from trak_lite.methods import TRAK
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the packages are imported
 WHY = "the Hugging Face integration is tested where its packages are installed: pip install trak-lite[hf]"
-transformers = pytest.importorskip("transformers", reason=WHY)
-tokenizers = pytest.importorskip("tokenizers", reason=WHY)
-datasets = pytest.importorskip("datasets", reason=WHY)
-for _needed in ("peft", "accelerate"):
+for _needed in ("transformers", "tokenizers", "datasets", "peft", "accelerate"):
     if importlib.util.find_spec(_needed) is None:
         pytest.skip(WHY, allow_module_level=True)
-
-
-class _Late:
-    """A package that is imported when a test uses it; collecting must not take its seconds in every process."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
-
-
-peft = _Late("peft")
+transformers, peft, zarr = Late("transformers"), Late("peft"), Late("zarr")
+tokenizers, datasets = Late("tokenizers"), Late("datasets")
 
 VOCABULARY, PAD = 40, 0
 LENGTHS = (9, 4, 7, 4, 11, 6, 3, 8)

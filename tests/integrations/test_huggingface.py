@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, peft, transformers
+from late import Late
 from torch import nn
 from watching import Restless, random_states
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer
-from trak_lite.integrations import huggingface
 from trak_lite.modelout_functions import resolve_task
 
+huggingface = Late("trak_lite.integrations.huggingface")
 MODELS = {
     "bert": hub.bert,
     "gpt2": hub.gpt2,
@@ -120,26 +121,29 @@ def test_left_padding_is_exact_where_it_changes_nothing(name, settings, tmp_path
     check_rows(tmp_path / "a.zarr", model, trainer.train_dataset, 1e-7)
 
 
-class Blinking(transformers.DataCollatorForSeq2Seq):
+def blinking():
     """Replaces tokens by chance, as masking does."""
+    pad = transformers.DataCollatorForSeq2Seq(hub.tokenizer())
 
-    def __call__(self, features, return_tensors=None):
-        batch = super().__call__(features, return_tensors)
+    def collate(features, return_tensors=None):
+        batch = pad(features, return_tensors)
         batch["input_ids"] = torch.where(torch.rand(batch["input_ids"].shape) < 0.5, 1, batch["input_ids"])
         return batch
+
+    return collate
 
 
 @pytest.mark.parametrize(
     ("build", "collator", "attributes", "message"),
     [
         (hub.gpt2, left, {}, r"Row 6 .* in a batch with rows \[6, 4\].*padding_side = 'right'"),
+        (hub.gpt2, blinking, {}, r"Loading and collating rows \[6, 4\] .* twice gave"),
         (
-            hub.gpt2,
-            lambda: Blinking(hub.tokenizer()),
+            hub.llama,
+            lambda: transformers.DataCollatorWithFlattening(),
             {},
-            r"Loading and collating rows \[6, 4\] .* twice gave",
+            r"Collating 2 samples .* gave a batch of 1",
         ),
-        (hub.llama, transformers.DataCollatorWithFlattening, {}, r"Collating 2 samples .* gave a batch of 1"),
         (hub.gpt2, lambda: None, {"is_fsdp_enabled": True}, "shards its model"),
         (hub.gpt2, lambda: None, {"is_deepspeed_enabled": True}, "shards its model"),
         (hub.gpt2, lambda: None, {"train_dataset": None}, "train dataset is a NoneType"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zarr
+from late import Late
 from tiny_runs import labelled
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,6 +23,8 @@ pl = pytest.importorskip(
     "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
 )
 from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
+
+zarr = Late("zarr")
 
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 EXACT: dict[str, Any] = {

@@ -8,18 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from late import Late
 from report_cases import Histogram, Parsed, drawn_scores, predictions
-from scipy.stats import spearmanr
 
 from trak_lite import Scores
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
+
+stats, matplotlib = Late("scipy.stats"), Late("matplotlib")
 
 FIGURES = ("histogram", "damping", "checkpoints", "retrained")
 
@@ -97,7 +98,7 @@ def test_a_histogram_of_parts_counts_every_number_in_its_bin(parts, most):
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
     """Return the mean over targets."""
-    return float(np.mean([spearmanr(*pair).statistic for pair in zip(one.T, other.T, strict=True)]))
+    return float(np.mean([stats.spearmanr(*pair).statistic for pair in zip(one.T, other.T, strict=True)]))
 
 
 def test_agreement_of_checkpoints_is_the_rank_correlation_of_their_own_scores(tmp_path):

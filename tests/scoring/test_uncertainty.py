@@ -7,12 +7,14 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
+from late import Late
 from view_cases import DEFAULT, METHODS, Drawn, checkpoint_products, drawn, with_q
 
 from trak_lite.errors import InvalidInputError
 
 pytestmark = pytest.mark.quick
+
+stats = Late("scipy.stats")
 
 RUNS, MEMBERS = ["x", "y", "x", "z"], ([0, 2], [1], [3])
 
@@ -27,7 +29,9 @@ def mean_spearman(groups):
     """The mean over pairs of groups ``(G, n, M)``, for each target."""
     return np.array(
         [
-            np.mean([spearmanr(a[:, target], b[:, target]).statistic for a, b in combinations(groups, 2)])
+            np.mean(
+                [stats.spearmanr(a[:, target], b[:, target]).statistic for a, b in combinations(groups, 2)]
+            )
             for target in range(groups.shape[2])
         ]
     )

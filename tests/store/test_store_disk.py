@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-import zarr
+from late import Late
 from store_cases import (
     MANIFEST,
     NAME,
@@ -44,6 +44,8 @@ from trak_lite.errors import (
     StoreFullError,
 )
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
+
+zarr = Late("zarr")
 
 COLUMNS = ("features", "q", "w")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-import zarr
+from late import Late
 from store_cases import (
     MANIFEST,
     NAME,
@@ -51,6 +51,8 @@ from trak_lite.errors import (
     StoreError,
 )
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
+
+zarr = Late("zarr")
 
 PACKAGE = Path(trak_lite.__file__).parent
 MEBIBYTE = 1 << 20

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-import zarr
+from late import Late
 from store_cases import (
     MANIFEST,
     NAME,
@@ -27,6 +27,8 @@ from store_cases import (
 
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError, MissingStoreError, StoreError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store, create_store, open_store
+
+zarr = Late("zarr")
 
 ZERO, ONE = (TableSpec(11, SPEC.columns, 4, {"weights": digest}) for digest in ("a0", "a1"))
 SPECS = {"ckpt-0": ZERO, "ckpt-1": ONE, "scores/one": ZERO, "scores/two": ONE}

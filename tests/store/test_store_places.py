@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
+from late import Late
 from store_cases import MANIFEST, NAME, SPEC, check_rows, open_remote, put_pending, values, writing
 
 from trak_lite.cli import main
@@ -17,6 +17,7 @@ from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreErro
 from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store
 from trak_lite.store.disk import mounts
 
+zarr = Late("zarr")
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
 

@@ -4,11 +4,13 @@ import os
 
 import numpy as np
 import pytest
-import zarr
+from late import Late
 from store_cases import MANIFEST, NAME, content, edit, edit_document, flip, folder, reading, staged, writing
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, check_store
+
+zarr = Late("zarr")
 
 DTYPES = pytest.mark.parametrize("dtype", ["int8", "int4"])
 ROWS = np.random.default_rng(0).standard_normal((11, 5)).astype(np.float32)
