@@ -158,7 +158,7 @@ def mark_campaign(items: Iterable[pytest.Item]) -> None:
         if whole & names:
             kept = []
         elif SOME.keys() & names:
-            kept = _spread(cases, next(SOME[prefix] for prefix in SOME if prefix in names))
+            kept = _spread(cases, SOME[max(SOME.keys() & names, key=len)])
         elif names.intersection(EACH_VALUE):
             kept = _each_value(cases)
         for item in cases:

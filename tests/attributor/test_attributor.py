@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from functools import partial
 
 import numpy as np
@@ -53,15 +54,33 @@ def finished(path=None, **changes):
 
 
 @pytest.fixture(scope="module")
-def expected():
+def in_memory():
+    return finished()[1]
+
+
+@pytest.fixture(scope="module")
+def expected(in_memory):
     """The scores of two checkpoints, in memory."""
-    return finished()[1].numpy()
+    return in_memory.numpy()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A store of the same rows and scores."""
+    path = tmp_path_factory.mktemp("stored") / "a.zarr"
+    finished(path)
+    return path
+
+
+@pytest.fixture
+def stored_here(stored, tmp_path):
+    """A copy of it, which a test may change."""
+    return shutil.copytree(stored, tmp_path / "a.zarr")
 
 
 @pytest.mark.quick
 def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path):
-    data = Counting(TRAIN)
-    attributor(tmp_path / "a.zarr").featurize(data, checkpoints=states())
+    attributor(tmp_path / "a.zarr").featurize(Counting(TRAIN), checkpoints=states())
     again = Counting(TRAIN)
 
     summary = attributor(tmp_path / "a.zarr").featurize(again, checkpoints=states())
@@ -98,12 +117,12 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     np.testing.assert_allclose(found[0], expected, rtol=1e-3, atol=1e-5)
 
 
-def test_memory_and_disk_give_the_same_bits_and_other_batches_the_same_scores(tmp_path, expected):
+def test_memory_and_disk_give_the_same_bits_and_other_batches_the_same_scores(stored_here, expected):
     def collate(samples):
         return {"input": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
 
-    made, scores = finished(tmp_path / "a.zarr")
-    np.testing.assert_array_equal(scores.numpy(), expected)
+    made = attributor(stored_here)
+    np.testing.assert_array_equal(made.scores("test").numpy(), expected)
     again = made.score(TARGETS, name="again", checkpoints=(state for state in states()))  # a generator
     np.testing.assert_array_equal(again.numpy(), expected)
     made = attributor(gradient_computer=partial(FunctionalGradientComputer, chunk_size=3))
@@ -130,11 +149,12 @@ def test_checkpoints_can_be_added_and_are_recognised_by_their_weights():
     np.testing.assert_array_equal(two.numpy(), reference.score(TARGETS).numpy())
 
 
-def test_scoring_again_returns_the_result_and_other_targets_are_refused(tmp_path):
-    made, scores = finished(tmp_path / "a.zarr")
+def test_scoring_again_returns_the_result_and_other_targets_are_refused(tmp_path, stored_here, expected):
+    made = attributor(stored_here)
+    made.featurize(TRAIN, checkpoints=states())
     before = contents(tmp_path)
 
-    np.testing.assert_array_equal(made.score(TARGETS, name="test").numpy(), scores.numpy())
+    np.testing.assert_array_equal(made.score(TARGETS, name="test").numpy(), expected)
     with pytest.raises(ManifestMismatchError, match=r"scores/test.*targets\.tensors.*another name"):
         made.score(labelled(M, seed=5), name="test")
     with pytest.raises(ManifestMismatchError, match=r"targets\.num_rows is 6 there, 4 here"):
@@ -146,7 +166,7 @@ def test_scoring_again_returns_the_result_and_other_targets_are_refused(tmp_path
     other = attributor(tmp_path / "a.zarr", method=GaussNewton(damping=10.0))
     with pytest.raises(ManifestMismatchError, match=r"method\.damping is None there, 10\.0 here"):
         other.score(TARGETS, name="test", checkpoints=states())
-    assert not np.allclose(other.score(TARGETS, name="more", checkpoints=states()).numpy(), scores.numpy())
+    assert not np.allclose(other.score(TARGETS, name="more", checkpoints=states()).numpy(), expected)
 
 
 def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(tmp_path, monkeypatch, expected):
@@ -329,9 +349,8 @@ def test_positive_scores_mean_that_the_row_raises_the_output():
     assert np.corrcoef(scores, effects)[0, 1] > 0.99
 
 
-def test_scores_become_numpy_pandas_and_xarray_with_rows_and_targets_named(expected):
-    _, scores = finished()
-
+def test_scores_become_numpy_pandas_and_xarray_with_rows_and_targets_named(in_memory, expected):
+    scores = in_memory
     assert (len(scores), scores.shape) == (N, (N, M))
     for dtype in (np.float32, np.float64):
         assert np.asarray(scores, dtype).dtype == dtype
@@ -417,11 +436,10 @@ OTHER = {
 }
 
 
-def test_a_store_of_other_settings_is_refused_naming_each_difference(tmp_path):
-    finished(tmp_path / "a.zarr")
-    before = contents(tmp_path)
+def test_a_store_of_other_settings_is_refused_naming_each_difference(stored):
+    before = contents(stored)
     for key, changes in OTHER.items():
-        other = attributor(tmp_path / "a.zarr", **changes)
+        other = attributor(stored, **changes)
         for call in (
             lambda: other.featurize(TRAIN, checkpoints=states()),  # noqa: B023
             lambda: other.score(TARGETS, name="new"),  # noqa: B023
@@ -429,10 +447,10 @@ def test_a_store_of_other_settings_is_refused_naming_each_difference(tmp_path):
             with pytest.raises(ManifestMismatchError, match=key):
                 call()
 
-    assert contents(tmp_path) == before
+    assert contents(stored) == before
 
 
-def test_a_store_keeps_how_float32_products_are_computed_which_a_cpu_ignores(tmp_path, expected):
+def test_a_store_keeps_how_float32_products_are_computed_which_a_cpu_ignores(tmp_path, in_memory, expected):
     _, scores = finished(tmp_path / "b.zarr", float32_products="tf32")
 
     opened = Attributor.open(tmp_path / "b.zarr", model())
@@ -440,7 +458,7 @@ def test_a_store_keeps_how_float32_products_are_computed_which_a_cpu_ignores(tmp
     assert opened.featurize(TRAIN, checkpoints=states()).rows_written == 0
     np.testing.assert_array_equal(scores.numpy(), expected)
     computer = partial(FunctionalGradientComputer, float32_products="tf32")
-    found = [scores, finished()[1], finished(gradient_computer=computer)[1]]
+    found = [scores, in_memory, finished(gradient_computer=computer)[1]]
     assert [one.manifest.made_with["float32_products"] for one in found] == ["tf32", "ieee", "tf32"]
     with pytest.raises(InvalidInputError, match=r"partial\(HookGradientComputer, float32_products='tf32'"):
         attributor(gradient_computer=computer, float32_products="tf32")
@@ -492,22 +510,21 @@ def test_weights_that_cannot_be_found_again_are_asked_for(tmp_path):
     assert made.score(TARGETS, checkpoints=states()).shape == (N, M)
 
 
-def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(tmp_path, monkeypatch):
-    _, scores = finished(tmp_path / "a.zarr")
-    before = contents(tmp_path)
+def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(stored, expected, monkeypatch):
+    before = contents(stored)
     monkeypatch.setattr(
         os, "access", lambda path, mode, **kwargs: not mode & os.W_OK
     )  # also when run as root
 
-    again = attributor(tmp_path / "a.zarr")
+    again = attributor(stored)
 
     assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
-    np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), scores.numpy())
+    np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), expected)
     with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
         again.score(TARGETS, name="new")
     with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
         again.featurize(TRAIN, checkpoints=states(3))
-    assert contents(tmp_path) == before
+    assert contents(stored) == before
 
 
 def test_the_model_as_it_is_means_as_it_came_also_after_other_checkpoints():
