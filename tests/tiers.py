@@ -34,6 +34,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     ),
     "rounds of faults and kills": (
         "faults/test_fault_rounds.py::test_no_fault_breaks_a_promise",
+        "faults/test_hostile_store.py",
         "parallel/test_killed_ranks.py",
         "serve/test_serve_killed.py",
         "store/test_store_identity.py::test_a_flipped_bit_of_metadata_is_named_or_harmless",
@@ -109,8 +110,10 @@ SOME: dict[str, int] = {
     "scoring/test_ekfac_scores.py": 1,
     "scoring/test_index.py::test_quantised_rows_are_scored_as_they_are_stored": 1,
     "scoring/test_index.py::test_rows_of_an_index_have_their_scores_and_the_stated_recall_is_that_of_numpy": 2,
+    "scoring/test_token_scores.py::test_tokens_add_up_to_the_score_of_their_row": 3,
     "scoring/test_token_scores.py::test_tokens_add_the_product_of_their_own_gradient_with_the_target": 2,
     "scoring/test_token_scores.py::test_tokens_are_scored_for_another_output_of_the_model": 1,
+    "scoring/test_token_scores.py::test_tokens_of_models_without_forward_mode_or_in_float16": 2,
     "scoring/test_unprojected.py::test_all_rows_as_candidates_give_all_unprojected_scores": 1,
     "scoring/test_unprojected.py::test_few_bytes_take_more_passes_and_give_the_same_scores": 1,
     "scoring/test_unprojected.py::test_language_models_with_lookups_and_tied_weights": 1,
@@ -142,6 +145,9 @@ EACH_VALUE: tuple[str, ...] = (
     "gradient_computers/test_self_check.py",
     "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content",
     "models/test_checkpoints.py",
+    "scoring/test_score_views.py",
+    "scoring/test_uncertainty.py",
+    "scoring/test_vanishing_modules.py",
 )
 """Functions, or files of them, of which standard keeps cases until each value of each parameter was in one."""
 

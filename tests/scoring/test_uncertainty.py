@@ -12,8 +12,6 @@ from view_cases import DEFAULT, METHODS, Drawn, checkpoint_products, drawn, with
 
 from trak_lite.errors import InvalidInputError
 
-pytestmark = pytest.mark.quick
-
 stats = Late("scipy.stats")
 
 RUNS, MEMBERS = ["x", "y", "x", "z"], ([0, 2], [1], [3])
@@ -76,6 +74,7 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
     check(scores.standard_error(pairs, runs=runs), np.take_along_axis(expected.T, pairs, 1))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("q", ["outside", "inside", "off"])
 def test_reliability_ranks_what_each_run_alone_scores(q):
     """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown."""

@@ -16,7 +16,7 @@ from trak_lite import Attributor, Refine, Rows, clip
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, NonFiniteError, StateError
 from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
-N, M = 40, 5
+N, M = 30, 5  # one batch
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 METHOD = EKFAC(damping=0.2)
 

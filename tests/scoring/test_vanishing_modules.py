@@ -13,8 +13,6 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, methods
 
-pytestmark = pytest.mark.quick
-
 GENERATOR = torch.Generator().manual_seed(0)
 TRAIN, TARGETS = (
     TensorDataset(torch.randn(n, 6, generator=GENERATOR), torch.randint(3, (n,), generator=GENERATOR))
@@ -85,6 +83,7 @@ def test_streamed_and_refined_scores_are_finite(name):
     assert np.isfinite(refined.scores).all()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "modules"), [("GaussNewton", ["'side'", "'dead'"]), ("EKFAC", ["side.weight"])]
 )
