@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from _pytest.doctest import DoctestModule
 from tiers import is_without_tests_of, mark_campaign
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: nothing that is imported or collected is freed
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -32,6 +34,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of later collections, each of which would visit some millions of objects."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

@@ -12,7 +12,6 @@ import types
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 SOURCE = Path(__file__).with_name("stand_in.cpp")
 
@@ -48,6 +47,8 @@ def built(folder: Path) -> Path:
                 "-o",
                 str(made),
             ]
+            from torch.utils.cpp_extension import include_paths, library_paths  # imports setuptools
+
             command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
             command += [
                 "-ltorch",

@@ -23,7 +23,6 @@ def run():
     return recipe(**MADE).train()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings",
     [{"block": 1}, {"block": 2}, {"block": 100}, {"max_bytes": 1}, {"max_bytes": 200_000, "block": 5}],
