@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from tiers import is_without_tests_of, mark_campaign
 
 torch.set_num_threads(1)
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_resamples() -> Iterator[None]:
+    """Verdicts have intervals of 100 resamples, since 1,000 take a second."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

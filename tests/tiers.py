@@ -127,6 +127,7 @@ SOME: dict[str, int] = {
     "serve/test_serve_marks.py::test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks": 2,
     "serve/test_serve_tokens.py::test_preparation_makes_what_pages_need_and_changes_none": 1,
     "store/test_store_kill.py": 4,
+    "store/test_store_laws.py::TestMemoryThroughFsspec": 1,
     "traker/test_traker_original.py::test_every_sequence_of_calls_of_its_tests": 8,
     "unrolled/test_blocks.py": 2,
     "unrolled/test_derivatives.py": 5,

@@ -29,7 +29,7 @@ from trak_lite.report import write_report
 from trak_lite.store import open_store
 
 N, M, K = 60, 12, 12
-RESAMPLES = 100
+RESAMPLES = 100  # of conftest.py
 QUIET = {"proj_dim": K, "dtype": "float32", "progress": False}
 
 
@@ -78,11 +78,6 @@ def outputs_of(masks, seeds=(0,)):
         return (logits.gather(1, labels)[:, 0] - others).double().numpy()
 
     return np.array([[margins(mask, seed) for seed in seeds] for mask in masks])
-
-
-@pytest.fixture(autouse=True)
-def _few_resamples(monkeypatch):
-    monkeypatch.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", RESAMPLES)
 
 
 @pytest.fixture(scope="module")

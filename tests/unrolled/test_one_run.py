@@ -70,7 +70,7 @@ def test_a_verdict_is_that_of_plain_repetitions_without_some_rows(run, scores, v
     assert (masks.sum(1) == 95).all()
     with torch.no_grad():
         outputs = [margin(run.recipe.train(weights=mask).model(), FEW.tensors).numpy() for mask in masks]
-    expected = linear_datamodeling_score(scores.numpy(), masks, np.stack(outputs))
+    expected = linear_datamodeling_score(scores.numpy(), masks, np.stack(outputs), num_resamples=100)
     found = dict(verdict.lds)[0.05]
     assert found.mean == pytest.approx(expected.mean, abs=1e-6)
     assert (found.low, found.high) == pytest.approx(expected.interval, abs=1e-6)
