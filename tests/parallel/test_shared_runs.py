@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_dropped_while_targets_are_scored_is_named(
 
 
 @pytest.mark.parametrize(("checkpoints", "dropped"), [(1, False), (2, False), (2, True)])
-def test_whoever_waits_is_told_after_30_seconds_and_ten_times_later_which_process_holds_the_rows(
+def test_whoever_waits_is_told_in_time_which_process_holds_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: int, dropped: bool
 ) -> None:
     """And that the checkpoint is missing, if it is dropped meanwhile."""

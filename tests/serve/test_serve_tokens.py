@@ -179,9 +179,7 @@ class Calls(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("run", ["made", "answers"], ids=["a kernel", "targets of another task"])
-def test_preparation_makes_what_pages_need_and_changes_none(
-    request, tmp_path, monkeypatch, run
-):
+def test_preparation_makes_what_pages_need_and_changes_none(request, tmp_path, monkeypatch, run):
     """Plans of gradients, factors of kernels and orders of rows."""
     folder, made, found = request.getfixturevalue(run), {}, {}
     text, tokens = {"text": "1 2 3 4 1"}, {} if run == "made" else {"tokens": "1"}
