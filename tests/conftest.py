@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ gc.disable()  # until all is collected: nothing that is imported or collected is
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _few_resamples() -> Iterator[None]:
-    """Verdicts have intervals of 100 resamples, since 1,000 take a second."""
+def _cheap() -> Iterator[None]:
+    """Verdicts have intervals of 100 resamples, since 1,000 take a second; nobody waits for the disk.
+
+    A sync matters to a power cut alone; ``test_store_disk`` records the syncs.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
+        patched.setattr(os, "fsync", lambda fd: None)
         yield
 
 

@@ -63,9 +63,3 @@ def victims():
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "run.zarr")
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch):
-    """A sync matters to a power cut alone; ``test_store_disk`` records the syncs instead of waiting for them."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
