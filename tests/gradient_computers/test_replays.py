@@ -367,8 +367,10 @@ def made(kind):
     return kind().eval()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", REPLAYED, ids=lambda kind: kind.__name__)
+QUICK = [pytest.param(kind, marks=pytest.mark.quick) if kind is Net else kind for kind in REPLAYED]
+
+
+@pytest.mark.parametrize("kind", QUICK, ids=lambda kind: kind.__name__)
 def test_replays_have_the_bits_of_the_pass(kind):
     run = Run(made(kind))
     for batch in batches():
