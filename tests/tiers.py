@@ -89,6 +89,7 @@ SOME: dict[str, int] = {
     "attributor/test_growing_data.py::test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused": 1,
     "attributor/test_shortage.py::test_rows_done_before_a_shortage_are_kept_and_the_others_are_right": 1,
     "cli/test_cli_commands.py": 3,
+    "featurizing/kronecker/test_ekfac.py::test_scores_are_those_of_dense_matrices": 12,
     "gradient_computers/test_hook_rules.py::test_bare_parameters_that_broadcast": 24,
     "integrations/test_experts.py": 3,
     "integrations/test_huggingface.py": 1,
@@ -144,6 +145,7 @@ SOME: dict[str, int] = {
 
 EACH_VALUE: tuple[str, ...] = (
     "attributor/test_product.py",
+    "featurizing/test_adam_rows.py::test_rows_are_those_of_autograd_and_of_real_steps",
     "gradient_computers/test_computers.py::test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w",
     "gradient_computers/test_hook_models.py",
     "gradient_computers/test_hook_paths.py",
