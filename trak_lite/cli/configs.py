@@ -164,14 +164,22 @@ def _parsed(
     keys: Sequence[Key], given: Mapping[Any, Any], options: Sequence[Option], where: str
 ) -> dict[str, Any]:
     """Return the values of keys, nested by section. Options replace values of a file, which replace defaults."""
-    known, parser = {key.name: key for key in keys}, _parser(keys)
-    config = parser.get_defaults()
+    known = {key.name: key for key in keys}
+    config = _parser(keys).get_defaults()
+
+    def alone(name: str, call: str, given: Any) -> Namespace:
+        """Parse one key without the others, all of which jsonargparse would check again for each."""
+        own = config.clone()
+        base = Namespace({name: own[name]} if name in own else {})
+        own[name] = getattr(_parser([known[name]]), call)(given, base)[name]
+        return own
+
     for name, value in _flat(given, known, where):
-        config = _with_value(known, where, name, value, partial(parser.parse_object, {name: value}, config))
-    for name, text in options:
-        parse = partial(parser.parse_args, [f"--{name}={text}"], config)
-        # "--grad_wrt+ x" appends to the list grad_wrt.
-        config = _with_value(known, "Command line", name.removesuffix("+"), text, parse)
+        config = _with_value(known, where, name, value, partial(alone, name, "parse_object", {name: value}))
+    for option, text in options:
+        name = option.removesuffix("+")  # "--grad_wrt+ x" appends to the list grad_wrt
+        parse = partial(alone, name, "parse_args", [f"--{option}={text}"])
+        config = _with_value(known, "Command line", name, text, parse)
     missing = [name for name in known if name not in config]
     if missing:
         raise InvalidInputError(
