@@ -44,7 +44,7 @@ class Round:
     folder: str
     totals: Counter
     size: int
-    """How much of what has no natural end is done: power cuts, and twice as many damages."""
+    """How many power cuts a round has."""
     mounts: bool
     """Whether file systems may be mounted."""
     case: Case = field(init=False)
@@ -381,42 +381,10 @@ def _is_never_read(name, case, done):
     return chunk is not None and not done[int(chunk[1]) * size :][:size].any()
 
 
-def mutation(this):
-    """One to three mutations of any files, drawn and shrunk by hypothesis: a named error, or the right numbers."""
-    this.case = Case.drawn(this.pick, most_rows=24)
-    case, seed = dataclasses.asdict(this.case), this.pick.randrange(2**32)
-    try:
-        found = this.workers.run("mutate_many", this.folder, case, seed, 10 * this.size)
-    except Violated as error:  # the process is dead
-        with open(os.path.join(this.folder, "example")) as file:
-            error.add_note(f"{this.case}, seed {seed}, {file.read()}")
-        raise
-    this.totals["mutations"] += sum(found["tally"].values())
-    for outcome, times in found["tally"].items():
-        this.totals[f"mutations: {outcome}"] += times
-    if found["broken"]:
-        trace = found["broken"].pop("trace")
-        raise Violated(
-            f"a mutation: {_error_line(trace)}\n{this.case}, seed {seed}: {trace}", **found["broken"]
-        )
-
-
-def _error_line(trace):
-    """Return the line of a traceback that says what was raised, without what tells one example from another."""
-    lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "Traceback"))]
-    return re.sub(r"/\S+|0x\w+", "...", lines[0] if lines else trace)[:90]
-
-
-_ALL = (
-    kill,
-    interrupt,
-    power_cut,
-    every_power_cut,
-    power_cut_image,
-    full_disk,
-    race,
-    fork,
-    creation,
-    read_only,
-)
-KINDS = {action.__name__: action for action in (*_ALL, mutation)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(kill, interrupt, power_cut, every_power_cut, power_cut_image),
+        *(full_disk, race, fork, creation, read_only),
+    )
+}

@@ -8,19 +8,14 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from store_cases import (
-    HARMS,
     NAME,
     SPEC,
     allow_reading_alone,
     check_all,
-    check_committed,
     check_rows,
     commit_log,
     content,
-    do_harm,
     done_rows,
     edit,
     files_below,
@@ -328,45 +323,6 @@ def test_metadata_that_contradict_each_other_cost_no_chunk(mixed, key):
     assert (report.ok, report.set_aside) == (False, ())
     overwrite(folder(mixed, "zarr.json"), text)
     assert check_store(mixed).findings == ()
-
-
-def harmed(path, harms):
-    """Harm files, each told by its number among those of a sound store; return their names."""
-    make_mixed(path)
-    files = files_below(path)
-    names = [files[pick % len(files)] for pick, _, _ in harms]
-    for name, (_, harm, number) in zip(names, harms, strict=True):
-        if os.path.exists(name):
-            do_harm(name, harm, number)
-    return names
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 99), st.sampled_from(HARMS), st.integers(0, 2**16)), min_size=1, max_size=3
-    )
-)
-def test_what_is_called_sound_is_right_and_a_repair_makes_it_sound(tmp_path_factory, harms):
-    """Any files of a store; those of chunks, stages and logs are always repaired."""
-    path = str(tmp_path_factory.mktemp("harmed") / "run.zarr")
-    names = harmed(path, harms)
-    try:
-        if check_store(path).ok:
-            with reading(path) as table:
-                check_committed(table)
-        report = check_store(path, repair=True)
-        report = check_store(path, repair=True)
-    except (MissingStoreError, ManifestMismatchError):
-        assert f"{path}/zarr.json" in names
-        return
-    assert report.set_aside == ()
-    if all(name.startswith(f"{path}/{NAME}") and "zarr.json" not in name for name in names):
-        assert report.ok
-    if report.ok:
-        with reading(path) as table:
-            check_committed(table)
-        finish(path)
 
 
 @pytest.mark.parametrize("where", ["nothing", "file", ".", NAME])
