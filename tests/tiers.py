@@ -36,7 +36,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "faults/test_fault_rounds.py::test_no_fault_breaks_a_promise",
         "parallel/test_killed_ranks.py",
         "serve/test_serve_killed.py",
-        "store/test_store_identity.py::test_a_flipped_bit_of_metadata_is_named_or_harmless",
         "store/test_store_machine.py::test_many_histories_end_as_a_dict_says",
         "traker/test_traker_contract.py::test_a_process_may_end_with_rows_that_are_not_done",
         "unrolled/test_resume.py::test_kills_at_random_moments_end_in_the_same_bits",

@@ -458,16 +458,6 @@ def test_a_flipped_bit_in_a_staged_row_makes_it_pending(half, column, row_bytes)
     finish(half)
 
 
-@pytest.mark.parametrize(("size", "done"), [(None, []), (0, []), (9, [4]), (15, [4, 5, 6]), (17, [4, 5, 6])])
-def test_a_staged_file_of_another_size_keeps_its_whole_rows(half, size, done):
-    stage = content(staged(half, 1, "q"))
-    os.unlink(staged(half, 1, "q"))
-    if size is not None:
-        overwrite(staged(half, 1, "q"), (stage + b"x")[:size])
-    assert done_rows(half) == done
-    finish(half)
-
-
 def test_staged_rows_that_change_under_the_writer_are_not_committed(path):
     with writing(path) as table:
         table.put(0, values(range(3)))
@@ -494,7 +484,7 @@ def test_a_flipped_bit_in_a_committed_chunk_is_never_read(full, key):
 def test_a_flipped_bit_in_a_commit_log_never_makes_wrong_rows(full):
     log = commit_log(full)
     whole = content(log)
-    for byte in range(len(whole)):
+    for byte in range(0, len(whole), 3):
         overwrite(log, flipped(whole, byte, byte % 8))
         with pytest.raises(CorruptStoreError, match="without a commit record"), reading(full):
             pass
@@ -546,13 +536,6 @@ def test_a_chunk_committed_again_may_hold_other_values(full):
                 for reader in (table, before):
                     for name, expected in values(FOUR, attempt=attempt).items():
                         np.testing.assert_array_equal(reader.read_chunk(1, name), expected)
-
-
-def test_a_foreign_chunk_is_refused(half):
-    for key, size in (("features/c.2.0", 24), ("q/c.2", 16), ("w/c.2", 16)):
-        overwrite(folder(half, key), bytes(size))
-    with pytest.raises(CorruptStoreError, match=r"chunks 2 without a commit record.*c\.2\.0"), reading(half):
-        pass
 
 
 def test_files_that_are_no_chunks_and_empty_folders_do_not_matter(full):

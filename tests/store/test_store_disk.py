@@ -59,7 +59,6 @@ def path_of(fd):
     ("error", "expected"),
     [
         (OSError(errno.EIO, "broken"), StoreError),
-        (OSError(errno.ENOSPC, "full"), StoreFullError),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )

@@ -219,6 +219,10 @@ METADATA = [
     (table_says(chunk_rows=0), NO_TABLE),
     (table_says(columns=[{"name": "q"}]), NO_TABLE),
     (table_says(columns=7), NO_TABLE),
+    *(
+        (table_says(attributes=noted), r"ckpt-0/zarr\.json records \w+ as attributes.* Restore")
+        for noted in (7, [[]], "x", None)
+    ),
     *((resized(*sizes), NO_TABLE) for sizes in ((1 << 33, 4), (1 << 60, 4), (11, 1 << 27), (10**30, 10**29))),
     *((resized(11, chunk_rows), NOT_THAT) for chunk_rows in (5, 1 << 26)),
     *((lost_column(place), NOT_LISTED) for place in range(3)),
@@ -260,14 +264,6 @@ def test_metadata_that_make_no_sense_are_refused_and_cost_no_chunk(mixed, harm, 
     assert all(isinstance(error, CorruptStoreError) for error in errors), errors
     assert not report.ok
     assert not any(moved.chunk is not None for moved in report.set_aside)
-
-
-@pytest.mark.parametrize("noted", [7, [[]], "x", None])
-def test_attributes_that_are_no_mapping_are_refused(mixed, noted):
-    table_says(attributes=noted)(mixed)
-    with pytest.raises(CorruptStoreError, match=r"ckpt-0/zarr\.json records \w+ as attributes.* Restore"):
-        ZarrFeatureStore.open(mixed).attributes(NAME)
-    assert not check_store(mixed).ok
 
 
 def test_what_may_be_recorded_can_be_read_back(tmp_path):
