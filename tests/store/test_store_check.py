@@ -291,9 +291,12 @@ def test_a_damaged_derived_array_is_noted_and_as_good_as_none(mixed):
 TORN = [None, b"", b"{", b"\xff", b"null", b"[]", b"[" * 100_000, b'{"node_type": "array"}']
 
 
-@pytest.mark.parametrize("torn", TORN)
-@pytest.mark.parametrize("which", ["", NAME, f"{NAME}/q", "targets"])
-def test_torn_metadata_is_a_finding_and_the_rest_is_looked_at(mixed, torn, which):
+TORN_PLACES = [(NAME, torn) for torn in TORN]
+TORN_PLACES += [(which, torn) for which in ("", f"{NAME}/q", "targets") for torn in (None, b"{", b"null")]
+
+
+@pytest.mark.parametrize(("which", "torn"), TORN_PLACES)
+def test_torn_metadata_is_a_finding_and_the_rest_is_looked_at(mixed, which, torn):
     """A store with torn metadata is refused, and never made anew."""
     with ZarrFeatureStore.open(mixed, "r+") as store:
         store.create_table("other", SPEC).put(0, values(range(4)))
@@ -439,22 +442,21 @@ def test_a_row_log_torn_at_any_byte_keeps_its_whole_records(half):
         finish(f"{half}-{cut}", batch=1)
 
 
-def test_a_flipped_bit_in_a_row_record_costs_its_rows_only(half):
-    log = content(row_log(half, 1))
-    for byte in range(len(log)):
-        overwrite(row_log(half, 1), flipped(log, byte, byte % 8))
-        lost = set() if byte < 64 else ({4} if byte < 88 else {5, 6})
-        assert done_rows(half) == sorted({4, 5, 6} - lost)
-    finish(half)
+def of_rows(size):
+    """Which rows a byte belongs to, in a staged file of rows of this size."""
+    return lambda byte: {4} if byte < size else {5, 6} if byte < 3 * size else set()
 
 
-@pytest.mark.parametrize(("column", "row_bytes"), [("features", 6), ("q", 4), ("w", 4)])
-def test_a_flipped_bit_in_a_staged_row_makes_it_pending(half, column, row_bytes):
-    stage = content(staged(half, 1, column))
-    for byte in range(len(stage)):
-        overwrite(staged(half, 1, column), flipped(stage, byte, byte % 8))
-        row = byte // row_bytes
-        assert done_rows(half) == ([5, 6] if row == 0 else [4] if row < 3 else [4, 5, 6])
+FLIPPED = {name: (of_stage(1, name), of_rows(size)) for name, size in (("features", 6), ("q", 4), ("w", 4))}
+FLIPPED["row records"] = log_of(1), lambda byte: set() if byte < 64 else {4} if byte < 88 else {5, 6}
+
+
+@pytest.mark.parametrize(("place", "rows"), FLIPPED.values(), ids=FLIPPED)
+def test_a_flipped_bit_in_a_row_or_its_record_costs_the_rows_of_the_record(half, place, rows):
+    whole = content(place(half))
+    for byte in range(len(whole)):
+        overwrite(place(half), flipped(whole, byte, byte % 8))
+        assert done_rows(half) == sorted({4, 5, 6} - rows(byte))
     finish(half)
 
 
