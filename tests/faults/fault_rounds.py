@@ -201,7 +201,7 @@ def power_cut_image(this):
     command("mkfs.ext4", "-q", "-b", "1024", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
     with mounted(place, "-o", "loop", image):
         this.path = os.path.join(place, "run.zarr")
-        pid = this.start_writer("write_slowly", synced=True)
+        pid = this.start_writer("write", True, synced=True)
         try:
             for _ in range(this.pick.randint(1, 4)):
                 time.sleep(this.pick.uniform(0, 0.3))
@@ -245,7 +245,7 @@ def full_disk(this):
     """A real full disk (a small tmpfs) or a limit on the size of files; room comes back piece by piece."""
     if not this.mounts or this.pick.random() < 0.3:
         limit = this.pick.choice([512, 700, 1024, 4096, 20_000])
-        _, full = this.workers.wait(this.start_writer("write_within_limit", limit))
+        _, full = this.workers.wait(this.start_writer("write_on_full_disk", limit, None))
         this.totals["full disks"] += full
         this.check_as_reader()
         return this.finish()
@@ -254,7 +254,7 @@ def full_disk(this):
         with open(ballast, "wb") as file:
             room = this.pick.choice([0, 4, 16, 60, 200]) << 10
             os.posix_fallocate(file.fileno(), 0, (4 << 20) - (64 << 10) - room)
-        _, full = this.workers.wait(this.start_writer("write_on_full_disk", ballast))
+        _, full = this.workers.wait(this.start_writer("write_on_full_disk", None, ballast))
         this.totals["full disks"] += full
         this.check_as_reader()
         os.truncate(ballast, 0)

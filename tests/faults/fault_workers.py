@@ -70,20 +70,17 @@ class Acknowledgements:
             return {int(line) for line in file.read().rpartition("\n")[0].split()}
 
 
-def write(path, case, acks, seed):
-    """Put pending rows until none is left that is not held by others."""
-    case, pick = Case(**case), random.Random(seed)
-    store, table = open_for_writing(path, case)
-    with store:
-        return fill(table, case, pick, Acknowledgements(acks))
+def write(path, case, acks, seed, slowly=False):
+    """Put pending rows until none is left that is not held by others.
 
-
-def write_slowly(path, case, acks, seed):
-    """Likewise, waiting between puts: the disk gets time to write back what nobody has synced."""
+    Slowly, it waits between puts: the disk gets time to write back what nobody has synced.
+    """
     case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
     store, table = open_for_writing(path, case)
     with store:
-        fill(table, case, pick, lambda rows: (noted(rows), time.sleep(pick.uniform(0, 0.01))))
+        return fill(
+            table, case, pick, lambda rows: (noted(rows), slowly and time.sleep(pick.uniform(0, 0.01)))
+        )
 
 
 class Interrupts:
@@ -125,27 +122,12 @@ def write_stubbornly(path, case, acks, seed):
     return interrupts.count
 
 
-def write_within_limit(path, case, acks, seed, limit):
-    """Likewise, under a limit on the size of files that is lifted after some failures."""
-    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    full = 0
-    while True:
-        try:
-            store, table = open_for_writing(path, case)
-            with store:
-                fill(table, case, pick, noted)
-        except StoreFullError:
-            full += 1
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit * full, resource.RLIM_INFINITY))
-        else:
-            return full
-
-
-def write_on_full_disk(path, case, acks, seed, ballast):
-    """Likewise, on a disk that is full until the ballast goes, a piece at a time."""
+def write_on_full_disk(path, case, acks, seed, limit, ballast):
+    """Likewise, on a disk that is full until the ballast goes, or under a limit on the size of files, step by step."""
     case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
     full, handle = 0, None
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     while True:
         try:
             handle = handle or open_for_writing(path, case)
@@ -154,7 +136,10 @@ def write_on_full_disk(path, case, acks, seed, ballast):
             full += 1
             if handle:
                 check_acknowledged(handle[1], noted.rows)
-            os.truncate(ballast, max(os.path.getsize(ballast) - pick.choice([4096, 16384]), 0))
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit * full, resource.RLIM_INFINITY))
+            else:
+                os.truncate(ballast, max(os.path.getsize(ballast) - pick.choice([4096, 16384]), 0))
         else:
             handle[0].close()
             return full

@@ -48,16 +48,12 @@ from trak_lite.store import ZarrFeatureStore, check_store
 DONE = range(10)
 
 
-def make_mixed(path):
+@pytest.fixture
+def mixed(path):
     """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
     with writing(path) as table:
         for start, count in ((0, 8), (8, 1), (9, 1)):
             table.put(start, values(range(start, start + count)))
-
-
-@pytest.fixture
-def mixed(path):
-    make_mixed(path)
     return path
 
 
