@@ -133,12 +133,14 @@ LEFT = {
 @pytest.mark.parametrize("first", LEFT)
 def test_a_kill_during_recovery_loses_nothing(tmp_path, victims, second, first):
     path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
-    assert victims.killed(first, "write", path, done, 11)
+    assert victims.killed(first, "write", path, done, 3)
     (finding,) = check_store(path).findings
     assert (finding.level, finding.chunk) == ("note", 0)
     assert LEFT[first] in finding.finding
-    victims.killed(second, "write", path, done, 11)
+    victims.killed(second, "write", path, done, 3)
     look(path, acknowledged(done), repaired=True)
+    with writing(path) as table:
+        assert table.done()[acknowledged(done)].all()
     finish(path)
 
 
