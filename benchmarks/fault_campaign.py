@@ -2,17 +2,15 @@
 
 Rounds of every kind alternate: kill -9 at random moments; Ctrl-C and SIGTERM inside a write; power cuts (replayed from
 a record of every file change, and, where mounting is allowed, copies of a live ext4 image); full disks; racing writers
-with a polling reader; forks; racing creators with wrong clocks; read-only stores; stores mutated by hypothesis
-(flipped, torn, cut, foreign and hostile bytes in every kind of file). Kills at every named step, failing calls and
-exchanged files are in tests/store, flips of every bit in hostile_store.py. After each fault the run is resumed to its
-end. No acknowledged row is lost, none is wrong, and the final scores equal those of an undisturbed run bitwise. A
-mutated store gives a named error or exactly the right numbers.
+with a polling reader; forks; racing creators with wrong clocks; read-only stores. Kills at every named step, failing
+calls and harmed files are in tests/store (``test_store_harmed.py`` draws as many of these as it is told), flips of
+every bit in hostile_store.py. After each fault the run is resumed to its end. No acknowledged row is lost, none is
+wrong, and the final scores equal those of an undisturbed run bitwise.
 tests/faults runs a quick part of the same rounds, and its README lists the tests of each fault.
 
 The exit status is 1 if a guarantee was broken. The round is then printed with the command that repeats it.
 
 Run:  python -m benchmarks.fault_campaign --minutes 30 [--seed 0] [--out benchmarks/results/fault_campaign.json]
-      python -m benchmarks.fault_campaign --minutes 0 --mutations 10000      (only mutations)
       python -m benchmarks.fault_campaign --kills 2000 [--paths NAME ...]    (only whole runs, on every public path;
                                                                               resumes an earlier campaign)
 """
@@ -51,7 +49,7 @@ COUNTED = (
     "torn logs",
     "races",
 )
-COUNTED += ("mutations", "rows acknowledged", "final scores bitwise equal")
+COUNTED += ("rows acknowledged", "final scores bitwise equal")
 
 
 def arguments() -> argparse.Namespace:
@@ -65,12 +63,7 @@ def arguments() -> argparse.Namespace:
         help="how long to go on; unless 0, one round of each kind at least",
     )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
-    parser.add_argument(
-        "--size", type=int, default=60, help="power cuts in one round, and half of the damages"
-    )
-    parser.add_argument(
-        "--mutations", type=int, default=10_000, help="mutated stores, at least, also beyond the minutes"
-    )
+    parser.add_argument("--size", type=int, default=60, help="power cuts in one round")
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS), help="of faults")
     parser.add_argument("--round", type=int, help="run the round of this number alone, and write nothing")
     parser.add_argument("--no-mounts", action="store_true", help="mount nothing, even where it is allowed")
@@ -90,7 +83,7 @@ def rounds(kinds: list[str], mounts: bool) -> Iterator[tuple[str, int]]:
 
 
 def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterator[tuple[str, int]]:
-    """Yield the rounds to run: a requested one, or all that fit into the time, followed by mutations."""
+    """Yield the rounds to run: a requested one, or all that fit into the time."""
     if options.round is not None:
         yield options.kinds[0], options.round
         return
@@ -100,11 +93,6 @@ def due(campaign: Campaign, options: argparse.Namespace, mounts: bool) -> Iterat
         if late or len(campaign.broken) >= MOST_BROKEN:
             break
         yield kind, number
-    for number in itertools.count(campaign.rounds["mutation"]):
-        enough = campaign.totals["mutations"] >= options.mutations or "mutation" not in options.kinds
-        if enough or len(campaign.broken) >= MOST_BROKEN:
-            return
-        yield "mutation", number
 
 
 def report(broken: Broken, options: argparse.Namespace) -> str:
@@ -160,7 +148,7 @@ def summary(
 
 def kill_runs(options: argparse.Namespace) -> int:
     """Kill whole runs until the requested number of kills is reached; continue from an existing summary."""
-    from fault_paths import PATHS, Kills  # imports torch, which the other faults need not
+    from benchmarks.killed_runs import PATHS, Kills  # imports torch, which the other faults need not
 
     out = options.out or KILL_RESULTS
     kills = Kills(options.seed, options.paths or PATHS)

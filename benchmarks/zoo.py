@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,82 @@ import torch
 
 from benchmarks.measuring import RESULTS, surroundings
 from trak_lite.errors import TrakLiteError
+from trak_lite.gradient_computers import choose_gradient_computer
+from trak_lite.modelout_functions import ModelCall, resolve_task
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
 
-from zoo_cases import Architecture  # noqa: E402  (found through the line above)
-from zoo_path import Wrong, cost_against_plain, gradients_by_precision, run_whole_path  # noqa: E402
+from zoo_cases import CLASSES, Architecture, classifier, image  # noqa: E402  (found through the line above)
+from zoo_path import Samples, Wrong, gradients_by_precision, run_whole_path  # noqa: E402
 from zoo_published import PUBLISHED  # noqa: E402
-from zoo_timm import let_torchvision_import, timm_models  # noqa: E402
 
 TRAIN_ROWS, TARGETS = 4, 2
 NO_RULE_FOR_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 """torch's own warning where the functional engine goes through an operation that vmap runs sample by sample."""
 DIGITS = 2
+
+
+_declared: list[torch.library.Library] = []
+
+
+def let_torchvision_import() -> None:
+    """Declare the operators of torchvision where its compiled part cannot be loaded.
+
+    The wheels of the package index are built for CUDA and load beside no other torch. Their Python part, which is all
+    that timm and transformers need here, refuses to be imported without these names; no model of the zoo calls them.
+    """
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None or _declared:
+        return
+    for compiled in Path(found.origin).parent.glob("_C*"):
+        try:
+            torch.ops.load_library(str(compiled))
+        except OSError:
+            break
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declared.append(library)
+
+
+def timm_models() -> list[Architecture]:
+    """Return one entry for each model that timm keeps for tests."""
+    let_torchvision_import()
+    import timm
+
+    found = []
+    for name in timm.list_models("test_*"):
+        size = timm.get_pretrained_cfg(name).input_size[-1]
+        build = partial(timm.create_model, name, pretrained=False, num_classes=CLASSES)
+        found.append(classifier(f"timm {name}", "vision", build, image(size)))
+    return found
+
+
+def cost_against_plain(model: torch.nn.Module, task: Any, samples: Samples, repeats: int = 3) -> float:
+    """Return the CPU time of all per-sample gradients, as a multiple of one plain forward and backward pass."""
+    model.eval()
+    resolved = resolve_task(task)
+    batch = samples.batch(range(len(samples)))
+    resolved.prepare(model)
+    computer = choose_gradient_computer(model, resolved, batch).computer
+    kept = [p for p in model.parameters() if p.requires_grad]
+
+    def plain() -> None:
+        terms = resolved.evaluate(ModelCall(model), batch)
+        torch.autograd.grad(terms.output.sum(), kept, allow_unused=True)
+
+    def seconds(function: Callable[[], Any]) -> float:
+        function()
+        found = []
+        for _ in range(repeats):
+            start = time.process_time()
+            function()
+            found.append(time.process_time() - start)
+        return min(found)
+
+    return seconds(lambda: computer.stream_gradients(batch, lambda _: None)) / seconds(plain)
 
 
 def architectures() -> dict[str, Architecture]:

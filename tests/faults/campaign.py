@@ -38,7 +38,7 @@ class Campaign:
 
     Args:
         seed: Of everything that is drawn.
-        size: Of a round that has no natural end: how many power cuts; there are twice as many damages.
+        size: How many power cuts a round has.
         mounts: Whether rounds may mount file systems.
     """
 
@@ -56,7 +56,7 @@ class Campaign:
         fast = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.folder = self._open.enter_context(tempfile.TemporaryDirectory(dir=fast))
         os.chmod(self.folder, 0o755)
-        self._workers = self._open.enter_context(Workers())
+        self._workers = self._open.enter_context(contextlib.closing(Workers()))
         # a kill leaves the page cache alone, and a power cut is replayed: nobody here needs to wait for a disk
         self._open.enter_context(mock.patch.object(os, "fsync", return_value=None))
         return self

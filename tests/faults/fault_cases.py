@@ -1,5 +1,6 @@
 """What the faults are done to: a table whose values tell their row, a run that fills it, and what must hold after."""
 
+import contextlib
 import functools
 import os
 import re
@@ -185,52 +186,34 @@ def check_as_reader(path, case, acknowledged, *, made=False):
             check_rows(table, case)
             pending = np.flatnonzero(~done)
             if len(pending):
-                refuse_to_read(table, case.chunk_of(int(pending[0])))
+                chunk = case.chunk_of(int(pending[0]))
+                with contextlib.suppress(IncompleteStoreError):
+                    table.read_chunk(chunk, "q")
+                    raise Violated(f"chunk {chunk} has pending rows and can be read")
     except MissingStoreError as error:
         if acknowledged or made:
             raise Violated(f"the table is gone: {error}", lost=len(acknowledged)) from error
 
 
-def refuse_to_read(table, chunk):
-    try:
-        table.read_chunk(chunk, "q")
-    except IncompleteStoreError:
-        return
-    raise Violated(f"chunk {chunk} has pending rows and can be read")
-
-
 def finish(path, case, pick, acknowledged=()):
-    """Resume the run to its end in this process and check everything; return how many rows were still pending."""
+    """Resume the run to its end: every row is there and right, with the scores of an undisturbed run."""
     store, table = open_for_writing(path, case)
     with store:
-        done = check_acknowledged(table, acknowledged)
+        check_acknowledged(table, acknowledged)
         check_rows(table, case)
         fill(table, case, pick, lambda rows: None)
-    check_finished(path, case)
-    return int((~done).sum())
-
-
-def check_finished(path, case):
-    """Every row is there and right for a new reader, nothing is left over, and the scores are those undisturbed."""
-    check_numbers(path, case)
-    left = os.listdir(os.path.join(path, NAME, "features", ".stage"))
-    if left:
-        raise Violated(f"{left} are left over in the stage")
-
-
-def check_numbers(path, case):
-    """Every row is there and right for a new reader, and the scores are those undisturbed."""
     scores, key = undisturbed(case)
     with ZarrFeatureStore.open(path, "r+") as store:
         table = store.open_table(NAME)
         check_rows(table, case, range(case.num_chunks))
         if not table.complete or table.pending().size:
-            raise Violated(
-                f"rows {table.pending().tolist()} are pending after the end", lost=table.pending().size
-            )
+            raise Violated(f"rows {table.pending()} are pending after the end", lost=table.pending().size)
         for _ in range(2):  # the second time with the gram matrix that the first has kept
             if final_scores(store, table).tobytes() != scores.tobytes() or table.content_key() != key:
                 raise Violated("the final scores differ from those of an undisturbed run", unequal=1)
+    left = os.listdir(os.path.join(path, NAME, "features", ".stage"))
+    if left:
+        raise Violated(f"{left} are left over in the stage")
 
 
 def check_with_plain_zarr(path, case):

@@ -44,7 +44,7 @@ class Round:
     folder: str
     totals: Counter
     size: int
-    """How much of what has no natural end is done: power cuts, and twice as many damages."""
+    """How many power cuts a round has."""
     mounts: bool
     """Whether file systems may be mounted."""
     case: Case = field(init=False)
@@ -201,7 +201,7 @@ def power_cut_image(this):
     command("mkfs.ext4", "-q", "-b", "1024", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
     with mounted(place, "-o", "loop", image):
         this.path = os.path.join(place, "run.zarr")
-        pid = this.start_writer("write_slowly", synced=True)
+        pid = this.start_writer("write", True, synced=True)
         try:
             for _ in range(this.pick.randint(1, 4)):
                 time.sleep(this.pick.uniform(0, 0.3))
@@ -245,7 +245,7 @@ def full_disk(this):
     """A real full disk (a small tmpfs) or a limit on the size of files; room comes back piece by piece."""
     if not this.mounts or this.pick.random() < 0.3:
         limit = this.pick.choice([512, 700, 1024, 4096, 20_000])
-        _, full = this.workers.wait(this.start_writer("write_within_limit", limit))
+        _, full = this.workers.wait(this.start_writer("write_on_full_disk", limit, None))
         this.totals["full disks"] += full
         this.check_as_reader()
         return this.finish()
@@ -254,7 +254,7 @@ def full_disk(this):
         with open(ballast, "wb") as file:
             room = this.pick.choice([0, 4, 16, 60, 200]) << 10
             os.posix_fallocate(file.fileno(), 0, (4 << 20) - (64 << 10) - room)
-        _, full = this.workers.wait(this.start_writer("write_on_full_disk", ballast))
+        _, full = this.workers.wait(this.start_writer("write_on_full_disk", None, ballast))
         this.totals["full disks"] += full
         this.check_as_reader()
         os.truncate(ballast, 0)
@@ -381,42 +381,10 @@ def _is_never_read(name, case, done):
     return chunk is not None and not done[int(chunk[1]) * size :][:size].any()
 
 
-def mutation(this):
-    """One to three mutations of any files, drawn and shrunk by hypothesis: a named error, or the right numbers."""
-    this.case = Case.drawn(this.pick, most_rows=24)
-    case, seed = dataclasses.asdict(this.case), this.pick.randrange(2**32)
-    try:
-        found = this.workers.run("mutate_many", this.folder, case, seed, 10 * this.size)
-    except Violated as error:  # the process is dead
-        with open(os.path.join(this.folder, "example")) as file:
-            error.add_note(f"{this.case}, seed {seed}, {file.read()}")
-        raise
-    this.totals["mutations"] += sum(found["tally"].values())
-    for outcome, times in found["tally"].items():
-        this.totals[f"mutations: {outcome}"] += times
-    if found["broken"]:
-        trace = found["broken"].pop("trace")
-        raise Violated(
-            f"a mutation: {_error_line(trace)}\n{this.case}, seed {seed}: {trace}", **found["broken"]
-        )
-
-
-def _error_line(trace):
-    """Return the line of a traceback that says what was raised, without what tells one example from another."""
-    lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "Traceback"))]
-    return re.sub(r"/\S+|0x\w+", "...", lines[0] if lines else trace)[:90]
-
-
-_ALL = (
-    kill,
-    interrupt,
-    power_cut,
-    every_power_cut,
-    power_cut_image,
-    full_disk,
-    race,
-    fork,
-    creation,
-    read_only,
-)
-KINDS = {action.__name__: action for action in (*_ALL, mutation)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(kill, interrupt, power_cut, every_power_cut, power_cut_image),
+        *(full_disk, race, fork, creation, read_only),
+    )
+}

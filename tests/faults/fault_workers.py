@@ -1,27 +1,24 @@
 """Processes that write, read, create or are damaged, and may be killed at it.
 
-One process imports the store once and forks a worker per order, read as JSON lines. A worker that hangs is ended by
-SIGALRM; its exit status tells.
+A worker that hangs is ended by SIGALRM; its exit status tells.
 """
 
 import importlib.util
-import json
 import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 import traceback
 import types
-from pathlib import Path
 
 if __name__ == "__main__":  # the package without its front door, which imports torch: the store needs none
     package = types.ModuleType("trak_lite")
     package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
     sys.modules["trak_lite"] = package
 
+import forking
 import numpy as np
 from fault_cases import (
     MANIFEST,
@@ -34,11 +31,10 @@ from fault_cases import (
     fill,
     open_for_writing,
 )
-from fault_damage import look
-from fault_mutations import mutate_many  # noqa: F401  (an action)
-from forking import serve
+from forking import Forks
 
 from trak_lite.errors import (
+    IncompleteStoreError,
     ManifestMismatchError,
     MissingStoreError,
     ReadOnlyStoreError,
@@ -74,20 +70,17 @@ class Acknowledgements:
             return {int(line) for line in file.read().rpartition("\n")[0].split()}
 
 
-def write(path, case, acks, seed):
-    """Put pending rows until none is left that is not held by others."""
-    case, pick = Case(**case), random.Random(seed)
-    store, table = open_for_writing(path, case)
-    with store:
-        return fill(table, case, pick, Acknowledgements(acks))
+def write(path, case, acks, seed, slowly=False):
+    """Put pending rows until none is left that is not held by others.
 
-
-def write_slowly(path, case, acks, seed):
-    """Likewise, waiting between puts: the disk gets time to write back what nobody has synced."""
+    Slowly, it waits between puts: the disk gets time to write back what nobody has synced.
+    """
     case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
     store, table = open_for_writing(path, case)
     with store:
-        fill(table, case, pick, lambda rows: (noted(rows), time.sleep(pick.uniform(0, 0.01))))
+        return fill(
+            table, case, pick, lambda rows: (noted(rows), slowly and time.sleep(pick.uniform(0, 0.01)))
+        )
 
 
 class Interrupts:
@@ -129,27 +122,12 @@ def write_stubbornly(path, case, acks, seed):
     return interrupts.count
 
 
-def write_within_limit(path, case, acks, seed, limit):
-    """Likewise, under a limit on the size of files that is lifted after some failures."""
-    case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    full = 0
-    while True:
-        try:
-            store, table = open_for_writing(path, case)
-            with store:
-                fill(table, case, pick, noted)
-        except StoreFullError:
-            full += 1
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit * full, resource.RLIM_INFINITY))
-        else:
-            return full
-
-
-def write_on_full_disk(path, case, acks, seed, ballast):
-    """Likewise, on a disk that is full until the ballast goes, a piece at a time."""
+def write_on_full_disk(path, case, acks, seed, limit, ballast):
+    """Likewise, on a disk that is full until the ballast goes, or under a limit on the size of files, step by step."""
     case, pick, noted = Case(**case), random.Random(seed), Acknowledgements(acks)
     full, handle = 0, None
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     while True:
         try:
             handle = handle or open_for_writing(path, case)
@@ -158,7 +136,10 @@ def write_on_full_disk(path, case, acks, seed, ballast):
             full += 1
             if handle:
                 check_acknowledged(handle[1], noted.rows)
-            os.truncate(ballast, max(os.path.getsize(ballast) - pick.choice([4096, 16384]), 0))
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit * full, resource.RLIM_INFINITY))
+            else:
+                os.truncate(ballast, max(os.path.getsize(ballast) - pick.choice([4096, 16384]), 0))
         else:
             handle[0].close()
             return full
@@ -173,7 +154,7 @@ def write_and_fork(path, case, acks, seed, dies):
     noted(rows)
     child = os.fork()
     if child == 0:
-        os.close(ANSWERS)
+        os.close(forking.answers)
         live_on(table, case, random.Random(seed + 1), None if dies else noted)
     if dies:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -240,21 +221,36 @@ def create(path, case, seed, jump):
     raise Violated("creation failed 20 times")
 
 
-def refuse_nobody(path, case):
-    """As a user who may only read, or not even that: named errors, right values, not a byte written."""
+def become_nobody():
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
+
+
+def refuse_nobody(path, case):
+    """As a user who may only read, or not even that: named errors, right values, not a byte written."""
+    become_nobody()
     return check_read_only(path, case)
 
 
 def look_as_nobody(path, case):
     """Read what there is as a user who may not read all of it; return the messages."""
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    case = Case(**case)
-    return [str(error) for error in look(os.path.realpath(path), case, np.ones(case.num_rows, bool))]
+    become_nobody()
+    case, messages = Case(**case), []
+    reads = [lambda store, table: store.table_names(), lambda store, table: store.attributes(NAME)]
+    reads += [lambda store, table: table.read_rows("q", np.flatnonzero(table.done()))]
+    for chunk in range(case.num_chunks):
+        for column in ("features", "q", "w"):
+            reads.append(lambda store, table, c=chunk, name=column: table.read_chunk(c, name))
+    for read in reads:
+        try:
+            with ZarrFeatureStore.open(os.path.realpath(path)) as store:
+                read(store, store.open_table(NAME))
+        except IncompleteStoreError:
+            continue  # pending rows are no damage
+        except StoreError as error:
+            messages.append(str(error))
+    return messages
 
 
 def check_read_only(path, case):
@@ -272,82 +268,25 @@ def check_read_only(path, case):
     return "refused"
 
 
-ANSWERS = -1
-
-
-ANSWERS = -1
-
-
-def run(order, pipe):
-    """Carry out one order in a forked child; never returns."""
-    global ANSWERS
-    ANSWERS = pipe
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.alarm(PATIENCE)
-    answer, status = None, 0
-    try:
-        os.environ.update(order["environment"])
-        if order["synced"]:
-            os.fsync = SYNC
-        answer = globals()[order["action"]](*order["arguments"])
-    except Violated as error:
-        answer, status = {"violated": str(error), **error.counts}, 3
-    except BaseException:  # whatever it is, it is what the campaign wants to know
-        answer, status = {"failed": traceback.format_exc()}, 1
-    os.write(pipe, json.dumps(answer).encode())
-    os._exit(status)
-
-
-SYNC = os.fsync
-
-
-class Workers:
+class Workers(Forks):
     """Starts actions in processes of their own."""
 
     def __init__(self):
-        here = Path(__file__).parent
-        paths = [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._process.communicate()
-
-    def start(self, action, *arguments, failpoint=None, synced=False):
-        """Start an action and return its process id."""
-        environment = {} if failpoint is None else {"TRAK_LITE_FAILPOINT": failpoint}
-        return self._ask(
-            {"action": action, "arguments": arguments, "environment": environment, "synced": synced}
-        )
+        super().__init__(__file__, patience=PATIENCE)
 
     def wait(self, pid, *, may_die_by=()):
         """Return exit status and answer; raise if the process failed in a way that it must not."""
-        status, answer = self._ask({"wait": pid})
+        status, answer = super().wait(pid)
         if status == 0 or -status in may_die_by:
             return status, answer
-        if status == 3:
-            raise Violated(answer.pop("violated"), **answer)
-        how = f"died by signal {signal.Signals(-status).name}" if status < 0 else answer["failed"]
-        raise Violated(f"a worker {how}")
+        if status > 0:
+            raise Violated(f"a worker {answer.pop('failed')}", **answer)
+        raise Violated(f"a worker died by signal {signal.Signals(-status).name}")
 
-    def run(self, action, *arguments, **options):
+    def run(self, action, *arguments):
         """Run to the end and return the answer."""
-        return self.wait(self.start(action, *arguments, **options))[1]
-
-    def _ask(self, order):
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        return self.wait(self.start(action, *arguments))[1]
 
 
 if __name__ == "__main__":
-    serve(run)
+    forking.serve(globals())

@@ -8,7 +8,7 @@ from campaign import KINDS, NEED_MOUNTS, Campaign
 
 import trak_lite.testing
 
-QUICK = {"power_cut": 2, "full_disk": 2, "read_only": 2, "mutation": 2}
+QUICK = {"power_cut": 2, "full_disk": 2, "read_only": 2}
 BY_THE_CLOCK = ("kill", "interrupt", "race", "fork", "creation")
 """What happens in these rounds depends on the load of the machine; tests/store draws such moments by step instead."""
 ONLY_LONG = ("every_power_cut", *BY_THE_CLOCK, *NEED_MOUNTS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from models import Build, Forward, SparseEmbeddings
+from models import Build, Forward, SparseEmbeddings, assert_same, by_loop
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
@@ -83,35 +83,24 @@ def make(name: str = "tied weights", dtype: torch.dtype = torch.float64) -> tupl
     return build().to(dtype).eval(), (torch.randn(5, *shape, dtype=dtype), torch.randint(5, (5,)))
 
 
-def margin_of(model: nn.Module, batch: Any) -> Tensor:
-    return reference.margin(model(batch[0]), batch[1])
-
-
-def by_loop(model: nn.Module, batch: Any, names: list[str], output: Any = margin_of) -> dict[str, Tensor]:
-    found = reference.per_sample_gradients(model, output, reference.samples_of(batch), names)
-    return {name: torch.from_numpy(value) for name, value in found.items()}
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-13, msg=f"{name}: {{}}".format)
+def margin_of(call: Callable[..., Tensor], batch: Any) -> Tensor:
+    return reference.margin(call(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize("computer", COMPUTERS.values(), ids=COMPUTERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w(name: str, computer: Computer) -> None:
     model, batch = make(name)
-    expected = by_loop(model, batch, [name for name, _ in model.named_parameters()])
+    expected = by_loop(model, margin_of, batch)
     made = computer(model, MARGIN)
 
     grads = collect_gradients(made, batch)
-    assert_close(grads, expected)
+    assert_same(grads, expected)
     assert not any(grad.requires_grad for grad in grads.values())
 
     order = torch.tensor([3, 0, 4])
     part = collect_gradients(made, (batch[0][order], batch[1][order]))
-    assert_close(part, {name: value[order] for name, value in expected.items()})
+    assert_same(part, {name: value[order] for name, value in expected.items()})
 
     terms, logits = made.stream_gradients(batch, lambda _: None), model(batch[0])
     np.testing.assert_allclose(terms.output, margin_of(model, batch).detach(), rtol=1e-12)
@@ -166,7 +155,7 @@ def test_autocast_changes_the_forward_pass_and_not_the_dtype(
 def test_parameters_that_require_grad_are_kept_and_frozen_ones_if_asked_for(computer: Computer) -> None:
     """The original's iterative computer fails on grad_wrt and on frozen parameters."""
     model, batch = make("cnn with eval batch norm and dropout")
-    expected = by_loop(model, batch, ["0.weight", "4.bias"])
+    expected = by_loop(model, margin_of, batch, ["0.weight", "4.bias"])
     model[0].weight.requires_grad_(False)
     assert list(collect_gradients(computer(model, MARGIN), batch)) == [
         name for name, _ in model.named_parameters() if name != "0.weight"
@@ -175,7 +164,7 @@ def test_parameters_that_require_grad_are_kept_and_frozen_ones_if_asked_for(comp
     model.requires_grad_(False)
     grads = collect_gradients(computer(model, MARGIN, grad_wrt=["4.bias", "0.weight"]), batch)
 
-    assert_close(grads, expected)
+    assert_same(grads, expected)
     assert not any(p.requires_grad for p in model.parameters())
     with pytest.raises(InvalidInputError, match="No parameter of Sequential requires grad"):
         collect_gradients(computer(model, MARGIN), batch)
@@ -185,11 +174,11 @@ def test_parameters_that_require_grad_are_kept_and_frozen_ones_if_asked_for(comp
 def test_parameters_are_chosen_by_either_name_or_the_class_of_their_module(computer: Computer) -> None:
     model, batch = make()
     by_name = collect_gradients(computer(model, MARGIN, grad_wrt=["decode.weight"]), batch)
-    assert_close(by_name, by_loop(model, batch, ["encode.weight"]))
+    assert_same(by_name, by_loop(model, margin_of, batch, ["encode.weight"]))
 
     model, batch = make("cnn with eval batch norm and dropout")
     by_class = collect_gradients(computer(model, MARGIN, grad_wrt=[nn.BatchNorm2d]), batch)
-    assert_close(by_class, by_loop(model, batch, ["1.weight", "1.bias"]))
+    assert_same(by_class, by_loop(model, margin_of, batch, ["1.weight", "1.bias"]))
     assert choose_gradient_computer(model, MARGIN, batch, nn.BatchNorm2d)[0] == "hook"
 
 
@@ -299,9 +288,7 @@ def test_weights_loaded_after_construction_are_the_ones_differentiated(computer:
 
     made.load_model_params(model)
 
-    assert_close(
-        collect_gradients(made, batch), by_loop(model, batch, [name for name, _ in model.named_parameters()])
-    )
+    assert_same(collect_gradients(made, batch), by_loop(model, margin_of, batch))
 
 
 @pytest.mark.parametrize("name", ["hook", "iterative"])
@@ -407,8 +394,8 @@ def test_a_computer_written_for_the_original_streams_the_same_blocks() -> None:
 
     terms = OriginalStyleComputer(model, MARGIN).stream_gradients(batch, blocks.append)
 
-    expected = by_loop(model, batch, [name for name, _ in model.named_parameters()])
-    assert_close({block.name: block.grad for block in blocks}, expected)
+    expected = by_loop(model, margin_of, batch)
+    assert_same({block.name: block.grad for block in blocks}, expected)
     logits = model(batch[0])
     np.testing.assert_allclose(
         terms.out_to_loss_grad, reference.out_to_loss_grad(logits, batch[1]), rtol=1e-10
@@ -432,7 +419,7 @@ def test_a_functional_computer_that_assigns_its_weights_as_the_originals_does_us
     with torch.no_grad():
         for p in model.parameters():
             p *= 2
-    assert_close(grads, by_loop(model, batch, [name for name, _ in model.named_parameters()]))
+    assert_same(grads, by_loop(model, margin_of, batch))
 
 
 @every_computer
@@ -500,12 +487,12 @@ def test_a_model_that_vmap_cannot_transform_is_named_with_the_computer_to_use() 
 )
 def test_the_iterative_computer_runs_each_sample_alone(after: Forward) -> None:
     """One forward pass over the batch would take one branch for all samples."""
-    model, names = Layer(after), ["linear.weight", "linear.bias"]
+    model = Layer(after)
     assert {bool(model.linear(row).sum() > 0) for row in IMAGES} == {True, False}
 
     found = collect_gradients(IterativeGradientComputer(model, SQUARES), (IMAGES,))
 
-    assert_close(found, by_loop(model, (IMAGES,), names, lambda m, b: squares(m, b)))
+    assert_same(found, by_loop(model, squares, (IMAGES,)))
 
 
 @pytest.mark.parametrize(

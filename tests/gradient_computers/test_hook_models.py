@@ -59,13 +59,6 @@ def test_gradients_of_a_whole_model_equal_one_backward_pass_per_sample(case: Cas
         assert torch.equal(block.dense(), other.dense()), block.name
 
 
-@pytest.mark.parametrize("case", ["GPT-2", "ViT", "mixture of experts, routed", "LSTM tagger"])
-def test_chunks_of_a_batch_give_the_same_rows(case: str) -> None:
-    model, batch = make(EVERY[case], 5)
-
-    assert_exact(model, batch, EVERY[case].output, chunk_size=2)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_part_runs_as_it_was_written() -> None:
     model, batch = make(CASES["GPT-2"])

@@ -106,10 +106,6 @@ def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(build: B
     assert_exact(*mixture(build, count), classify)
 
 
-def test_more_samples_than_one_pass_can_tell_take_another() -> None:
-    assert_exact(*mixture(RoutedMixture, 67, 2), classify)
-
-
 @pytest.mark.parametrize("build", [lambda: Mixture(best=1), ByMask], ids=["left out", "run on no rows"])
 def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build: Build) -> None:
     model, batch = mixture(build)

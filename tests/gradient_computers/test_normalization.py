@@ -194,47 +194,34 @@ def test_a_threshold_is_a_quantile_of_the_norms() -> None:
     assert clipping_threshold(read_only) == clipping_threshold(torch.arange(12.0)) == pytest.approx(9.9)
 
 
-@pytest.mark.parametrize(
-    ("norms", "quantile", "message"),
-    [
-        ([1.0], 0.0, "quantile must be above 0"),
-        ([1.0], 1.5, "at most 1, got 1.5"),
-        ([], 0.9, "norms has 0 entries"),
-        ([1.0, float("nan")], 0.9, "2 entries, of which 1 are finite"),
-        ([0.0, 0.0], 0.9, "Most gradients are zero"),
-    ],
-)
-def test_norms_without_a_threshold_are_refused(norms: list[float], quantile: float, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        clipping_threshold(torch.tensor(norms), quantile=quantile)
+def attributor(normalize: Any) -> Any:
+    return Attributor(nn.Linear(2, 2), "image_classification", None, proj_dim=4, normalize=normalize)
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: clipping_threshold(torch.tensor([1.0]), quantile=0.0), "quantile must be above 0"),
+    (lambda: clipping_threshold(torch.tensor([1.0]), quantile=1.5), "at most 1, got 1.5"),
+    (lambda: clipping_threshold(torch.tensor([])), "norms has 0 entries"),
+    (lambda: clipping_threshold(torch.tensor([1.0, float("nan")])), "2 entries, of which 1 are finite"),
+    (lambda: clipping_threshold(torch.zeros(2)), "Most gradients are zero"),
+    (lambda: Normalization("unti"), "unti"),  # type: ignore[arg-type]
+    (lambda: Normalization("unit", scope="layer"), "layer"),  # type: ignore[arg-type]
+    (lambda: Normalization("unit", threshold=1.0), "threshold=1.0 was given with kind='unit'"),
+    (lambda: Normalization("clip"), r"needs a threshold, got None\. Expected a positive number"),
+    (lambda: Normalization("clip", threshold=0.0), "above 0, got 0.0"),
+    (lambda: Normalization("clip", threshold=float("inf")), "finite number above 0, got inf"),
+    *(
+        (partial(attributor, choice), r"'none', 'unit', clip\(C\).*; got")
+        for choice in ("clip", "unti", 1.0, None, clip, np.ones(2))
+    ),
+]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kind": "unti"}, "unti"),
-        ({"kind": "unit", "scope": "layer"}, "layer"),
-        ({"kind": "unit", "threshold": 1.0}, "threshold=1.0 was given with kind='unit'"),
-        ({"kind": "clip"}, r"needs a threshold, got None\. Expected a positive number"),
-        ({"kind": "clip", "threshold": 0.0}, "above 0, got 0.0"),
-        ({"kind": "clip", "threshold": float("inf")}, "finite number above 0, got inf"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+def test_norms_and_settings_that_mean_nothing_are_refused(use: Callable[[], Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        Normalization(**settings)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "choice",
-    ["clip", "unti", 1.0, None, clip, np.ones(2)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_what_stands_for_no_setting_is_refused(choice: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"'none', 'unit', clip\(C\).*; got"):
-        Attributor(nn.Linear(2, 2), "image_classification", None, proj_dim=4, normalize=choice)
+        use()
 
 
 def test_settings_come_back_from_json_and_a_norm_out_of_reach_gives_nan_and_not_a_short_row() -> None:

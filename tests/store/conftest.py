@@ -1,36 +1,14 @@
 """The process that forks victims, shared by the tests of this folder."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forking import Forks
 
 
-class Victims:
+class Victims(Forks):
     """Starts actions of ``store_victims`` in processes of their own."""
-
-    def __init__(self):
-        here = Path(__file__).parent
-        paths = [str(here), str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, str(here / "store_victims.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
-
-    def start(self, action, *arguments, failpoint=None):
-        environment = {} if failpoint is None else {"TRAK_LITE_FAILPOINT": failpoint}
-        return self._ask({"action": action, "arguments": arguments, "environment": environment})
-
-    def wait(self, pid):
-        """Return exit status (negative: the signal) and answer."""
-        return self._ask({"wait": pid})
 
     def run(self, action, *arguments):
         """Run to the end and return the answer."""
@@ -44,18 +22,10 @@ class Victims:
         assert status in (0, -signal.SIGKILL)
         return status != 0
 
-    def close(self):
-        self._process.communicate()
-
-    def _ask(self, order):
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
 
 @pytest.fixture(scope="session")
 def victims():
-    started = Victims()
+    started = Victims(str(Path(__file__).with_name("store_victims.py")))
     yield started
     started.close()
 

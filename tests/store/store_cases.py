@@ -28,7 +28,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.documents import sealed, table_identity
 from trak_lite.store.disk.listing import entry_name
 
-__all__ = ["crc32c", "entry_name", "failpoints", "sealed", "table_identity"]
+__all__ = ["crc32c", "entry_name", "failpoints"]
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"
@@ -162,6 +162,11 @@ def snapshot(path):
     """Every file below a folder with its bytes; folders with ``None``."""
     found = {os.path.join(parent, name): None for parent, names, _ in os.walk(path) for name in names}
     return found | {name: content(name) for name in files_below(path)}
+
+
+def row_seed():
+    """What the checksums of the table's row records start with."""
+    return crc32c(table_identity(NAME, MANIFEST.digest(), SPEC).encode())
 
 
 def overwrite(path, content):

@@ -1,13 +1,11 @@
 """Processes to be killed: one process imports the store once and forks a victim per order, read as JSON lines."""
 
 import importlib.util
-import json
 import os
 import resource
 import signal
 import sys
 import time
-import traceback
 import types
 
 if __name__ == "__main__":  # the package without its front door, which imports torch: the store needs none
@@ -15,14 +13,13 @@ if __name__ == "__main__":  # the package without its front door, which imports 
     package.__path__ = importlib.util.find_spec("trak_lite").submodule_search_locations
     sys.modules["trak_lite"] = package
 
+import forking
 import numpy as np
-from forking import serve
 from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
 from trak_lite.store import Manifest, check_store, create_store, open_store
 
-ANSWERS = -1
 SPECS = {"plain": SPEC, "packed": PACKED}
 
 
@@ -58,7 +55,7 @@ def die_before_a_child(path, row):
     _, table = open_for_writing(path)
     table.put(row, values([row]))
     if os.fork() == 0:
-        os.close(ANSWERS)
+        os.close(forking.answers)
         time.sleep(3)
         return
     os.kill(os.getpid(), signal.SIGKILL)
@@ -143,20 +140,5 @@ def modules(path):
     return list(sys.modules)
 
 
-def run(order, pipe):
-    """Carry out one order in a forked child; never returns."""
-    global ANSWERS
-    ANSWERS = pipe
-    status = 1
-    try:
-        os.environ.update(order["environment"])
-        answer = globals()[order["action"]](*order["arguments"])
-        os.write(pipe, json.dumps(answer).encode())
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    serve(run)
+    forking.serve(globals())

@@ -10,7 +10,6 @@ import pytest
 from late import Late
 from store_cases import (
     MANIFEST,
-    NAME,
     SPEC,
     content,
     copy_over,
@@ -25,7 +24,7 @@ from store_cases import (
     values,
 )
 
-from trak_lite.errors import CorruptStoreError, ManifestMismatchError, MissingStoreError, StoreError
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError, MissingStoreError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store, create_store, open_store
 
 zarr = Late("zarr")
@@ -170,27 +169,6 @@ def test_a_list_that_is_lost_is_named_and_made_anew(several):
         for name in SPECS:
             store.open_table(name)
     assert sorted(os.listdir(f"{several}/.tables")) == sorted(["zarr.json", *map(entry_name, SPECS)])
-
-
-def test_a_flipped_bit_of_metadata_is_named_or_harmless(several):
-    """One bit of one byte in sixteen; ``benchmarks/hostile_store.py`` flips each."""
-    right, outcomes = contents_of(several), set()
-    names = [os.path.join(at, "zarr.json") for at, _, files in os.walk(several) if "zarr.json" in files]
-    for number, name in enumerate([*names, *(f"{several}/.tables/{entry_name(each)}" for each in SPECS)]):
-        text = content(name)
-        for byte in range(number, len(text), 16):
-            overwrite(name, flipped(text, byte, byte // 16 % 8))
-            try:
-                assert contents_of(several) == right, (name, byte)
-                outcomes.add("harmless")
-            except StoreError:
-                with contextlib.suppress(StoreError):
-                    assert check_store(several).findings, (name, byte)
-                outcomes.add("named")
-        overwrite(name, text)
-    assert outcomes >= {"named"}
-    assert contents_of(several) == right
-    assert check_store(several).findings == ()
 
 
 @pytest.mark.parametrize(
@@ -413,16 +391,3 @@ def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_pat
     copy_over(other / FILE, path / FILE)
     with open_store(path) as store, pytest.raises(CorruptStoreError, match="another store"):
         store.entry("verdicts/a", "key")
-
-
-def test_a_finished_remote_store_is_a_local_one(tmp_path):
-    pytest.importorskip("obstore", reason="obstore is not installed; it is in the extra 'remote'")
-    path = f"{tmp_path}/local.zarr"
-    with open_remote(tmp_path) as (store, table):
-        table.put(0, values(range(11)))
-        shutil.copytree(f"{tmp_path}/objects", path)
-        with ZarrFeatureStore.open(path) as local:
-            assert local.diff(store) == ()
-    assert check_store(path).findings == ()
-    edit(f"{path}/{NAME}/zarr.json", lambda record: record["fingerprint"].update(checkpoint="abd"))
-    assert not check_store(path).ok

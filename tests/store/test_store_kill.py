@@ -42,6 +42,8 @@ from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
 STEPS = [name for name in failpoints.FAILPOINTS if name != "column_taken_back"]
 RECOVERY = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("columns_synced") :]
 FILLING = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("stage_reserved") :]
+GROWTHS = [(name, 11, 11 + more) for name in failpoints.GROWTH_FAILPOINTS for more in (1, 3, 4, 5)]
+GROWTHS += [(name, 9, 15) for name in FILLING]
 
 
 def acknowledged(path):
@@ -119,58 +121,41 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path, victims, failpoint, spec):
     assert deaths >= 2
 
 
+LEFT = {
+    "column_published:1": "features visible",
+    "column_published:2": "features, q visible",
+    "column_published:3": "0.log still in the stage",
+    "chunk_published:1": "0.log still in the stage",
+}
+
+
 @pytest.mark.parametrize("second", [*RECOVERY, "column_taken_back:2"])
-@pytest.mark.parametrize("columns", [1, 2, 3])
-def test_a_kill_during_recovery_loses_nothing(tmp_path, victims, second, columns):
+@pytest.mark.parametrize("first", LEFT)
+def test_a_kill_during_recovery_loses_nothing(tmp_path, victims, second, first):
     path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
-    assert victims.killed(f"column_published:{columns}", "write", path, done, 11)
+    assert victims.killed(first, "write", path, done, 3)
     (finding,) = check_store(path).findings
     assert (finding.level, finding.chunk) == ("note", 0)
-    visible = {1: "features visible", 2: "features, q visible", 3: "0.log still in the stage"}
-    assert visible[columns] in finding.finding
-    victims.killed(second, "write", path, done, 11)
+    assert LEFT[first] in finding.finding
+    shutil.copytree(path, f"{path}-copy")
+    with writing(f"{path}-copy") as table:
+        assert table.done()[acknowledged(done)].all()
+    victims.killed(second, "write", path, done, 3)
     look(path, acknowledged(done), repaired=True)
     finish(path)
 
 
-def test_a_run_resumes_at_every_row(tmp_path, victims):
-    for row, batch in zip(range(11), itertools.cycle([1, 4, 11]), strict=False):
-        path, done = str(tmp_path / f"{row}.zarr"), str(tmp_path / f"{row}.done")
-        assert victims.killed(f"rows_recorded:{row + 1}", "write", path, done, 1)
-        assert done_rows(path) == list(range(row + 1))
-        finish(path, batch=batch)
-
-
-def test_every_step_survives_a_kill_of_every_attempt(tmp_path, victims):
-    """Killed at the n-th step again and again: each attempt gets further, the last one to the end."""
-    path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
-    for attempt in itertools.count():
-        if not victims.killed("column_written:5", "write", path, done, 2):
-            break
-        look(path, acknowledged(done), repaired=True)
-        assert attempt < 12
-    check_all(path)
-
-
-@pytest.mark.parametrize("more", [1, 3, 4, 5])
-@pytest.mark.parametrize("failpoint", failpoints.GROWTH_FAILPOINTS)
-def test_growing_may_be_killed_at_any_step(tmp_path, victims, failpoint, more):
-    """By rows within the last chunk, to its end, and over it."""
-    for path in every_kill(tmp_path, victims, failpoint, rows_put(11), ("grow", 11 + more)):
-        look(path, range(11), repaired=True)
+@pytest.mark.parametrize(("failpoint", "had", "size"), GROWTHS)
+def test_growing_may_be_killed_at_any_step(tmp_path, victims, failpoint, had, size):
+    """By rows within the last chunk, to its end, and over it; and filling what is new."""
+    for path in every_kill(tmp_path, victims, failpoint, rows_put(had), ("grow", size)):
+        look(path, range(had), repaired=had == 11)
         with ZarrFeatureStore.open(path, "r+") as store:
-            table = store.grow_table(NAME, 11 + more)
-            assert table.done()[:11].all()
+            table = store.grow_table(NAME, size)
+            assert table.done()[:had].all()
             put_pending(table, 1)
-        check_all(path, sized(11 + more))
+        check_all(path, sized(size))
         assert check_store(path).findings == ()
-
-
-@pytest.mark.parametrize("failpoint", FILLING)
-def test_filling_a_grown_table_may_be_killed_at_any_step(tmp_path, victims, failpoint):
-    for path in every_kill(tmp_path, victims, failpoint, rows_put(9), ("grow", 15)):
-        look(path, range(9), repaired=False)
-        finish(path, sized(15))
 
 
 def test_a_growth_that_was_interrupted_leaves_the_old_size_and_may_be_taken_further(tmp_path, victims):
@@ -311,7 +296,7 @@ def recorded(tmp_path, victims):
 def test_a_commit_log_torn_before_the_rename_costs_nothing(recorded):
     """The record may be torn while no column has its final name: then it does not exist."""
     whole = content(commit_log(recorded))
-    for cut in range(len(whole)):
+    for cut in (*range(0, len(whole), 3), len(whole) - 1):
         overwrite(commit_log(recorded), whole[:cut])
         assert done_rows(recorded) == [0, 1, 2, 3]
     finish(recorded)
@@ -326,14 +311,6 @@ def test_a_commit_record_proves_the_bytes_that_it_names_and_no_others(recorded, 
     with writing(recorded) as table:
         assert table.pending().tolist() == list(range(4 if bytes_there else 0, 11))
     finish(recorded)
-
-
-def test_a_leftover_row_log_is_noted(tmp_path, victims):
-    path = str(tmp_path / "run.zarr")
-    assert victims.killed("chunk_published:1", "write", path, str(tmp_path / "done"), 4)
-    (finding,) = check_store(path).findings
-    assert (finding.level, finding.chunk) == ("note", 0)
-    assert "0.log still in the stage" in finding.finding
 
 
 # On the way to an object store.

@@ -7,7 +7,6 @@ The reference is one forward and one backward pass per sample in float64 for gra
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.methods import AbstractKernelMethod, Fisher, GaussNewton, GradDot
-from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.modelout_functions import resolve_task
 from trak_lite.report import write_report
 from trak_lite.store import ZarrFeatureStore
 
@@ -495,28 +494,3 @@ def run_whole_path(
         "row_error": row_error,
         "score_error": score_error,
     }
-
-
-def cost_against_plain(model: nn.Module, task: Any, samples: Samples, repeats: int = 3) -> float:
-    """Return the CPU time of all per-sample gradients, as a multiple of one plain forward and backward pass."""
-    model.eval()
-    resolved = resolve_task(task)
-    batch = samples.batch(range(len(samples)))
-    resolved.prepare(model)
-    computer = choose_gradient_computer(model, resolved, batch).computer
-    kept = [p for p in model.parameters() if p.requires_grad]
-
-    def plain() -> None:
-        terms = resolved.evaluate(ModelCall(model), batch)
-        torch.autograd.grad(terms.output.sum(), kept, allow_unused=True)
-
-    def seconds(function: Callable[[], Any]) -> float:
-        function()
-        found = []
-        for _ in range(repeats):
-            start = time.process_time()
-            function()
-            found.append(time.process_time() - start)
-        return min(found)
-
-    return seconds(lambda: computer.stream_gradients(batch, lambda _: None)) / seconds(plain)

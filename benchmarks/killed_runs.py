@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from fault_damage import failpoints
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -36,6 +35,7 @@ from trak_lite import cli as command_line
 from trak_lite.errors import InvalidInputError, MissingStoreError
 from trak_lite.methods import EKFAC, Fisher
 from trak_lite.store import AbstractRowTable, RemotePlace, check_store, open_store
+from trak_lite.store import _failpoints as failpoints
 from trak_lite.unrolled import Adam, Recipe, unrolled
 
 __all__ = ["PATHS", "Kills"]
@@ -184,7 +184,6 @@ def verified(folder):
 RECIPE = """
 import numpy as np
 import torch
-from fault_damage import failpoints
 from torch import nn
 from torch.utils.data import TensorDataset
 
