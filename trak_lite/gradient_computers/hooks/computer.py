@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -273,6 +273,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             )  # FSDP2 initialises in its first pass, so this one is not recorded
         try:
             plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
+            plan.only_in_model = False  # hooks of FSDP2 run parts of the model before and after it
             if plan.routed:
                 refusal = UnsupportedModelError(
                     "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
@@ -413,8 +414,9 @@ class HookGradientComputer(AbstractStreamingComputer):
             grad_pass = GradientPass(plan, part.kept, ledger)
             handles = grad_pass.install(tree)
             try:
-                with grad_pass:
+                with nullcontext() if plan.only_in_model else grad_pass:
                     terms = self.terms(part.batch)
+                with grad_pass:
                     grad_pass.backward(terms.output)
                 break
             except UnexpectedRowsError as error:
