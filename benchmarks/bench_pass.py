@@ -5,13 +5,19 @@ CPU time on one thread; the ratio is the median over interleaved pairs (all per-
 sink that discards them; the plain pass over the same batch), without a self-check. ``us_per_module`` is the
 difference of the two shortest times, divided by the number of modules with parameters.
 
+``to_plain`` is the time of the batches of a long run, most of which replay a recorded pass; ``passed`` is that of the
+pass itself, as in a run of few batches. ``replayed`` says whether replays took place. The package's comparisons of
+replays with the pass are part of it.
+
 Run:  python -m benchmarks.bench_pass [--batch 4 32] [--every 1] [--label NAME] [--only NAME ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -21,14 +27,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.measuring import RESULTS, surroundings
 from benchmarks.zoo import architectures
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers.choice import choose_gradient_computer
 from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.types import GradientBlock, SummedBlock
 
 BURST_SECONDS = 0.03
+NUM_BATCHES = 16
+
+
+class Projector:
+    """Stands for what projects the gradients: recordings end with it."""
+
+
+def tensors_of(block: GradientBlock) -> list[Tensor]:
+    """Return the tensors of a block as the computer forms them."""
+    parts = block.parts if isinstance(block, SummedBlock) else (block,)
+    values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def seconds(function: Callable[[], Any], count: int = 1) -> float:
@@ -53,19 +73,36 @@ def measured(name: str, batch_size: int, rounds: int) -> dict[str, Any]:
         terms = task.evaluate(ModelCall(model), batch)
         torch.autograd.grad(terms.output.sum(), kept, allow_unused=True)
 
-    def gradients() -> None:
-        computer.stream_gradients(batch, lambda _: None)
+    passes = [0]
 
+    def gradients() -> list[Tensor]:
+        passes[0] += 1
+        total: list[Tensor] = []
+        terms = computer.stream_gradients(batch, lambda block: total.extend(tensors_of(block)))
+        return [*terms, *total]
+
+    def replayed() -> None:
+        computer.run(batch, projector, (), gradients, lambda _: False, math.inf)
+
+    projector = Projector()
     for function in (gradients, plain):
         function()
         function()
+    for _ in range(NUM_BATCHES):  # the recording, and its first comparisons
+        replayed()
+    passes[0] = 0
     count = max(1, int(BURST_SECONDS / max(seconds(plain), 1e-4)))
-    pairs = [(seconds(gradients, count), seconds(plain, count)) for _ in range(rounds)]
-    ours, theirs = (min(times) for times in zip(*pairs, strict=True))
+    triples = [
+        (seconds(gradients, count), seconds(plain, count), seconds(replayed, count)) for _ in range(rounds)
+    ]
+    passes[0] -= rounds * count
+    ours, theirs, _ = (min(times) for times in zip(*triples, strict=True))
     modules = sum(bool(module._parameters) for module in model.modules())
     return {
         "computer": type(computer).__name__.removesuffix("GradientComputer").lower(),
-        "to_plain": round(statistics.median(a / b for a, b in pairs), 2),
+        "to_plain": round(statistics.median(c / b for _, b, c in triples), 2),
+        "passed": round(statistics.median(a / b for a, b, _ in triples), 2),
+        "replayed": passes[0] < rounds * count / 2,
         "plain_ms": round(theirs * 1e3, 2),
         "us_per_module": round((ours - theirs) / modules * 1e6),
     }
@@ -78,6 +115,8 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "architectures": len(rows),
         "median": statistics.median(ratios.values()),
+        "median_of_passes": statistics.median(row["passed"] for row in rows.values()),
+        "not_replayed": [name for name, row in rows.items() if not row["replayed"]],
         "median_us_per_module": statistics.median(row["us_per_module"] for row in rows.values()),
         "worst": {worst: ratios[worst]},
     }

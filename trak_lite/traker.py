@@ -539,6 +539,8 @@ class TRAKer:
         cursor.waiting[rows[waiting]] = False
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
+        if not cursor.waiting.any():
+            self.gradient_computer.confirm()
 
     def _compare(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
         """Recompute a few rows of the first batch with done rows, and compare them with the stored ones.
@@ -583,7 +585,11 @@ class TRAKer:
         def compute() -> tuple[Tensor, OutputTerms]:
             model_id = int(cursor.spec.fingerprint["model_id"])
             features, terms, _ = compute_features(
-                self.gradient_computer, self.projector, batch, model_id=model_id, rows=rows, what=cursor.label
+                *(self.gradient_computer, self.projector, batch),
+                model_id=model_id,
+                rows=rows,
+                what=cursor.label,
+                to_come=int(cursor.waiting.sum()) / len(rows) - 1,
             )
             return features, terms
 

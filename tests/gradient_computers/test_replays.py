@@ -4,6 +4,7 @@ import contextvars
 import functools
 import itertools
 import logging
+import math
 import random
 import types
 import weakref
@@ -334,7 +335,7 @@ class Run:
 
     def __init__(self, model, **settings):
         self.computer = HookGradientComputer(model, TASK, **settings)
-        self.passes = 0
+        self.passes, self.to_come = 0, math.inf
 
     def __call__(self, batch):
         def work():
@@ -347,7 +348,7 @@ class Run:
             terms = self.computer.stream_gradients(batch, sink)
             return [torch.cat([sums[name] for name in self.computer.parameters], 1), *terms]
 
-        return self.computer.run(batch, self.computer.model, (), work, lambda _: False)
+        return self.computer.run(batch, self.computer.model, (), work, lambda _: False, self.to_come)
 
 
 def batches(count=NUM_BATCHES, size=4):
@@ -509,6 +510,31 @@ def test_a_value_outside_the_model_that_changes_ends_the_run_with_the_rows_since
     np.testing.assert_array_equal(caught.value.rows["train"], np.arange(4 * 16, 4 * 31))
 
 
+def test_a_value_that_changes_after_the_last_comparison_is_found_at_the_end():
+    class ReadsOutside(Net):
+        def forward(self, x):
+            return super().forward(x) * READ_OUTSIDE["factor"]
+
+    READ_OUTSIDE["factor"] = 1.0
+    run = Run(made(ReadsOutside))
+    for number, batch in enumerate(batches()):
+        run.computer.name_rows("train", np.arange(4 * number, 4 * number + 4))
+        run(batch)
+    READ_OUTSIDE["factor"] = 2.0
+    with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value") as caught:
+        run.computer.confirm()
+    np.testing.assert_array_equal(caught.value.rows["train"], np.arange(4 * 16, 4 * NUM_BATCHES))
+
+
+@pytest.mark.parametrize(("to_come", "replayed"), [(0, False), (math.inf, True)])
+def test_passes_are_recorded_if_enough_batches_follow(to_come, replayed):
+    run = Run(made(Net))
+    run.to_come = to_come
+    for batch in batches():
+        run(batch)
+    assert (run.passes < NUM_BATCHES) == replayed
+
+
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 3), (4, 7)], ids=str)
 def test_batches_of_other_sizes_have_their_own_recording(sizes):
     model = made(Conv)
@@ -525,7 +551,8 @@ def test_a_tensor_that_stands_twice_in_a_batch_runs_the_pass():
     one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
     for x, _ in batches(8):
         found = one.run(
-            (x, x), model, (), lambda x=x: list(collect_gradients(one, (x, x)).values()), lambda _: False
+            *((x, x), model, (), lambda x=x: list(collect_gradients(one, (x, x)).values())),
+            *(lambda _: False, math.inf),
         )
         for grad, expected in zip(found, collect_gradients(other, (x, x)).values(), strict=True):
             torch.testing.assert_close(grad, expected)
@@ -570,7 +597,7 @@ def test_recordings_end_with_the_projector():
         return [collect_gradients(run.computer, batch)["last.bias"] @ projector.matrix[:3]]
 
     for batch in batches(12):
-        run.computer.run(batch, projector, (), work, lambda _: False)
+        run.computer.run(batch, projector, (), work, lambda _: False, math.inf)
     projector = None
     assert matrix() is None
 

@@ -78,6 +78,7 @@ def compute_features(
     rows: NDArray[np.int64],
     what: str,
     normalizer: RowNormalizer | None = None,
+    to_come: float | None = None,
 ) -> tuple[Tensor, OutputTerms, Tensor | None]:
     """Return the feature rows of a batch, its f, q and w, and the norms of its gradients.
 
@@ -90,6 +91,7 @@ def compute_features(
         what: Name of the dataset in messages.
         normalizer: Normalises the rows and measures the gradient norms of this batch in the same pass; ``None`` does
             neither.
+        to_come: Number of batches that will follow, if it is known. After the last one, call ``computer.confirm()``.
 
     Returns:
         Features ``(B, K)`` in float32 or better; terms of shape ``(B,)``, which are never normalised; and the norms
@@ -119,7 +121,7 @@ def compute_features(
         deferring_checks(),
         naming_rows(computer.model, computer.modelout_fn, batch, rows, what),
     ):
-        features, output, q, w, *norms = computer.run(batch, projector, setting, work, is_scratch)
+        features, output, q, w, *norms = computer.run(batch, projector, setting, work, is_scratch, to_come)
     return features, OutputTerms(output, q, w), norms[0] if norms else None
 
 
@@ -162,7 +164,7 @@ def featurize_rows(
         first = not compared
         for plan in work.rounds(wait=wait):
             # On an accelerator a batch is written when the next one is under way, so that the device has work.
-            for wanted, found in one_behind(made.computed(made.rows.batches(plan), turns)):
+            for wanted, found in one_behind(made.computed(made.rows.batches(plan), turns, work)):
                 written = work.written
                 made.put(work, wanted, found)
                 if work.written > written:
@@ -311,7 +313,7 @@ class RowWork:
             "another path (for targets: another name)."
         )
 
-    def compute(self, wanted: NDArray[np.int64], batch: Batch) -> _Computed:
+    def compute(self, wanted: NDArray[np.int64], batch: Batch, to_come: float | None = None) -> _Computed:
         """Compute the features of a batch, rows ``wanted`` of the table; all passes of the model happen here."""
         batch = self.rows.prepared(move_batch(batch, self.device), wanted)
         numbers = self.rows.numbers(wanted)
@@ -328,19 +330,24 @@ class RowWork:
             rows=numbers,
             what=self.rows.what,
             normalizer=normalizer,
+            to_come=to_come,
         )
         columns = {GRADIENT_NORM: norms.float()} if has_norms and norms is not None else {}
         return _Computed(batch, computer, features, terms, columns)
 
     def computed(
-        self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns
+        self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns, work: SharedRows
     ) -> Iterator[tuple[NDArray[np.int64], _Values]]:
         """Yield the rows of every batch, in order, and its results, which are on their way to the host."""
+        found: _Computed | None = None
         for wanted, batch in batches:
             require_one_per_sample(wanted, batch, self.rows.what)
+            left = work.pending_at_first - work.written - len(wanted)
             with turns.batch():
-                found = self.compute(wanted, batch)
+                found = self.compute(wanted, batch, max(0, left) / self.rows.batch_size)
             yield wanted, _Values(found, self.table.spec, found.norms)
+        if found is not None:
+            found.computer.confirm()
 
     def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Values) -> None:
         """Write the results of a batch."""

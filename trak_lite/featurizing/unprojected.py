@@ -195,18 +195,26 @@ class GradientPass:
         self, wanted: NDArray[np.int64], projector: AbstractProjector, label: str, progress: bool | None
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
         plan = rows_in_batches(wanted, self.rows.batch_size)
+        computer: AbstractGradientComputer | None = None
         with progress_bar(len(wanted), label=label, progress=progress) as bar:
-            for rows, batch in self.rows.batches(plan):
-                yield rows, *self._computed(rows, batch, projector)
+            for number, (rows, batch) in enumerate(self.rows.batches(plan), 1):
+                require_one_per_sample(rows, batch, self.rows.what)
+                batch = move_batch(batch, self.device)
+                computer = self.computer_for(batch, rows)
+                yield rows, *self._computed(computer, rows, batch, projector, len(plan) - number)
                 bar.update(len(rows))
+        if computer is not None:
+            computer.confirm()
 
     def _computed(
-        self, rows: NDArray[np.int64], batch: Batch, projector: AbstractProjector
+        self,
+        computer: AbstractGradientComputer,
+        rows: NDArray[np.int64],
+        batch: Batch,
+        projector: AbstractProjector,
+        to_come: int,
     ) -> tuple[Tensor, OutputTerms]:
-        require_one_per_sample(rows, batch, self.rows.what)
-        batch = move_batch(batch, self.device)
-        computer = self.computer_for(batch, rows)
-        settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self.rows.what}
+        settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self.rows.what, "to_come": to_come}
         if self.normalization.kind != "none":
             settings["normalizer"] = RowNormalizer(self.normalization, len(rows))
         features, terms, _ = compute_features(computer, projector, batch, **settings)

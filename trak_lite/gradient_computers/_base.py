@@ -153,6 +153,7 @@ class AbstractGradientComputer(ABC):
         setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
         is_scratch: Callable[[Tensor], bool],
+        to_come: float | None = None,
     ) -> Sequence[Tensor]:
         """Return the tensors that ``work`` computes from a batch by :meth:`stream_gradients`.
 
@@ -164,9 +165,18 @@ class AbstractGradientComputer(ABC):
             setting: All else that ``work`` depends on, compared by value.
             work: Streams the gradients of the batch, and returns what it computes from them.
             is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
+            to_come: Number of batches that will follow, if it is known.
         """
-        del batch, projector, setting, is_scratch
+        del batch, projector, setting, is_scratch, to_come
         return work()
+
+    def confirm(self) -> None:
+        """Compare the last recorded operations that :meth:`run` ran with ``work``; call it after the last batch.
+
+        Raises:
+            UnsupportedModelError: If they differ; the attribute ``rows`` of the error names the rows that may be wrong.
+        """
+        return
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink`` as they are computed, in any order.

@@ -2,13 +2,16 @@
 
 A recorded pass costs its torch operations; the pass that is recorded also costs hooks, autograd's graph and rules in
 Python. A recording belongs to the shapes of a batch and to the state of the model, the task and the projector. It is
-used after a second pass, over another batch, had the same bits, and compared again on the schedule of the self-check.
+made if enough batches follow. It is used after a second pass, over another batch, had the same bits, and compared again
+on the schedule of the self-check and after the last batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,8 +32,8 @@ __all__ = ["Replays"]
 
 logger = logging.getLogger(__name__)
 
-_RECORDED: Final = 5
-"""The batch of a kind, counted from 1, whose pass is recorded: for fewer batches a recording does not pay."""
+_SECONDS, _PASSES, _SAVED = 0.05, 1.5, 0.4
+"""A recording and its first comparison cost some seconds, and some passes; a replay saves a part of a pass."""
 _MOST_KINDS: Final = 256
 _MOST_RECORDINGS: Final = 8
 _MOST_OTHER_PATHS: Final = 4
@@ -62,6 +65,8 @@ class _Kind:
 
     def __init__(self) -> None:
         self.count = 0
+        self.seconds = float("inf")
+        """Shortest pass after the first, whose plan has to be made."""
         self.recording: Recording | None = None
         self.structure: Any = None
         self.conditions: Any = None
@@ -86,6 +91,9 @@ class Replays:
         """What the model, the task, the computer and the projector held in the last batch."""
         self._alive: list[Any] = []
         """What the state names by ``id``, as long as there are recordings."""
+        self._num_batches = 0
+        self._last: Callable[[], Any] | None = None
+        """Compares the last batch that was replayed with its pass; ``None`` if that was done."""
 
     def __reduce__(self) -> Any:
         """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
@@ -99,6 +107,7 @@ class Replays:
         setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
         is_scratch: Callable[[Tensor], bool],
+        to_come: float | None = None,
     ) -> Sequence[Tensor]:
         """Return what ``work`` returns for a batch, possibly by a replay.
 
@@ -109,6 +118,7 @@ class Replays:
             setting: All else that ``work`` depends on, compared by value.
             work: Streams the batch through the computer and returns tensors that depend on the batch.
             is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
+            to_come: Number of batches that will follow, of any kind; ``None`` expects as many as there were.
 
         Raises:
             SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
@@ -124,22 +134,40 @@ class Replays:
             self._start(projector, state)
         kind = self._kind((_layout(leaves), flags, _surroundings(leaves[0]), tuple(setting)))
         kind.count += 1
-        if kind.refusal is not None or kind.count < _RECORDED:
-            return work()
+        self._num_batches += 1
+        if kind.refusal is not None or (kind.recording is None and not self._pays(kind, to_come)):
+            return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
             tape = Tape(leaves, [*computer.model.parameters(), *computer.model.buffers()], is_scratch)
             return self._recorded(kind, computer, batch, leaves, tape, work)
         computer.checks.refuse_failed(kind.conditions)
-        due = kind.count % kind.gap == 0 or is_scheduled(kind.count)
-        if not kind.confirmed or due or _is_due(computer, kind, len(leaves[0])):
+        due = _is_due(computer, kind, len(leaves[0])) or kind.count % kind.gap == 0
+        if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
             return self._compared(kind, computer, leaves, work)
         found = self._replayed(kind, computer, leaves)
         if found is None:
             return work()
         with computer.checks.batch(kind.structure, kind.conditions, len(leaves[0]), ()):
             kind.num_replayed += 1
+        self._last = functools.partial(self._compared, kind, computer, leaves, work)
         return found
+
+    def confirm(self) -> None:
+        """Compare the last batch that was replayed, if it was not, with its pass: nothing has changed until then.
+
+        Raises:
+            SelfCheckError: As in :meth:`run`.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last()
+
+    def _pays(self, kind: _Kind, to_come: float | None) -> bool:
+        """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
+        share = kind.count / self._num_batches
+        expected = kind.count if to_come is None else to_come * share
+        return expected * _SAVED * kind.seconds > _SECONDS + _PASSES * kind.seconds and kind.count > 2
 
     def _start(self, projector: object, state: tuple[int, ...]) -> None:
         """Forget all recordings: the model, the task or the projector is another one."""
@@ -149,7 +177,7 @@ class Replays:
     def _forget(self, _: Any = None) -> None:
         self._kinds.clear()
         self._alive.clear()
-        self._state = ()
+        self._state, self._last, self._num_batches = (), None, 0
 
     def _kind(self, key: Hashable) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
@@ -234,6 +262,7 @@ class Replays:
         found = work()
         if replayed is None:
             return found
+        self._last = None
         if all(map(_same_bits, found, replayed)):
             kind.confirmed = True
             return found
@@ -252,6 +281,14 @@ class Replays:
     def _refuse(kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
         kind.refusal, kind.recording = reason, None
         logger.info("Passes of %s are not replayed: %s.", type(computer.model).__name__, reason)
+
+
+def _timed(kind: _Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    start = time.process_time()
+    found = work()
+    if kind.count > 1:
+        kind.seconds = min(kind.seconds, time.process_time() - start)
+    return found
 
 
 def _is_due(computer: ReplayedComputer, kind: _Kind, size: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -86,12 +86,12 @@ class HookGradientComputer(AbstractStreamingComputer):
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
     refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
 
-    In :meth:`run`, which the package's own loops use, the torch operations of the fifth batch of a shape are recorded
-    and replayed for later ones, without hooks, rules and autograd's graph. The first replay is compared bit by bit with
-    the pass; later ones are compared in batches number 8, 16, 32, 64 of a shape and every 64th after that, and in every
-    8th if samples are flattened into one axis or the forward pass reads values. A batch in which Python would read
-    another value runs the pass. Models with hooks, random numbers, or Python state that a pass changes are not
-    replayed; the log says why (level INFO).
+    In :meth:`run`, which the package's own loops use, the torch operations of a batch are recorded and replayed for
+    later ones of the same shape, without hooks, rules and autograd's graph, if enough batches follow for this to save
+    time. The first replay is compared bit by bit with the pass; later ones are compared in the batches of the
+    self-check, in every 8th if samples are flattened into one axis or the forward pass reads values, and at the end. A
+    batch in which Python would read another value runs the pass. Models with hooks, random numbers, or Python state
+    that a pass changes are not replayed; the log says why (level INFO).
 
     The model runs more than once per batch: two to four times more for a new structure, and once for every compared
     sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
@@ -170,14 +170,21 @@ class HookGradientComputer(AbstractStreamingComputer):
         setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
         is_scratch: Callable[[Tensor], bool],
+        to_come: float | None = None,
     ) -> Sequence[Tensor]:
         """Return what ``work`` computes, by a replay if the operations of such a batch are recorded.
 
-        A replay has the bits of the pass, which is checked in the next batch and on the schedule of the self-check.
+        A replay has the bits of the pass, which is checked in the next batch, on the schedule of the self-check, and by
+        :meth:`confirm`.
         """
         if type(self) is not HookGradientComputer:
             return work()
-        return self._replays.run(self, batch, projector, setting, work, is_scratch)
+        return self._replays.run(self, batch, projector, setting, work, is_scratch, to_come)
+
+    def confirm(self) -> None:
+        """Compare the last batch that was replayed with its pass."""
+        with self._products():
+            self._replays.confirm()
 
     def structure(self, batch: Batch) -> Any:
         """Return the structure of a batch by which plans and checks are kept."""
@@ -266,6 +273,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             )  # FSDP2 initialises in its first pass, so this one is not recorded
         try:
             plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
+            plan.only_in_model = False  # hooks of FSDP2 run parts of the model before and after it
             if plan.routed:
                 refusal = UnsupportedModelError(
                     "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
@@ -406,8 +414,9 @@ class HookGradientComputer(AbstractStreamingComputer):
             grad_pass = GradientPass(plan, part.kept, ledger)
             handles = grad_pass.install(tree)
             try:
-                with grad_pass:
+                with nullcontext() if plan.only_in_model else grad_pass:
                     terms = self.terms(part.batch)
+                with grad_pass:
                     grad_pass.backward(terms.output)
                 break
             except UnexpectedRowsError as error:

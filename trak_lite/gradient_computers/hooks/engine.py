@@ -43,6 +43,7 @@ from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES,
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.gradient_computers.self_check import naming_graph_failures
 from trak_lite.models.sharded import class_of
+from trak_lite.models.tree import ModelTree
 
 __all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
 
@@ -96,6 +97,26 @@ class GradientPass(AbstractInterceptor):
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     # Forward
+
+    def install(self, tree: ModelTree) -> list[Any]:
+        """Hook modules, as the base class does, and let the pass intercept what runs in the model only, if it may."""
+        handles = super().install(tree)
+        if self._plan.only_in_model:
+            depth = [0]
+
+            def starts(module: nn.Module, args: Any) -> None:
+                depth[0] += 1
+                if depth[0] == 1:
+                    self.__enter__()
+
+            def ends(module: nn.Module, args: Any, result: Any) -> None:
+                depth[0] -= 1
+                if not depth[0]:
+                    self.__exit__(None, None, None)
+
+            handles.append(tree.model.register_forward_pre_hook(starts))
+            handles.append(tree.model.register_forward_hook(ends, always_call=True))
+        return handles
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""

@@ -66,9 +66,15 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
-        # Every operation of the model comes here, often without arguments by name.
-        if not (self.touches(args) or (kwargs and self.touches(kwargs.values()))):
-            return func(*args, **kwargs) if kwargs else func(*args)
+        watched = self.watched
+        for value in args:  # every operation of the model comes here, often without arguments by name
+            if id(value) in watched or (isinstance(value, tuple | list) and self.touches(value)):
+                break
+        else:
+            if not kwargs:
+                return func(*args)
+            if not self.touches(kwargs.values()):
+                return func(*args, **kwargs)
         kwargs = kwargs or {}
         if self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)

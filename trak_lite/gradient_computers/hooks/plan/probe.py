@@ -85,6 +85,8 @@ class Plan:
     """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
+    only_in_model: bool = False
+    """Whether all of them ran while the model did, so that the output function's need not be intercepted."""
     has_other_leaves: bool = True
     """Whether f may depend on tensors that require grad and are no parameters, as far as autograd knows."""
 
@@ -151,6 +153,7 @@ def make_plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
+            only_in_model=two.only_in_model and three.only_in_model,
         )
         pairs = _relevant(two, three, plan)
         if [record.function for record in two.records] != [record.function for record in three.records]:

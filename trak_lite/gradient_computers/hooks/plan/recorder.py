@@ -115,6 +115,8 @@ class Recorder(AbstractInterceptor):
         self._value_free: dict[int, tuple[Tensor, int]] = {}
         """Tensors that do not depend on values, with the version counters for which this holds."""
         self._running = False
+        self.only_in_model = True
+        """Whether all recorded operations ran while the model did, not in the output function."""
         for name, parameter in kept.items():
             self.watched[id(parameter)] = parameter
             self.sources[id(parameter)] = name
@@ -230,6 +232,7 @@ class Recorder(AbstractInterceptor):
             return result
         _refuse_nested(function, outputs)
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self.only_in_model &= self._running
         self._record(Record(function, sources, shapes, others, outputs, _shapes(outputs), taints, value_free))
         return result
 
