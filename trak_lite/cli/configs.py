@@ -170,7 +170,7 @@ def _parsed(
     def alone(name: str, call: str, given: Any) -> Namespace:
         """Parse one key without the others, all of which jsonargparse would check again for each."""
         own = config.clone()
-        base = Namespace({name: own[name]} if name in own else {})
+        base = Namespace({name: own[name]} if name in own else {})  # type: ignore[no-untyped-call]
         own[name] = getattr(_parser([known[name]]), call)(given, base)[name]
         return own
 

@@ -107,12 +107,12 @@ class GradientPass(AbstractInterceptor):
             def starts(module: nn.Module, args: Any) -> None:
                 depth[0] += 1
                 if depth[0] == 1:
-                    self.__enter__()
+                    self.__enter__()  # type: ignore[no-untyped-call]
 
             def ends(module: nn.Module, args: Any, result: Any) -> None:
                 depth[0] -= 1
                 if not depth[0]:
-                    self.__exit__(None, None, None)
+                    self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
             handles.append(tree.model.register_forward_pre_hook(starts))
             handles.append(tree.model.register_forward_hook(ends, always_call=True))
