@@ -18,7 +18,7 @@ from trak_lite.data.batches import move_batch
 from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing.kronecker.bases import Eigenbasis
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, reductions, self_check
-from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.linalg.topk import TopK
 from trak_lite.methods import CG, LiSSA
 from trak_lite.modelout_functions import ModelCall, resolve_task
