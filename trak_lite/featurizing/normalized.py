@@ -17,9 +17,9 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from trak_lite.gradient_computers._base import AbstractGradientComputer
+from trak_lite.featurizing.gradient_norms import GradientNorms, squared_norms
+from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.types import (
     Batch,
