@@ -41,6 +41,7 @@ __all__ = [
     "WorkerLostError",
     "printable",
     "refuse_machine_failure",
+    "summary",
 ]
 
 
@@ -193,6 +194,11 @@ MODEL_FAILURES = (
 _DONE_STAYS = "Finished rows are stored; the same call computes the others."
 
 
+def summary(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+
+
 def refuse_machine_failure(error: BaseException) -> None:
     """Raise a specific error if a failure is caused by the machine rather than by the model or the data.
 
@@ -208,7 +214,7 @@ def refuse_machine_failure(error: BaseException) -> None:
     no_room = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if no_room or "can't allocate memory" in first:
         raise ShortageError(
-            f"There is not enough memory ({type(error).__name__}: {first or 'no message'}). {_DONE_STAYS} Use a "
+            f"There is not enough memory ({summary(error)}). {_DONE_STAYS} Use a "
             "smaller batch_size or proj_dim, fewer processes on this machine, or raise its limit (ulimit -v)."
         ) from error
     if isinstance(error, RuntimeError) and "can't start new thread" in first:

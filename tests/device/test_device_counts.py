@@ -82,7 +82,7 @@ def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(width, token
 def test_norms_of_a_batch_are_waited_for_once(settings, device):
     tally = steady_batch(language(device, tokens=16), device, triton=True, proj_dim=64, **settings)
 
-    norms = sum(count for site, count in tally.sites.items() if "reductions.py" in site)
+    norms = sum(count for site, count in tally.sites.items() if "gradient_norms.py" in site)
     assert norms > 48 * 6  # of linear layers, without their gradients
     assert max(tally.waits.total(), tally.device_waits) <= WAITS + 1, tally.waits
 

@@ -16,9 +16,10 @@ from trak_lite import Attributor, Rows, token_scores, verify
 from trak_lite._devices import add_at_, float32_products, full_float32, in_float64, wide_dtype
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import NonFiniteError
+from trak_lite.featurizing import gradient_norms
 from trak_lite.featurizing.kronecker.bases import Eigenbasis
-from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, reductions, self_check
-from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, self_check
+from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.linalg.topk import TopK
 from trak_lite.methods import CG, LiSSA
 from trak_lite.modelout_functions import ModelCall, resolve_task
@@ -332,9 +333,9 @@ def test_gradients_in_tf32_are_those_of_a_loop_in_tf32(name, engine, device, mon
 def test_norms_and_inverse_curvatures_are_computed_in_full_beside_rows_in_tf32(device, monkeypatch):
     block = FactoredBlock("w", torch.randn(3, 4, 64, device=device), torch.randn(3, 4, 64, device=device))
     with float32_products(device, "tf32"):
-        inside = reductions.squared_norms(block)
+        inside = gradient_norms.squared_norms(block)
     with full_float32(device):
-        assert torch.equal(inside, reductions.squared_norms(block))
+        assert torch.equal(inside, gradient_norms.squared_norms(block))
 
     seen, back = [], Eigenbasis.back
     monkeypatch.setattr(Eigenbasis, "back", lambda *given: seen.append(precisions()[0][2]) or back(*given))
@@ -358,7 +359,7 @@ def test_scores_of_rows_in_tf32_differ_a_little(name, settings, device):
 @pytest.mark.parametrize("most_held", [0, 5000, 1 << 30])
 def test_norms_that_cancel_are_those_of_the_gradients(most_held, device, monkeypatch):
     """Two positions of opposite gradients and almost equal inputs; in float32 a Gram matrix loses their norm."""
-    monkeypatch.setattr(reductions, "_MOST_HELD", most_held)
+    monkeypatch.setattr(gradient_norms, "_MOST_HELD", most_held)
     torch.manual_seed(0)
     blocks, expected = [], torch.zeros(6, dtype=torch.float64)
     for number in range(5):
@@ -371,7 +372,7 @@ def test_norms_that_cancel_are_those_of_the_gradients(most_held, device, monkeyp
         expected[start : start + count] += (g.double().transpose(1, 2) @ x.double()).square().sum((1, 2))
     squares = {}
     for where in (CPU, device):
-        norms = reductions.GradientNorms(6)
+        norms = gradient_norms.GradientNorms(6)
         for block in blocks:
             norms.add(FactoredBlock("w", block.inputs.to(where), block.output_grads.to(where), block.start))
         squares[where] = norms.squared().cpu()

@@ -141,7 +141,7 @@ def test_rows_are_those_of_autograd_and_of_real_steps(tmp_path, kind, computer, 
 @by_kind
 def test_gradients_that_do_not_fit_at_once_give_the_same_rows(tmp_path, kind, monkeypatch):
     """And checkpoints each have their own moments."""
-    monkeypatch.setattr("trak_lite.gradient_computers.normalized._MOST_ENTRIES", 50)
+    monkeypatch.setattr("trak_lite.featurizing.normalized._MOST_ENTRIES", 50)
     runs = [trained(steps=count) for count in (2, 5)]
     attributor(tmp_path / "a.zarr", runs[0][0], kind).featurize(TRAIN, [saved(*run) for run in runs])
 

@@ -20,10 +20,10 @@ from trak_lite._devices import HostCopy, float32_products, one_behind
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
 from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
+from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, rounding_of
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.gradient_computers.normalized import RowNormalizer
 from trak_lite.modelout_functions._inputs import deferring_checks
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import Turns

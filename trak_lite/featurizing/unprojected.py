@@ -20,10 +20,10 @@ from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
+from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.rows import compute_features, require_one_per_sample
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.gradient_computers.normalized import RowNormalizer
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator
 from trak_lite.projectors._blocks import check_block

@@ -6,7 +6,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import is_not
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -30,7 +29,7 @@ from trak_lite.gradient_computers.parameters import (
     listed,
     select_parameters,
 )
-from trak_lite.gradient_computers.reference import refuse_random
+from trak_lite.gradient_computers.randomness import refuse_random
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
@@ -263,8 +262,6 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Whether f of the same samples is known to be the same in eval mode."""
         self._tree: ModelTree | None = None
         """The model, during a pass."""
-        self._choice: tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = None
-        """Names and ``grad_wrt`` of the last pass, all its parameters, and those that were selected."""
         self._error_of_sink: Exception | None = None
 
     @property
@@ -275,7 +272,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         """Use this model for all later calls; every call reads its current parameter values."""
         self.checks.restart()
-        self._choice, self._is_repeatable = None, False
+        self._is_repeatable = False
         self.model = model
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
@@ -312,11 +309,12 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the autocast dtype, if one is set, and how float32 products are computed, if not in full."""
-        dtype, products = self.autocast_dtype, self.float32_products
-        return {
-            **({} if dtype is None else {"autocast_dtype": str(dtype).removeprefix("torch.")}),
-            **({} if products == "ieee" else {"float32_products": products}),
-        }
+        found = (
+            {"autocast_dtype": str(self.autocast_dtype).removeprefix("torch.")} if self.autocast_dtype else {}
+        )
+        return (
+            found if self.float32_products == "ieee" else {**found, "float32_products": self.float32_products}
+        )
 
     def terms(self, batch: Batch, call: ModelCall | None = None) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph.
@@ -355,11 +353,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Stream the blocks of a batch of at least one sample; see :meth:`stream_gradients`."""
 
     def _is_native(self) -> bool:
-        own, given = AbstractStreamingComputer, type(self)
-        return (
-            given.compute_per_sample_grad is own.compute_per_sample_grad
-            and given.compute_loss_grad is own.compute_loss_grad
-        )
+        names = ("compute_per_sample_grad", "compute_loss_grad")
+        return all(getattr(type(self), name) is getattr(AbstractStreamingComputer, name) for name in names)
 
     def _stream(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         if not self.runs_sharded:
@@ -397,14 +392,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             self._is_repeatable = True
 
     def _kept(self, tree: ModelTree) -> dict[str, nn.Parameter]:
-        """Return the kept parameters; see :func:`select_parameters`."""
-        if self.grad_wrt is None:
-            return select_parameters(self.model, None, tree.parameters)
-        known, own = self._choice, tree.parameters
-        asked = list(own), tree.aliases, list(self.grad_wrt)
-        if known is None or known[0] != asked or any(map(is_not, known[1].values(), own.values())):
-            known = self._choice = asked, own, select_parameters(self.model, self.grad_wrt)
-        return known[2]
+        return select_parameters(self.model, self.grad_wrt, tree.parameters)
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
@@ -435,17 +423,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Return the context for the model and the computations on its gradients: how float32 products are computed."""
         return float32_products(next(self.model.parameters()).device, self.float32_products)
 
-    def _call(
-        self,
-        parameters: Mapping[str, Tensor] | None = None,
-        buffers: Mapping[str, Tensor] | None = None,
-        *,
-        modules: Sequence[nn.Module] | None = None,
-    ) -> ModelCall:
+    def _call(self, *weights: Mapping[str, Tensor], modules: Sequence[nn.Module] | None = None) -> ModelCall:
         """Return a call of the model under this computer's settings; the arguments are those of ``ModelCall``."""
-        return ModelCall(
-            self.model, parameters, buffers, modules=modules, float32_products=self.float32_products
-        )
+        return ModelCall(self.model, *weights, modules=modules, float32_products=self.float32_products)
 
     @contextmanager
     def _refusing(self, batch: Batch, message: Callable[[BaseException], str]) -> Iterator[None]:

@@ -11,22 +11,28 @@ import torch
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError, refuse_machine_failure
-from trak_lite.gradient_computers._base import AbstractGradientComputer, ParameterChoice, select_parameters
+from trak_lite.gradient_computers._base import (
+    AbstractGradientComputer,
+    AbstractStreamingComputer,
+    ParameterChoice,
+    select_parameters,
+)
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
-__all__ = ["ChosenComputer", "choose_gradient_computer"]
+__all__ = ["GRADIENT_COMPUTERS", "ChosenComputer", "choose_gradient_computer"]
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_FIRST = {
+GRADIENT_COMPUTERS: dict[str, type[AbstractStreamingComputer]] = {
     "hook": HookGradientComputer,
     "functional": FunctionalGradientComputer,
     "iterative": IterativeGradientComputer,
 }
+"""Gradient computer classes by their ``gradient_computer="..."`` name, from fastest to slowest."""
 
 
 class ChosenComputer(NamedTuple):
@@ -71,16 +77,23 @@ def choose_gradient_computer(
     names = list(select_parameters(model, grad_wrt))
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
     errors: dict[str, Exception] = {}
-    for name, kind in _FASTEST_FIRST.items():
+    for name, kind in GRADIENT_COMPUTERS.items():
         computer = kind(
             model, task, grad_wrt=names, autocast_dtype=autocast_dtype, float32_products=float32_products
         )
-        error = _failure(computer, few)
-        if error is None:
-            reason = _reasons(errors) or "every kept parameter is covered"
-            logger.info("gradient_computer='auto' selects %r: %s", name, reason)
-            return ChosenComputer(name, reason, computer)
-        errors[name] = error
+        try:
+            computer.stream_gradients(few, lambda _: None)
+        except InvalidInputError:
+            raise
+        except (
+            Exception
+        ) as error:  # of the model's code; named in the reason, and raised if all computers fail
+            refuse_machine_failure(error)
+            errors[name] = error
+            continue
+        reason = _reasons(errors) or "every kept parameter is covered"
+        logger.info("gradient_computer='auto' selects %r: %s", name, reason)
+        return ChosenComputer(name, reason, computer)
     # If the model itself cannot run, raise its own error unchanged.
     own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
     if own and own[-1] is errors["iterative"]:
@@ -96,17 +109,3 @@ def _reasons(errors: Mapping[str, Exception]) -> str:
         else f"{name}: {type(error).__name__}: {error}"
         for name, error in errors.items()
     )
-
-
-def _failure(computer: AbstractGradientComputer, few: Batch) -> Exception | None:
-    """Return the error that a computer raises on these samples, or ``None`` if it streams them."""
-    try:
-        computer.stream_gradients(few, lambda _: None)
-    except InvalidInputError:
-        raise
-    except (
-        Exception
-    ) as error:  # a model's code may raise any; shown in the reason, and raised if all computers fail
-        refuse_machine_failure(error)
-        return error
-    return None

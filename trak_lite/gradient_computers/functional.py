@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from trak_lite.data.batches import flatten_batch
-from trak_lite.gradient_computers._base import (
-    AbstractStreamingComputer,
-    joined_terms,
-    refuse_detached,
-)
+from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["FunctionalGradientComputer"]
@@ -81,9 +77,16 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
         leaves, rebuild = flatten_batch(batch)
-        transformed = vmap(self._sample_gradient(rebuild), in_dims=(None, 0), randomness=self._randomness)
-        weights = self.func_weights
+        weights, buffers = self.func_weights, self.func_buffers
         values = {name: weights[name] for name in kept}
+
+        def value(own: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, OutputTerms]:
+            one = rebuild([leaf.unsqueeze(0) for leaf in sample])
+            terms = self.terms(one, self._call({**weights, **own}, buffers))
+            numbers = OutputTerms(*(term.squeeze(0) for term in terms))
+            return numbers.output, OutputTerms(*(number.detach() for number in numbers))
+
+        transformed = vmap(grad(value, has_aux=True), in_dims=(None, 0), randomness=self._randomness)
         found: list[OutputTerms] = []
         any_nonzero = False
         for rows in self._chunks(count):
@@ -98,22 +101,6 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         if not any_nonzero:
             refuse_detached(self.model, self.modelout_fn, batch, kept)
         return joined_terms(found)
-
-    def _sample_gradient(
-        self, rebuild: Callable[[Sequence[Tensor]], Batch]
-    ) -> Callable[[Mapping[str, Tensor], Sequence[Tensor]], tuple[dict[str, Tensor], OutputTerms]]:
-        """Return (kept parameters, one sample's tensors) -> (gradient of f, (f, q, w))."""
-        constants = self.func_weights
-        buffers = self.func_buffers
-
-        def value(kept: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, OutputTerms]:
-            one = rebuild([leaf.unsqueeze(0) for leaf in sample])
-            terms = self.terms(one, self._call({**constants, **kept}, buffers))
-            numbers = OutputTerms(*(term.squeeze(0) for term in terms))
-            return numbers.output, OutputTerms(*(number.detach() for number in numbers))
-
-        gradient: Any = grad(value, has_aux=True)
-        return gradient  # type: ignore[no-any-return]
 
     def _message(self, error: BaseException) -> str:
         return (

@@ -1,10 +1,8 @@
 """Per-sample gradients by plain autograd: one forward and one backward pass per sample.
 
-One batched forward pass with B backward passes, one per row, is not used, because each of these backward passes costs
-as much as one over the whole batch. On one CPU core, for six networks and 4 or 32 samples, it took 1.2 to 13 times as
-long as this loop (an LSTM: 0.9 and 3.2). It took 0.4 to 0.8 times as long only where a sample takes about a millisecond
-or less. Even there it takes 0.8 to 1.1 times as long if each f is compared with that of its sample alone, which is
-needed because a model may branch on its batch.
+One batched forward pass with B backward passes, one per row, is not used: each of these costs as much as one over the
+whole batch (measured: 1.2 to 13 times as long as this loop), and a model may branch on its batch, so that each f would
+have to be compared with that of its sample alone.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.data.batches import take_rows
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, summary
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     differentiating_only,
     joined_terms,
     refuse_detached,
 )
-from trak_lite.gradient_computers.self_check import naming_graph_failures
+from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 __all__ = ["IterativeGradientComputer"]
@@ -53,8 +51,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
                 size = rows.stop - rows.start
                 grads = {name: p.detach().new_zeros(size, *p.shape) for name, p in kept.items()}
                 for position in range(size):
-                    one = _taken_out(batch, rows.start + position)
-                    terms, own = self._sample(one, batch, kept)
+                    terms, own = self._sample(rows.start + position, batch, kept)
                     found.append(terms)
                     for name, grad in own.items():
                         grads[name][position] = grad
@@ -63,9 +60,17 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         return joined_terms(found)
 
     def _sample(
-        self, one: Batch, batch: Batch, kept: Mapping[str, nn.Parameter]
+        self, row: int, batch: Batch, kept: Mapping[str, nn.Parameter]
     ) -> tuple[OutputTerms, dict[str, Tensor]]:
         """Return the detached terms of one sample, and the gradients of f; empty if f does not require grad."""
+        try:
+            one = take_rows(batch, slice(row, row + 1))
+        except (RuntimeError, TypeError) as error:
+            raise InvalidInputError(
+                f"Sample {row} cannot be taken out of its batch ({summary(error)}). Expected tensors that can be "
+                "sliced on axis 0; turn nested or sparse ones into padded or dense ones (to_padded_tensor, to_dense) "
+                "in to_batch."
+            ) from error
         with self._refusing(batch, self._message):
             terms = self.terms(one)
         grads = {}
@@ -79,27 +84,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
     def _message(self, error: BaseException) -> str:
         return (
-            f"{type(self.model).__name__} runs on a batch, but not on one of its samples alone ({_named(error)}). "
+            f"{type(self.model).__name__} runs on a batch, but not on one of its samples alone ({summary(error)}). "
             "Expected a model that accepts a batch of one: keep the sample axis (no squeeze() without an axis), and "
             "compute no statistics over the batch."
         )
-
-
-def _taken_out(batch: Batch, row: int) -> Batch:
-    """Return the batch of only the sample at ``row``.
-
-    Raises:
-        InvalidInputError: If a tensor of the batch cannot be sliced.
-    """
-    try:
-        return take_rows(batch, slice(row, row + 1))
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInputError(
-            f"Sample {row} cannot be taken out of its batch ({_named(error)}). Expected tensors that can be sliced on "
-            "axis 0; turn nested or sparse ones into padded or dense ones (to_padded_tensor, to_dense) in to_batch."
-        ) from error
-
-
-def _named(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"

@@ -1,4 +1,4 @@
-"""Report of which parameters, and which experts of a mixture, each row of a batch has a gradient for.
+"""Reports on the gradient of each parameter: how it is computed, and which rows and experts have one.
 
 Shapes: B samples, T tokens of a sample, E experts of a module, k experts of a token.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +22,61 @@ from trak_lite.gradient_computers._base import AbstractGradientComputer, select_
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.types import Batch, GradientBlock
 
-__all__ = ["GradientReach", "ParameterReach", "gradient_reach"]
+__all__ = ["Coverage", "GradientReach", "ParameterCoverage", "ParameterReach", "gradient_reach"]
+
+_Line = TypeVar("_Line", "ParameterCoverage", "ParameterReach")
+
+
+@dataclass(frozen=True, slots=True)
+class _Report(Generic[_Line]):
+    """One line per kept parameter, in model order; ``print`` shows the table."""
+
+    parameters: tuple[_Line, ...]
+    """One line per kept parameter, in model order."""
+
+    def __iter__(self) -> Iterator[_Line]:
+        """Iterate over the lines."""
+        return iter(self.parameters)
+
+    def __getitem__(self, name: str) -> _Line:
+        """Return the line of one parameter."""
+        return {line.name: line for line in self.parameters}[name]
+
+    def __str__(self) -> str:
+        """Return the table."""
+        rows = self._rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Return the table's header and lines."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCoverage:
+    """How the gradient of one parameter is computed."""
+
+    name: str
+    """Canonical parameter name."""
+    how: Literal["rule", "fallback", "zero", "refused"]
+    """``rule``: exact formulas; ``fallback``: an operation is run again per sample; ``zero``: f does not depend on it;
+    ``refused``: no per-sample gradient."""
+    why: str
+    """The rules used, or the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage(_Report[ParameterCoverage]):
+    """How the gradient of each kept parameter is computed, in model order; ``print`` shows the table."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no kept parameter is refused."""
+        return all(line.how != "refused" for line in self.parameters)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [("parameter", "how", "why"), *((line.name, line.how, line.why) for line in self.parameters)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +97,9 @@ class ParameterReach:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientReach:
+class GradientReach(_Report[ParameterReach]):
     """Rows with a gradient for every kept parameter, and the experts of every token; ``print`` shows the table."""
 
-    parameters: tuple[ParameterReach, ...]
-    """One line per kept parameter, in model order."""
     experts_of_tokens: Mapping[str, NDArray[np.int64]]
     """Experts that each token was routed to, ``(B, T, k)``, by the name of the module of fused experts.
 
@@ -60,22 +113,12 @@ class GradientReach:
         """Number of pairs of a row and a parameter without a gradient."""
         return sum(line.num_zero for line in self.parameters)
 
-    def __iter__(self) -> Iterator[ParameterReach]:
-        """Iterate over the lines."""
-        return iter(self.parameters)
-
-    def __getitem__(self, name: str) -> ParameterReach:
-        """Return the line of one parameter."""
-        return {line.name: line for line in self.parameters}[name]
-
-    def __str__(self) -> str:
-        """Return the table."""
+    def _rows(self) -> list[tuple[str, str, str]]:
         rows = [("parameter", "rows with a gradient", "of each expert")]
         for line in self.parameters:
             parts = "" if line.experts is None else " ".join(map(str, line.experts.sum(0)))
             rows.append((line.name, f"{int(line.rows.sum())} of {len(line.rows)}", parts))
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+        return rows
 
 
 def gradient_reach(computer: AbstractGradientComputer, batch: Batch) -> GradientReach:
@@ -153,22 +196,14 @@ def _routed(
     """Return the experts of every token ``(B, T, k)`` by module name, from one forward pass."""
     found: dict[str, list[Tensor]] = {name: [] for name in fused}
 
-    def record(name: str) -> Any:
-        def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for value in (*args, *kwargs.values()):
-                if (
-                    isinstance(value, Tensor)
-                    and value.dim() == 2
-                    and value.dtype in (torch.int64, torch.int32)
-                ):
-                    found[name].append(value.detach().cpu().long())
-                    return
-
-        return keep
+    def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        matrices = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() == 2)
+        indices = [matrix for matrix in matrices if matrix.dtype in (torch.int64, torch.int32)]
+        found[name] += [index.detach().cpu().long() for index in indices[:1]]
 
     with ExitStack() as stack:
         for name, (module, _) in fused.items():
-            handle = module.register_forward_pre_hook(record(name), with_kwargs=True)
+            handle = module.register_forward_pre_hook(partial(keep, name), with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(torch.no_grad())
         computer.modelout_fn.evaluate(ModelCall(computer.model), batch)

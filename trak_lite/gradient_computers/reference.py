@@ -1,4 +1,4 @@
-"""The gradient of one sample alone by plain autograd, the random numbers that a model draws, and passes in float64.
+"""The gradient of one sample alone by plain autograd, and passes in float64.
 
 The gradient comes from one forward pass over one sample and one backward pass whose operations read contiguous copies.
 With a batch of one, torch's own backward pass gives wrong gradients for some channels-last tensors
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -21,20 +20,23 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
-from trak_lite._devices import Float32Products, rng_state, seed_rng, set_rng_state, wide_dtype
-from trak_lite.data.batches import batch_size, take_rows
-from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
+from trak_lite._devices import Float32Products
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    TrakLiteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+    summary,
+)
+from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = [
     "CheckedComputer",
     "SeenDtypes",
-    "draws_numbers",
     "gradients_alone",
     "in_float64",
     "naming_graph_failures",
-    "refuse_random",
-    "restoring_draws",
     "widened",
 ]
 
@@ -77,33 +79,27 @@ def gradients_alone(
             empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
             return empty if grad.layout == torch.strided else grad
 
-    flags = [(p, p.requires_grad) for p in computer.model.parameters()]
-    handles, wanted = [], set(map(id, kept.values()))
+    handles: list[Any] = []
     try:
-        for p, _ in flags:
-            p.requires_grad_(id(p) in wanted)
-        with torch.enable_grad():
-            output = computer.terms(batch).output[row]
-        if output.requires_grad:
-            for name, p in kept.items():
-                handles.append(p.register_hook(functools.partial(catch, name)))  # type: ignore[no-untyped-call]
-            with naming_graph_failures(type(computer.model).__name__), _ContiguousArguments():  # type: ignore[no-untyped-call]
-                torch.autograd.grad(output, list(kept.values()), allow_unused=True)
+        with differentiating_only(computer.model.parameters(), kept):
+            with torch.enable_grad():
+                output = computer.terms(batch).output[row]
+            if output.requires_grad:
+                handles += [p.register_hook(functools.partial(catch, name)) for name, p in kept.items()]  # type: ignore[no-untyped-call]
+                with naming_graph_failures(type(computer.model).__name__), _ContiguousArguments():  # type: ignore[no-untyped-call]
+                    torch.autograd.grad(output, list(kept.values()), allow_unused=True)
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
-        first = next(iter(str(error).splitlines()), "no message")
         raise UnsupportedModelError(
             f"The gradients of {type(computer.model).__name__} were computed, but the self-check's own pass over one "
-            f"sample alone failed ({type(error).__name__}: {first}). Expected a model that runs forward and backward "
+            f"sample alone failed ({summary(error)}). Expected a model that runs forward and backward "
             "on a single sample. If yours does, this is a defect of trak_lite: please report it."
         ) from error
     finally:
         for handle in handles:
             handle.remove()
-        for p, flag in flags:
-            p.requires_grad_(flag)
 
 
 class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,106 +184,10 @@ def naming_graph_failures(model: str = "The model") -> Iterator[None]:
         ) from error
 
 
-# ---------------------------------------------------------------- random numbers
-
-
-def _states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    return {device: rng_state(device) for device in devices}
-
-
-def _devices(model: nn.Module) -> dict[torch.device, None]:
-    """Return the CPU and the devices of a model."""
-    return dict.fromkeys((torch.device("cpu"), *(p.device for p in model.parameters() if not p.is_meta)))
-
-
-def _same(before: Mapping[torch.device, Tensor]) -> bool:
-    """Whether random states are still these."""
-    return all(torch.equal(state, rng_state(device)) for device, state in before.items())
-
-
-@contextmanager
-def restoring_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Restore the random states of a model's devices after the block; inside it they start from ``seed``, if given."""
-    before = _states(_devices(model))
-    try:
-        if seed is not None:
-            for device in before:
-                seed_rng(device, seed)
-        yield
-    finally:
-        for device, state in before.items():
-            set_rng_state(device, state)
-
-
-def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
-    """Whether the model draws random numbers for a batch."""
-    with restoring_draws(computer.model, 0), torch.enable_grad():
-        before = _states(_devices(computer.model))
-        computer.terms(batch)
-        return not _same(before)
-
-
-class _Draws(TorchFunctionMode):
-    """Records the names of the operations that draw random numbers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.devices, self.names = _devices(model), dict[str, None]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = _states(self.devices)
-        result = func(*args, **(kwargs or {}))
-        if not _same(before):
-            self.names[getattr(func, "__name__", "an operation")] = None
-        return result
-
-
-def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
-    """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
-
-    Raises:
-        UnsupportedModelError: If f changes; the message names the operations that draw.
-    """
-
-    def draws(part: Batch) -> bool | None:
-        try:
-            return draws_numbers(computer, part)
-        except MODEL_FAILURES as error:
-            refuse_machine_failure(error)
-            return None
-
-    with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # One by one, as some models take samples, or together, as others do. One that takes neither fails in its pass.
-        parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
-        if (found := draws(parts[0])) is None:
-            parts, found = [batch], draws(batch)
-        if not found:
-            return
-        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
-        drawn = stack.enter_context(_Draws(computer.model))
-        values = []
-        for seed in range(4):
-            with restoring_draws(computer.model, seed):
-                values.append(torch.cat([computer.terms(part).output.detach() for part in parts]))
-    wide = torch.stack(values).to(wide_dtype(values[0].device))
-    if float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max()):  # false if any is NaN
-        raise UnsupportedModelError(
-            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
-            "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
-            "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
-        )
-
-
-# ---------------------------------------------------------------- float64
-
-
 class SeenDtypes(TorchFunctionMode):
     """Records the floating-point dtypes of all results."""
 
     def __init__(self) -> None:
-        """Start with none."""
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
 

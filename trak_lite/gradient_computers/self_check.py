@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -19,29 +20,18 @@ from torch import Tensor, nn
 from trak_lite._devices import wide_dtype
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.gradient_computers.randomness import draws_numbers, restoring_draws
 from trak_lite.gradient_computers.reference import (
     CheckedComputer,
     SeenDtypes,
-    draws_numbers,
     gradients_alone,
     in_float64,
-    restoring_draws,
     widened,
 )
-from trak_lite.gradient_computers.reference import naming_graph_failures as naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, GradientBlock, samples_of
 
-__all__ = [
-    "Samples",
-    "SelfCheck",
-    "SelfCheckError",
-    "compare",
-    "draws_masks",
-    "is_scheduled",
-    "naming_graph_failures",
-    "structure_of",
-]
+__all__ = ["Samples", "SelfCheck", "SelfCheckError", "compare", "draws_masks", "is_scheduled", "structure_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +55,16 @@ _MOST_ENTRIES = 1 << 20
 """Entries of the dense gradients of one parameter that are formed at a time; one sample is always allowed."""
 
 _WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
+_Parameters = Mapping[str, nn.Parameter]
+_Rows = Mapping[str, NDArray[np.int64]]
+"""Row numbers by the name of their data."""
 
 
 class SelfCheckError(UnsupportedModelError):
     """The gradient of a sample differs from autograd's."""
 
-    rows: Mapping[str, NDArray[np.int64]]
-    """Rows streamed without a check since the last check that passed, by the name of their data."""
-
-    def __init__(self, message: str) -> None:
-        """Store the message; :class:`SelfCheck` sets the rows."""
-        super().__init__(message)
-        self.rows = {}
+    rows: _Rows = MappingProxyType({})
+    """Rows streamed without a check since the last check that passed."""
 
 
 # ---------------------------------------------------------------- schedule
@@ -142,13 +130,7 @@ class SelfCheck:
             )
 
     def positions(
-        self,
-        structure: Any,
-        size: int,
-        kept: Mapping[str, nn.Parameter],
-        *,
-        always: bool = False,
-        whole: bool = False,
+        self, structure: Any, size: int, kept: _Parameters, *, always: bool = False, whole: bool = False
     ) -> list[int]:
         """Return the positions to compare: ``always`` some, and ``whole`` all of the first batch of a size."""
         known = self._progress.get(structure)
@@ -187,26 +169,22 @@ class SelfCheck:
         elif rows is not None:
             self._unconfirmed.setdefault(structure, []).append(rows)
 
-    def fail(
-        self, error: SelfCheckError, conditions: Any, suspected: Mapping[str, NDArray[np.int64]]
-    ) -> None:
+    def fail(self, error: SelfCheckError, conditions: Any, suspected: _Rows) -> None:
         """Name the suspected rows in an error, and refuse all later batches under these conditions."""
         error.rows = suspected
         named = " and ".join(
             f"{len(rows)} rows of {what} ({', '.join(map(str, rows[:10].tolist()))}{', ...' if len(rows) > 10 else ''})"
             for what, rows in suspected.items()
         )
-        message = f"{error}" + (
-            f" Batches after the last check that passed were not compared, and may be wrong too: {named}. "
-            "The attribute rows of this error lists them; remove their stored rows before you continue."
-            if named
-            else ""
-        )
-        error.args = (message,)
-        self._failed[conditions] = message
+        if named:
+            error.args = (
+                f"{error} Batches after the last check that passed were not compared, and may be wrong too: {named}. "
+                "The attribute rows of this error lists them; remove their stored rows before you continue.",
+            )
+        self._failed[conditions] = str(error)
 
     def suspected(self) -> dict[str, NDArray[np.int64]]:
-        """Return the rows of all batches since the last check of their structure that passed, by their data's name."""
+        """Return the rows of all batches since the last check of their structure that passed."""
         found: dict[str, list[NDArray[np.int64]]] = {}
         for batches in self._unconfirmed.values():
             for what, rows in batches:
@@ -221,8 +199,7 @@ def is_scheduled(number: int) -> bool:
 
 def structure_of(batch: Batch) -> Any:
     """Return the shapes without the sample axis, the dtypes, and the flags beside the tensors of a batch."""
-    leaves, _ = flatten_batch(batch)
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves), _flags(batch)
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten_batch(batch)[0]), _flags(batch)
 
 
 def _flags(batch: Batch) -> Any:
@@ -259,7 +236,7 @@ class Samples:
     linear in the gradient, and they give the norm of a difference to within 2 %.
     """
 
-    def __init__(self, positions: Sequence[int], kept: Mapping[str, nn.Parameter], start: int = 0) -> None:
+    def __init__(self, positions: Sequence[int], kept: _Parameters, start: int = 0) -> None:
         """Prepare for the samples at these positions; ``start`` is the ``start`` of the block of position 0."""
         self.positions = list(positions)
         self._start, self._sizes = start, {name: p.numel() for name, p in kept.items()}
@@ -324,11 +301,7 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def _alone(
-    computer: CheckedComputer,
-    batch: Batch,
-    row: int,
-    kept: Mapping[str, nn.Parameter],
-    seed: int | None = None,
+    computer: CheckedComputer, batch: Batch, row: int, kept: _Parameters, seed: int | None = None
 ) -> Tensor:
     """Return the numbers ``(W,)`` of autograd's gradients for a row; see :class:`Samples`."""
     samples = Samples([row], kept)
@@ -349,9 +322,11 @@ class _Difference(NamedTuple):
 
 
 _Differences = Mapping[str, _Difference]
+_Limits = Mapping[str, float]
+"""Allowed relative errors, by parameter."""
 
 
-def _differences(found: Tensor, expected: Tensor, kept: Mapping[str, nn.Parameter]) -> _Differences:
+def _differences(found: Tensor, expected: Tensor, kept: _Parameters) -> _Differences:
     """Return the differences between two gradients, given by their numbers ``(W,)``, by parameter name."""
     widths = [min(p.numel(), _WIDTH) for p in kept.values()]
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -360,16 +335,15 @@ def _differences(found: Tensor, expected: Tensor, kept: Mapping[str, nn.Paramete
     differences = {}
     for (name, p), error, norm in zip(kept.items(), sizes[: len(kept)], sizes[len(kept) :], strict=True):
         number = torch.finfo(p.dtype)
-        differences[name] = _Difference(
-            error, norm, 4 * number.smallest_normal * number.eps * math.sqrt(p.numel())
-        )
+        unit = 4 * number.smallest_normal * number.eps * math.sqrt(p.numel())
+        differences[name] = _Difference(error, norm, unit)
     return differences
 
 
 def compare(
     computer: CheckedComputer,
     batch: Batch,
-    kept: Mapping[str, nn.Parameter],
+    kept: _Parameters,
     samples: Samples,
     dtypes: Sequence[torch.dtype] = (),
 ) -> None:
@@ -384,7 +358,7 @@ def compare(
         computer: The computer that streamed the batch.
         batch: The batch.
         kept: The parameters to compare.
-        samples: The numbers collected from the blocks.
+        samples: What was collected from the blocks.
         dtypes: Dtypes of the model's computations, besides those of the parameters.
 
     Raises:
@@ -419,11 +393,11 @@ def compare(
                 name: value._replace(error=min(value.error, other[name].error))
                 for name, value in known.items()
             }
-    _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, equal=exact is not None)
+    _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, exact is not None)
 
 
 def _repeated(
-    computer: CheckedComputer, batch: Batch, kept: Mapping[str, nn.Parameter], positions: Sequence[int]
+    computer: CheckedComputer, batch: Batch, kept: _Parameters, positions: Sequence[int]
 ) -> Iterator[tuple[Tensor, _Differences]]:
     """Stream some samples again; yield each one's numbers and its differences from a reference with the same draws."""
     for again, part, places in computer.repeated(batch, positions):
@@ -436,7 +410,7 @@ def _repeated(
 
 
 def _equal_in_float64(
-    computer: CheckedComputer, batch: Batch, kept: Mapping[str, nn.Parameter], positions: Sequence[int]
+    computer: CheckedComputer, batch: Batch, kept: _Parameters, positions: Sequence[int]
 ) -> list[Tensor] | None:
     """Raise if gradients differ in float64, where no tie is decided by rounding.
 
@@ -470,28 +444,20 @@ def _fits_in_float64(model: nn.Module) -> bool:
 def _refuse_beyond_spread(
     computer: CheckedComputer,
     batch: Batch,
-    kept: Mapping[str, nn.Parameter],
+    kept: _Parameters,
     found: Mapping[int, _Differences],
-    rounding: Mapping[str, float],
-    ties: Mapping[str, float],
-    *,
+    rounding: _Limits,
+    ties: _Limits,
     equal: bool,
 ) -> None:
     """Raise if an error is far larger than the difference between two references.
+
+    ``found`` has the differences by position; ``equal`` says whether the gradients are equal in float64.
 
     The two references are the sample alone, and a batch of copies of the sample with the size of the original batch.
     The copies run in the same kernels as the original batch, so that rounding decides their ties in the same way. The
     copies may also lose rows in the same way (a limit on an expert's rows). Unless equality in float64 excludes that,
     the difference between the references allows at most the error of a tie.
-
-    Args:
-        computer: The computer that streamed the batch.
-        batch: The batch.
-        kept: The parameters to compare.
-        found: The differences of some samples, by their position in the batch.
-        rounding: Relative error that counts as rounding, by parameter.
-        ties: Relative error that a tie may cause, by parameter.
-        equal: Whether the gradients are equal in float64; if so, errors of ties are allowed.
     """
     for position, differences in found.items():
         if _wrong(differences, ties if equal else rounding) is None:
@@ -512,7 +478,7 @@ def _refuse_beyond_spread(
         _refuse(computer, differences, limits)
 
 
-def _wrong(differences: _Differences, allowed: Mapping[str, float]) -> str | None:
+def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
     """Return the first parameter whose gradient differs by more than allowed, or ``None``."""
     largest = max(known.norm for known in differences.values())
     for name, known in differences.items():
@@ -521,7 +487,7 @@ def _wrong(differences: _Differences, allowed: Mapping[str, float]) -> str | Non
     return None
 
 
-def _refuse(computer: CheckedComputer, differences: _Differences, allowed: Mapping[str, float]) -> None:
+def _refuse(computer: CheckedComputer, differences: _Differences, allowed: _Limits) -> None:
     name = _wrong(differences, allowed)
     if name is not None:
         known = differences[name]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._validate import parse_json, some_of
-from trak_lite.errors import CheckpointError
+from trak_lite.errors import CheckpointError, summary
 from trak_lite.models._adapters import completed_adapter
 from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
 
@@ -273,9 +273,8 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except _UNREADABLE as error:
-        first = next(iter(str(error).splitlines()), "no message")
         raise CheckpointError(
-            f"Cannot read the checkpoint {path} ({type(error).__name__}: {first}). Files are "
+            f"Cannot read the checkpoint {path} ({summary(error)}). Files are "
             "read without running code from them; save a plain state dict, best with safetensors."
         ) from error
 

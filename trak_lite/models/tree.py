@@ -22,8 +22,6 @@ class ModelTree:
         """Walk through the model."""
         self.model = model
         self.named_modules = tuple(model.named_modules())
-        self.aliases: list[tuple[str, int]] = []
-        """Further names of tied parameters, each with its ``id``; complete when ``parameters`` was read."""
 
     @cached_property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -52,6 +50,4 @@ class ModelTree:
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     found[f"{prefix}.{name}" if prefix else name] = parameter
-                elif parameter is not None:
-                    self.aliases.append((f"{prefix}.{name}", id(parameter)))
         return found

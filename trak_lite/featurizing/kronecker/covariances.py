@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trak_lite._devices import add_at_, wide_dtype
 from trak_lite.errors import InvalidInputError
+from trak_lite.featurizing.gradient_norms import sums_by_row
 from trak_lite.featurizing.kronecker.units import Unit
-from trak_lite.gradient_computers.reductions import sums_by_row
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_of
 
 __all__ = ["CurvatureSums", "UnitSums", "precise", "sample_slices"]

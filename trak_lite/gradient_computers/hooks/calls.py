@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
-from trak_lite.gradient_computers.hooks.randomness import RandomState
+from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.types import LookupBlock
 
 __all__ = [
@@ -140,8 +140,8 @@ class OperationCall:
         return by_sample(tensor, self.output_axis, self.num_samples)
 
 
-OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]] | None]
-"""``rule(call, output_grad)`` -> pairs of argument and contribution, or ``None`` if it does not apply."""
+OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]]]
+"""``rule(call, output_grad)`` yields pairs of argument and contribution; nothing if it does not apply."""
 
 
 def conjugate(value: Any) -> Any:

@@ -30,7 +30,6 @@ from trak_lite.gradient_computers._base import (
     refuse_detached,
     select_parameters,
 )
-from trak_lite.gradient_computers.hooks.coverage import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.hooks.engine import (
     GradientPass,
     UnexpectedPathError,
@@ -38,6 +37,7 @@ from trak_lite.gradient_computers.hooks.engine import (
 )
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
+from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput

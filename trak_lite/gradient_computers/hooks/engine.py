@@ -27,7 +27,6 @@ from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterce
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe
 from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, leaves_of, rebuilt
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
-from trak_lite.gradient_computers.hooks.randomness import RandomState
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import (
     RowScales,
@@ -41,7 +40,8 @@ from trak_lite.gradient_computers.hooks.routing import (
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
 from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
-from trak_lite.gradient_computers.self_check import naming_graph_failures
+from trak_lite.gradient_computers.randomness import RandomState
+from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.sharded import class_of
 from trak_lite.models.tree import ModelTree
 
@@ -421,11 +421,9 @@ class GradientPass(AbstractInterceptor):
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, parts
         method, rule = RULES.get(call.function, ("", None))
-        found = rule(call, grads[0]) if rule is not None and grads[0] is not None else None
-        parts = [
-            (call.targets[id(a)], part) for a, part in (generic_rule(call, grads) if found is None else found)
-        ]
-        return method if found is not None else f"{call.method} ({describe(call.function)})", parts
+        found = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
+        parts = [(call.targets[id(a)], part) for a, part in found or generic_rule(call, grads)]
+        return method if found else f"{call.method} ({describe(call.function)})", parts
 
     def _summed(self, parts: list[Contribution], grad: Tensor, tags: RowTags | None) -> list[Contribution]:
         """Sum per-row contributions over the rows of each sample if rows are routed."""

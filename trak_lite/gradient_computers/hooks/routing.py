@@ -193,8 +193,8 @@ def contributions_in_place(
     if not layout.broadcast:  # an argument's rows are the result's; rules of broadcast arguments read no axis
         axes.update((id(argument), tags.axis) for argument, _ in layout.read)
     name, rule = RULES[call.function]
-    parts = rule(replace(call, axes=axes, output_axes=(tags.axis,)), grad)
-    if parts is None:
+    parts = list(rule(replace(call, axes=axes, output_axes=(tags.axis,)), grad))
+    if not parts:
         return None
     tags.passes.clear()
     return f"{name}, {_FOUND}", [(call.targets[id(argument)], part) for argument, part in parts]
@@ -244,8 +244,8 @@ def _by_rule(
     count = call.num_samples
     rows = grad.reshape(-1, *grad.shape[grad.dim() - layout.trailing :])
     own = _arranged_call(call, layout, grad.shape, arranged)
-    parts = RULES[call.function][1](own, arranged.take_gradients(rows))
-    if parts is None:
+    parts = list(RULES[call.function][1](own, arranged.take_gradients(rows)))
+    if not parts:
         return None
     found: list[tuple[Tensor, Contribution]] = []
     for argument, part in parts:

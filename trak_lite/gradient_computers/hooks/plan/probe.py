@@ -19,19 +19,12 @@ from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
-from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder
-from trak_lite.gradient_computers.self_check import naming_graph_failures
+from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder, grows_twice
+from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
 
-__all__ = [
-    "Plan",
-    "Site",
-    "describe",
-    "make_plan",
-    "mixed",
-    "sample_on_path",
-]
+__all__ = ["Plan", "Site", "describe", "make_plan", "mixed", "sample_on_path"]
 
 
 @dataclass(slots=True)
@@ -117,16 +110,12 @@ class Plan:
         self.route()
 
 
-Evaluate = Callable[[Batch], Tensor]
+_Parameters = Mapping[str, nn.Parameter]
+_Evaluate = Callable[[Batch], Tensor]
 
 
 def make_plan(
-    model: nn.Module,
-    kept: Mapping[str, nn.Parameter],
-    batch: Batch,
-    evaluate: Evaluate,
-    *,
-    may_repeat: bool = True,
+    model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate, *, may_repeat: bool = True
 ) -> Plan:
     """Return the plan of a model for batches like this one.
 
@@ -140,15 +129,19 @@ def make_plan(
     Raises:
         UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
     """
+
+    def recorded(count: int, smaller: Recorder | None = None) -> tuple[Recorder, Tensor]:
+        return _recorded(model, kept, take_rows(batch, [0] * count), evaluate, smaller)
+
     with torch.enable_grad():
-        two, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
-        three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
+        two, _ = recorded(2)
+        three, outputs = recorded(3, two)
         if may_repeat and not three.ran_like(two):
             # The first run may have computed what the model caches, so that its operations cannot be compared.
-            again, _ = _recorded(model, kept, take_rows(batch, [0, 0]), evaluate)
+            again, _ = recorded(2)
             if three.ran_like(again):
                 two = again
-                three, outputs = _recorded(model, kept, take_rows(batch, [0, 0, 0]), evaluate, two)
+                three, outputs = recorded(3, two)
         plan = Plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
@@ -167,9 +160,7 @@ def make_plan(
     return plan
 
 
-def sample_on_path(
-    model: nn.Module, kept: Mapping[str, nn.Parameter], batch: Batch, evaluate: Evaluate
-) -> int | None:
+def sample_on_path(model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate) -> int | None:
     """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
 
     A model that reads ``all`` or ``any`` in Python chooses a path by all samples of a batch, such as one without a mask
@@ -191,11 +182,7 @@ def _numbers_before(recorder: Recorder, last: int) -> int:
 
 
 def _recorded(
-    model: nn.Module,
-    kept: Mapping[str, nn.Parameter],
-    batch: Batch,
-    evaluate: Evaluate,
-    smaller: Recorder | None = None,
+    model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate, smaller: Recorder | None = None
 ) -> tuple[Recorder, Tensor]:
     recorder = Recorder(kept, smaller)
     handles = recorder.install(ModelTree(model))
@@ -284,12 +271,13 @@ def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_sampl
     empty = any(0 in shape for shape in three.output_shapes)
     routed = grows or empty or reads_samples
     site = Site(three.function, names, routed, routed=routed, dims=_dims(three))
+    axes = []
     for a, b in zip(two.output_shapes, three.output_shapes, strict=True):
-        if len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1:
+        if grows_twice(a, b):
             raise mixed(site, f"more than one axis of its shape {a} grows with the batch")
-    axes = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
-    if routed and all(isinstance(axis, BatchAxis) for axis in axes):
-        site.output_axes = tuple(axis for axis in axes if isinstance(axis, BatchAxis))
+        axes.append(batch_axis(a, b))
+    known = tuple(axis for axis in axes if isinstance(axis, BatchAxis))
+    site.output_axes = known if routed and len(known) == len(axes) else ()
     return site
 
 

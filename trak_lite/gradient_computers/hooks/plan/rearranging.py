@@ -8,26 +8,17 @@ shows whether these axes grow with the batch.
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = [
-    "PACKED",
-    "RECURRENT",
-    "Examined",
-    "ValueFree",
-    "examine",
-    "flattened",
-    "leaves_of",
-    "rebuilt",
-]
+__all__ = ["PACKED", "RECURRENT", "Examined", "examine", "flattened", "leaves_of", "rebuilt"]
 
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
@@ -38,10 +29,6 @@ RECURRENT: dict[Any, str] = {
 """Kind of recurrence by operation."""
 PACKED = frozenset(RECURRENT)
 """Operations that may read the rows of a packed sequence, whose order shapes do not show."""
-
-
-ValueFree = Callable[[Any], bool]
-"""Predicate: whether an index is the same for all batches of equal size."""
 
 
 class Examined(NamedTuple):
@@ -57,11 +44,33 @@ class Examined(NamedTuple):
     """Whether the result is the same for all batches of equal size."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operation before it runs."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value_free: Callable[[Any], bool]
+    """Whether an index is the same for all batches of equal size."""
+
+    @property
+    def name(self) -> str:
+        """The operation's name; ``torch.f``, ``Tensor.f``, ``Tensor.f_`` and ``aten.f`` have the same name."""
+        name: str = getattr(self.function, "__name__", "").partition(".")[0]
+        return name if name.startswith("__") else name.rstrip("_")
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The parts of a subscript."""
+        return self.args[1] if isinstance(self.args[1], tuple) else self.args[1:2]
+
+
 def examine(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    value_free: ValueFree,
+    value_free: Callable[[Any], bool],
     read: bool,
 ) -> Examined:
     """Examine an operation before it runs.
@@ -73,12 +82,9 @@ def examine(
         value_free: Whether an argument is the same for all batches of equal size.
         read: Whether Python has read tensor values, which arguments that are no tensors may contain.
     """
-    name = _name(function)
+    call = _Call(function, args, kwargs, value_free)
     return Examined(
-        _moved_sizes(function, name, args, kwargs, value_free),
-        _chooses_by_value(function, name, args),
-        _num_read(function, name, args, kwargs),
-        _is_made_of_sizes(name, args, kwargs, value_free, read),
+        _moved_sizes(call), _chooses_by_value(call), _num_read(call), _is_made_of_sizes(call, read)
     )
 
 
@@ -120,117 +126,79 @@ def rebuilt(leaves: list[Any], spec: TreeSpec | None) -> tuple[tuple[Any, ...], 
     return args, kwargs
 
 
-def _name(function: Callable[..., Any]) -> str:
-    """Return an operation's name; ``torch.f``, ``Tensor.f``, ``Tensor.f_`` and ``aten.f`` have the same name."""
-    return _plain(getattr(function, "__name__", ""))
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-@functools.lru_cache(maxsize=4096)
-def _plain(name: str) -> str:
-    name = name.partition(".")[0]
-    return name if name.startswith("__") else name.rstrip("_")
+# Results whose shape depends on values
 
-
-_BY_VALUE = frozenset(
-    {
-        "nonzero",
-        "nonzero_static",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "unique_dim",
-        "bincount",
-    }
+_BY_VALUE = _names(
+    "nonzero nonzero_static argwhere masked_select unique unique_consecutive unique_dim bincount"
 )
 
 
-def _chooses_by_value(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
+def _chooses_by_value(call: _Call) -> bool:
+    name, args = call.name, call.args
     if name == "__getitem__" and len(args) == 2:
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
-    if name == "where" and len(args) == 1:
-        return True
+        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in call.parts)
     if name == "repeat_interleave":
-        alone = function is torch.repeat_interleave and len(args) == 1
+        alone = call.function is torch.repeat_interleave and len(args) == 1
         return alone or any(isinstance(part, Tensor) for part in args[1:])
-    return name in _BY_VALUE
+    return name in _BY_VALUE or (name == "where" and len(args) == 1)
 
 
-_ORDERING = frozenset({"sort", "argsort", "msort", "topk"})
-_READING_AT = frozenset({"gather", "index_select", "take_along_dim"})
-_WRITING_AT = frozenset(
-    {
-        "index_add",
-        "index_copy",
-        "index_fill",
-        "index_reduce",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-    }
-)
+# Entries that move by values
+
+_READING_AT = _names("gather index_select take_along_dim")
+_WRITING_AT = _names("index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce")
 
 
-def _moved_sizes(
-    function: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    value_free: ValueFree,
-) -> tuple[int, ...]:
-    find = _FINDERS.get(name)
-    if name == "embedding" and function is not torch.embedding:
-        return ()  # torch.nn.functional.embedding wraps torch.embedding, with its arguments in the other order
+def _moved_sizes(call: _Call) -> tuple[int, ...]:
+    find = _FINDERS.get(call.name)
     # Torch's recurrent layers restore the order of what they sort.
     if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
         return ()
-    return find(name, args, kwargs, value_free)
+    return find(call)
 
 
-def _ordered(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
-) -> tuple[int, ...]:
-    values = args[0] if args else kwargs["input"]
-    place = 2 if name == "topk" else 1
-    dim = kwargs.get("dim", args[place] if len(args) > place and not isinstance(args[place], bool) else -1)
-    return (_size(values, 0 if name == "msort" else dim),)
+def _ordered(call: _Call) -> tuple[int, ...]:
+    args = call.args
+    values = args[0] if args else call.kwargs["input"]
+    place = 2 if call.name == "topk" else 1
+    by_position = len(args) > place and not isinstance(args[place], bool)
+    dim = call.kwargs.get("dim", args[place] if by_position else -1)
+    return (_size(values, 0 if call.name == "msort" else dim),)
 
 
-def _along_one_axis(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
-) -> tuple[int, ...]:
-    names = ("input", "indices", "dim") if name == "take_along_dim" else ("input", "dim", "index")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+def _along_one_axis(call: _Call) -> tuple[int, ...]:
+    names = ("input", "indices", "dim") if call.name == "take_along_dim" else ("input", "dim", "index")
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     values, dim, index = given["input"], given.get("dim"), given.get("indices", given.get("index"))
-    if not isinstance(index, Tensor) or value_free(index):
+    if not isinstance(index, Tensor) or call.value_free(index):
         return ()
     if dim is None:  # take_along_dim without dim: all axes flattened
         return (int(values.numel()),)
     read = (_size(values, dim),)
-    return (*read, _size(index, dim if index.dim() > 1 else 0)) if name in _WRITING_AT else read
+    return (*read, _size(index, dim if index.dim() > 1 else 0)) if call.name in _WRITING_AT else read
 
 
-def _anywhere(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
-) -> tuple[int, ...]:
-    index = args[1] if len(args) > 1 else kwargs.get("index")
-    return () if value_free(index) else (int(args[0].numel()),)
+def _anywhere(call: _Call) -> tuple[int, ...]:
+    index = call.args[1] if len(call.args) > 1 else call.kwargs.get("index")
+    return () if call.value_free(index) else (int(call.args[0].numel()),)
 
 
-def _rows_of_a_table(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
-) -> tuple[int, ...]:
-    table, ids = (*args, *kwargs.values())[:2]
-    return () if value_free(ids) else (len(table),)
+def _rows_of_a_table(call: _Call) -> tuple[int, ...]:
+    if call.function is not torch.embedding:  # torch.nn.functional.embedding wraps it, with the other order
+        return ()
+    table, ids = (*call.args, *call.kwargs.values())[:2]
+    return () if call.value_free(ids) else (len(table),)
 
 
-def _by_subscript(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree
-) -> tuple[int, ...]:
-    values, index = args[0], args[1] if len(args) > 1 else kwargs["indices"]
-    by_name = not name.startswith("__")
-    parts: list[Any] = [*index] if by_name or isinstance(index, tuple) else [index]
+def _by_subscript(call: _Call) -> tuple[int, ...]:
+    values, by_name = call.args[0], not call.name.startswith("__")
+    parts: Sequence[Any] = call.parts
+    if by_name:
+        parts = call.args[1] if len(call.args) > 1 else call.kwargs["indices"]
     axis, moved, fixed = 0, list[int](), False
     taken = sum(_axes_of(part, by_name) for part in parts)
     for part in parts:
@@ -238,13 +206,15 @@ def _by_subscript(
             axis += values.dim() - taken
             continue
         if _is_index(part):
-            if value_free(part):
+            if call.value_free(part):
                 fixed = True
             else:
                 moved.append(_size(values, axis))
         axis += _axes_of(part, by_name)
-    if moved and not fixed and name in ("__setitem__", "index_put"):
-        moved += [_count(part) for part in parts if _is_index(part)]
+    if moved and not fixed and call.name in ("__setitem__", "index_put"):
+        moved += [
+            part.numel() if isinstance(part, Tensor) else len(part) for part in filter(_is_index, parts)
+        ]
     return tuple(moved)
 
 
@@ -262,16 +232,12 @@ def _is_index(part: Any) -> bool:
     return isinstance(part, Sequence) or bool(getattr(part, "ndim", 0))
 
 
-def _count(part: Any) -> int:
-    return int(part.numel()) if isinstance(part, Tensor) else len(part)
-
-
 def _size(values: Tensor, dim: int) -> int:
     return int(values.shape[dim]) if values.dim() else 1
 
 
-_FINDERS: dict[str, Callable[[str, tuple[Any, ...], Mapping[str, Any], ValueFree], tuple[int, ...]]] = {
-    **dict.fromkeys(_ORDERING, _ordered),
+_FINDERS: dict[str, Callable[[_Call], tuple[int, ...]]] = {
+    **dict.fromkeys(("sort", "argsort", "msort", "topk"), _ordered),
     **dict.fromkeys(_READING_AT | _WRITING_AT, _along_one_axis),
     **dict.fromkeys(("take", "put"), _anywhere),
     **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index"), _by_subscript),
@@ -280,66 +246,24 @@ _FINDERS: dict[str, Callable[[str, tuple[Any, ...], Mapping[str, Any], ValueFree
 
 # Values that Python reads
 
-_READING_OUT = frozenset(
-    {
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.numpy,
-        Tensor.__array__,
-        Tensor.__int__,
-        Tensor.__float__,
-        Tensor.__bool__,
-        Tensor.__index__,
-    }
-)
-_FACTORIES = frozenset(
-    {
-        "arange",
-        "zeros",
-        "ones",
-        "empty",
-        "full",
-        "eye",
-        "tril_indices",
-        "triu_indices",
-        "rand",
-        "randn",
-    }
-)
-_TAKING_SIZES = frozenset(
-    {
-        "narrow",
-        "expand",
-        "repeat",
-        "tile",
-        "view",
-        "reshape",
-        "unflatten",
-        "split",
-        "split_with_sizes",
-        "tensor_split",
-        "chunk",
-        "select",
-        "roll",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-    }
+_READING_METHODS = ("item", "tolist", "numpy", "__array__", "__int__", "__float__", "__bool__", "__index__")
+_READING_OUT = frozenset(getattr(Tensor, name) for name in _READING_METHODS)
+_FACTORIES = _names("arange zeros ones empty full eye tril_indices triu_indices rand randn")
+_TAKING_SIZES = _names(
+    "narrow expand repeat tile view reshape unflatten split split_with_sizes tensor_split chunk "
+    "select roll new_zeros new_ones new_empty new_full"
 )
 
 
-def _num_read(
-    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> int:
-    if function in _READING_OUT:
+def _num_read(call: _Call) -> int:
+    name, args = call.name, call.args
+    if call.function in _READING_OUT:
         return int(args[0].numel())
     sizes: Any = ()  # the operation reads the values of tensors that are slice bounds or sizes
     if name in ("__getitem__", "__setitem__"):
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        sizes = [(part.start, part.stop, part.step) for part in parts if isinstance(part, slice)]
+        sizes = [(part.start, part.stop, part.step) for part in call.parts if isinstance(part, slice)]
     elif name in _FACTORIES or name in _TAKING_SIZES:
-        sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
+        sizes = (args[name in _TAKING_SIZES :], dict(call.kwargs))
     return sum(
         int(leaf.numel())
         for leaf in leaves_of(sizes)
@@ -349,44 +273,17 @@ def _num_read(
 
 # Results that do not depend on values
 
-_LIKE = frozenset(
-    {
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    }
-)
-_RANDOM = frozenset(
-    {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "rand_like",
-        "randint_like",
-    }
-)
+_LIKE = _names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+_RANDOM = _names("rand randn randint randperm bernoulli multinomial normal rand_like randint_like")
 
 
-def _is_made_of_sizes(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value_free: ValueFree, read: bool
-) -> bool:
-    if name in _RANDOM:
-        return False
-    if name in _LIKE:
-        return True
-    tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+def _is_made_of_sizes(call: _Call, read: bool) -> bool:
+    if call.name in _RANDOM or call.name in _LIKE:
+        return call.name in _LIKE
+    tensors = [leaf for leaf in leaves_of((call.args, dict(call.kwargs))) if isinstance(leaf, Tensor)]
     if not tensors:
-        return name in _FACTORIES or not read
-    return all(value_free(tensor) for tensor in tensors)
+        return call.name in _FACTORIES or not read
+    return all(map(call.value_free, tensors))
 
 
 def _called_by(*modules: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine,
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.models.tree import ModelTree
 
-__all__ = ["Record", "Recorder", "differentiable", "is_in_place", "written"]
+__all__ = ["Record", "Recorder", "differentiable", "grows_twice", "is_in_place", "written"]
 
 _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
@@ -60,8 +61,7 @@ class Record:
         return packed or _MOVED in self.taints
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """Data of one operation, with or without parameters, for the comparison of two batch sizes."""
 
     function: Any
@@ -70,33 +70,21 @@ class _Seen:
     shapes: list[tuple[int, ...]]
     """Shapes of its results."""
 
-    def moves_samples(self, other: _Seen | None) -> bool:
-        """Whether it moves entries along an axis that grows with the batch."""
-        return bool(self.moved) and (other is None or self.moved != other.moved)
 
-    def pairs_samples(self, other: _Seen | None) -> bool:
-        """Whether a result has two axes that grow; a matrix product with it moves rows according to its values."""
-        if other is None or len(self.shapes) != len(other.shapes):
-            return False
-        return any(
-            len(a) == len(b) and sum(m != n for m, n in zip(a, b, strict=True)) > 1
-            for a, b in zip(self.shapes, other.shapes, strict=True)
-        )
+def grows_twice(two: Sequence[int], three: Sequence[int]) -> bool:
+    """Whether more than one axis of a shape grows with the batch."""
+    return len(two) == len(three) and sum(a != b for a, b in zip(two, three, strict=True)) > 1
 
 
 class Recorder(AbstractInterceptor):
     """Records every operation that depends on a kept parameter, and runs it unchanged."""
 
     def __init__(self, kept: Mapping[str, nn.Parameter], smaller: Recorder | None = None) -> None:
-        """Prepare a forward pass.
-
-        Args:
-            kept: Parameters to keep gradients for, by name.
-            smaller: The recorder of a smaller batch, compared to find the axes that grow with the batch.
-        """
+        """Prepare a forward pass; ``smaller`` recorded a smaller batch, and shows the axes that grow."""
         super().__init__()
+        self.watched = {id(parameter): parameter for parameter in kept.values()}
+        self.sources: dict[int, Any] = {id(parameter): name for name, parameter in kept.items()}
         self.records: list[Record] = []
-        self.sources: dict[int, Any] = {}
         self.taints: dict[int, tuple[Any, frozenset[str]]] = {}
         """Tensors whose rows may belong to any sample, and tensors computed from them, with the reasons; by ``id``, and
         for tensors written in place also by memory key."""
@@ -117,22 +105,16 @@ class Recorder(AbstractInterceptor):
         self._running = False
         self.only_in_model = True
         """Whether all recorded operations ran while the model did, not in the output function."""
-        for name, parameter in kept.items():
-            self.watched[id(parameter)] = parameter
-            self.sources[id(parameter)] = name
 
     def install(self, tree: ModelTree) -> list[Any]:
         """Hook the modules, and the model to track when it runs; return the handles."""
-        model = tree.model
 
-        def starts(module: nn.Module, args: Any) -> None:
-            self._running = True
+        def note(running: bool, *_: Any) -> None:
+            self._running = running
 
-        def ends(module: nn.Module, args: Any, result: Any) -> None:
-            self._running = False
-
-        own = [model.register_forward_pre_hook(starts), model.register_forward_hook(ends, always_call=True)]
-        return [*super().install(tree), *own]
+        starts = tree.model.register_forward_pre_hook(partial(note, True))
+        ends = tree.model.register_forward_hook(partial(note, False), always_call=True)
+        return [*super().install(tree), starts, ends]
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -145,7 +127,12 @@ class Recorder(AbstractInterceptor):
         reasons = set(self._taints_of((args, dict(kwargs))))
         result = super().__torch_function__(func, types, args, kwargs)
         tensors = [t for t in leaves_of(written(func, args, result)) if isinstance(t, Tensor)]
-        self._note_numbers(found.num_read, id(args[0]) in self._quantifiers if args else False)
+        if found.num_read:
+            self.reads.append((len(self.records), found.num_read))
+            if self._running:
+                self.read_by_model += found.num_read
+                of_quantifier = bool(args) and id(args[0]) in self._quantifiers
+                self.reads_only_quantifiers &= of_quantifier and found.num_read == 1
         if getattr(func, "__name__", "") in ("all", "any"):
             self._quantifiers.update((id(t), t) for t in tensors)
         if found.is_value_free:
@@ -173,13 +160,6 @@ class Recorder(AbstractInterceptor):
             self.watched[id(new)] = new
             self.sources[id(new)] = self.sources[id(old)]
 
-    def _note_numbers(self, count: int, is_quantifier: bool) -> None:
-        """Record that Python read ``count`` values."""
-        if count:
-            self.reads.append((len(self.records), count))
-            self.read_by_model += count if self._running else 0
-            self.reads_only_quantifiers &= not self._running or (is_quantifier and count == 1)
-
     def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
         """Whether an operation moves samples' rows by values, compared with the same operation in the smaller batch."""
         place = len(self.seen)
@@ -190,7 +170,12 @@ class Recorder(AbstractInterceptor):
         if other is not None and other.function != seen.function:
             self._smaller = self._smaller[:place]  # later operations cannot be compared
             other = None
-        return seen.moves_samples(other) or (seen.pairs_samples(other) and not same_in_all)
+        if seen.moved and (other is None or seen.moved != other.moved):
+            return True
+        if other is None or same_in_all or len(seen.shapes) != len(other.shapes):
+            return False
+        # A matrix product with a result of which two axes grow moves rows according to its values.
+        return any(map(grows_twice, seen.shapes, other.shapes))
 
     def _is_value_free(self, index: Any) -> bool:
         """Whether an index is known to be the same for all batches of equal size."""
@@ -203,15 +188,12 @@ class Recorder(AbstractInterceptor):
         for place, tensor in enumerate(tensors):
             # The last states of a recurrent layer have a batch axis again.
             own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
-            if own:
-                self.taints[id(tensor)] = (tensor, own)
-            if own and is_in_place(function):  # other tensors on this memory hold the same rows
-                self.taints[_memory(tensor)] = (tensor, own)
+            # If it works in place, other tensors on this memory hold the same rows.
+            keys = [id(tensor), _memory(tensor)] if is_in_place(function) else [id(tensor)]
+            self.taints.update((key, (tensor, own)) for key in keys if own)
 
     def _taints_of(self, arguments: Any) -> frozenset[str]:
-        if not self.taints:
-            return frozenset()
-        leaves = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)] if self.taints else []
         keys = [key for leaf in leaves for key in (id(leaf), _memory(leaf)) if key in self.taints]
         return frozenset().union(*(self.taints[key][1] for key in keys))
 

@@ -17,45 +17,44 @@ __all__ = ["embedding_bag_rule", "embedding_rule"]
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
 
-def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts:
     """Rule of ``weight[ids]``; the padding row has gradient zero."""
     weight, ids, padding, by_frequency = call.bind("weight", "indices", "padding_idx", "scale_grad_by_freq")
     _refuse_frequency(by_frequency)
     if call.axis_of(ids) is None:
-        return None
-    return _table(call, grad, weight, ids, -1 if padding is None else padding)
-
-
-def _table(call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, padding: int) -> _Parts:
-    count = call.num_samples
-    rows = call.samples(ids).reshape(count, -1)
+        return
+    rows = call.samples(ids).reshape(call.num_samples, -1)
     values = call.output_samples(grad).reshape(*rows.shape, weight.shape[1])
-    if padding >= 0:
+    if padding is not None and padding >= 0:
         values = values.masked_fill((rows == padding).unsqueeze(-1), 0.0)
     yield weight, Lookups(rows, values, weight.shape[0])
 
 
-def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts | None:
+_BAG = (
+    *("weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights"),
+    *("include_last_offset", "padding_idx"),
+)
+
+
+def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts:
     """Rule of sums, means or maxima of bags of rows."""
-    weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(
-        "weight",
-        "indices",
-        "offsets",
-        "scale_grad_by_freq",
-        "mode",
-        "sparse",
-        "per_sample_weights",
-        "include_last_offset",
-        "padding_idx",
-    )
+    weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(*_BAG)
     _refuse_frequency(by_frequency)
     if ids.dim() != 1 or call.output_axis.axis != 0 or call.wants(scales):
-        return None
+        return
     if mode == 2:
-        return _largest(call, grad, weight)
+        yield weight, _largest(call, grad, weight)
+        return
     starts = offsets[:-1] if last_offset else offsets
     bags = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device), right=True) - 1
-    return _bags(call, grad, weight, ids, bags, _shares(ids, bags, len(starts), mode, scales, padding))
+    shares = _shares(ids, bags, len(starts), mode, scales, padding)
+    by_sample = Arrangement.of(_owner_of_bags(call, len(grad), ids.device)[bags])
+    values = by_sample.take_gradients(grad[bags] * shares.to(grad.dtype).unsqueeze(1))
+    shape = (len(by_sample.samples), by_sample.length)
+    rows, values = by_sample.take(ids).view(shape), values.view(*shape, weight.shape[1])
+    # Samples with fewer ids are padded with values of zero.
+    rows, values = (by_sample.placed(part, call.num_samples) for part in (rows, values))
+    yield weight, Lookups(rows, values, weight.shape[0])
 
 
 def _shares(
@@ -77,21 +76,8 @@ def _owner_of_bags(call: OperationCall, num_bags: int, device: torch.device) -> 
     return bag // axis.multiple if axis.sample_major else bag % count
 
 
-def _bags(
-    call: OperationCall, grad: Tensor, weight: Tensor, ids: Tensor, bags: Tensor, shares: Tensor
-) -> _Parts:
-    """Yield the look-ups of sums or means; samples with fewer ids are padded with values of zero."""
-    values = grad[bags] * shares.to(grad.dtype).unsqueeze(1)
-    by_sample = Arrangement.of(_owner_of_bags(call, len(grad), ids.device)[bags])
-    shape = (len(by_sample.samples), by_sample.length)
-    rows = by_sample.take(ids).view(shape)
-    values = by_sample.take_gradients(values).view(*shape, weight.shape[1])
-    count = call.num_samples
-    yield weight, Lookups(by_sample.placed(rows, count), by_sample.placed(values, count), weight.shape[0])
-
-
-def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:
-    """Yield the gradient of maxima: each coordinate of a bag contributes to the row with its maximum."""
+def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradients of maxima: each coordinate of a bag contributes to the row with its maximum."""
     sizes, winners = call.outputs[2:]
     size, width = weight.shape
     owner = _owner_of_bags(call, len(grad), grad.device).unsqueeze(1)
@@ -99,8 +85,7 @@ def _largest(call: OperationCall, grad: Tensor, weight: Tensor) -> _Parts:
     rows = owner * size + winners.clamp(min=0)
     entries = (rows * width + torch.arange(width, device=grad.device)).flatten()
     table = grad.new_zeros(call.num_samples * size * width)
-    add_at_(table, 0, entries, grad.masked_fill(empty, 0.0).flatten())
-    yield weight, table.view(call.num_samples, size, width)
+    return add_at_(table, 0, entries, grad.masked_fill(empty, 0.0).flatten()).view(-1, size, width)
 
 
 def _refuse_frequency(by_frequency: bool | None) -> None:

@@ -41,22 +41,25 @@ def generic_rule(
             return
     call.method = "one backward of the operation per sample"
 
+    def of_sample(grad: Tensor, axis: BatchAxis, sample: int) -> Tensor:
+        alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+        by_sample(alone, axis, call.num_samples)[sample] = by_sample(grad, axis, call.num_samples)[sample]
+        return alone
+
     def alone(sample: int) -> list[Tensor | None]:
-        return [_of_one(call, g, axis, sample) for g, axis in zip(grads, call.output_axes, strict=True)]
+        pairs = zip(grads, call.output_axes, strict=True)
+        return [None if g is None or axis is None else of_sample(g, axis, sample) for g, axis in pairs]
 
     yield from looped(call, range(call.num_samples), alone)
 
 
-def _leaves(call: OperationCall) -> tuple[list[Any], list[int]]:
-    """Return the flat arguments and the indices of those that gradients are kept for."""
-    leaves, call.spec = tree_flatten((call.args, dict(call.kwargs)))
-    return leaves, [place for place, leaf in enumerate(leaves) if call.wants(leaf)]
+def _opened(call: OperationCall) -> tuple[list[Any], list[int], Callable[..., tuple[Tensor, ...]]]:
+    """Return the flat arguments, the indices of those that gradients are kept for, and a function.
 
-
-def _runner(call: OperationCall, places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function (leaves, kept arguments) -> differentiable results of the operation."""
-    spec = call.spec
-    assert spec is not None
+    The function takes flat arguments and the kept ones, and returns the differentiable results of the operation.
+    """
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if call.wants(leaf)]
 
     def run(leaves: Sequence[Any], *wanted: Tensor) -> tuple[Tensor, ...]:
         replaced = list(leaves)
@@ -68,32 +71,30 @@ def _runner(call: OperationCall, places: Sequence[int]) -> Callable[..., tuple[T
         result = call.function(*args, **kwargs)
         return tuple(differentiable(args[0] if call.in_place else result))
 
-    return run
+    return leaves, places, run
 
 
 def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Contribution]]:
-    leaves, places = _leaves(call)
-    run = _runner(call, places)
+    leaves, places, run = _opened(call)
     batched = [
         place
         for place, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and call.axis_of(leaf) is not None
     ]
     slices = [call.samples(leaves[place]) for place in batched]
-    if any(value is None for value in (*grads, *call.output_axes)):
-        raise RuntimeError("a result has no gradient, or no batch axis")
     cotangents = [
         by_sample(g, axis, call.num_samples)
         for g, axis in zip(grads, call.output_axes, strict=True)
         if g is not None and axis is not None
     ]
+    if len(cotangents) < len(grads):
+        raise RuntimeError("a result has no gradient, or no batch axis")
 
     def one(parts: list[Tensor], cotangent: list[Tensor]) -> tuple[Tensor, ...]:
         replaced = list(leaves)
         for place, part in zip(batched, parts, strict=True):
             replaced[place] = part
-        found = vjp(lambda *wanted: run(replaced, *wanted), *(leaves[place] for place in places))
-        results, pull = found[0], found[1]
+        results, pull = vjp(lambda *wanted: run(replaced, *wanted), *(leaves[place] for place in places))[:2]
         fitted = tuple(c.to(r.dtype).reshape(r.shape) for c, r in zip(cotangent, results, strict=True))
         parts_of_sample: tuple[Tensor, ...] = pull(fitted)
         return parts_of_sample
@@ -103,15 +104,6 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
         found = vmap(one)(slices, cotangents)
     return [(leaves[place], value) for place, value in zip(places, found, strict=True)]
-
-
-def _of_one(call: OperationCall, grad: Tensor | None, axis: BatchAxis | None, sample: int) -> Tensor | None:
-    """Return the gradient of a result, with all samples but one set to zero."""
-    if grad is None or axis is None:
-        return None
-    alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-    by_sample(alone, axis, call.num_samples)[sample] = by_sample(grad, axis, call.num_samples)[sample]
-    return alone
 
 
 def looped(
@@ -124,10 +116,10 @@ def looped(
         samples: Indices of samples, below B.
         alone: Returns the gradients of the differentiable results for one sample.
     """
-    leaves, places = _leaves(call)
+    leaves, places, run = _opened(call)
     with torch.enable_grad(), nullcontext() if call.random is None else call.random.replayed():
         wanted = [leaves[place].detach().requires_grad_() for place in places]
-        results = _runner(call, places)(leaves, *wanted)
+        results = run(leaves, *wanted)
     found = [w.new_zeros(call.num_samples, *w.shape) for w in wanted]
     for sample in samples:
         pairs = [(r, g.to(r.dtype)) for r, g in zip(results, alone(sample), strict=True) if g is not None]

@@ -12,20 +12,19 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from trak_lite.gradient_computers._base import AbstractGradientComputer
+from trak_lite.featurizing.gradient_norms import GradientNorms, squared_norms
+from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.gradient_computers.reductions import GradientNorms, squared_norms
-from trak_lite.models.optimizers import AdamState, AdamStates
+from trak_lite.models.optimizers import AdamStates
 from trak_lite.types import (
     Batch,
     BlockSink,
     DenseBlock,
-    FactoredBlock,
     GradientBlock,
     LookupBlock,
     OutputTerms,
@@ -77,7 +76,12 @@ class RowNormalizer:
         if self._normalization.kind == "adam_update":
             return self._stream_updates(computer, batch, sink)
         if not self._by_module:
-            return computer.stream_gradients(batch, lambda block: sink(self._measured(block)))
+
+            def measure(block: GradientBlock) -> None:
+                self._norms.add(block)
+                sink(block)
+
+            return computer.stream_gradients(batch, measure)
         groups = Counter(map(self._normalization.group, computer.parameters))
         waiting = {group: _Waiting(GradientNorms(self._num_samples)) for group in groups}
 
@@ -104,8 +108,7 @@ class RowNormalizer:
         """Return the feature rows ``(B, K)`` of the normalised gradients, given those of the streamed blocks."""
         if self._by_module or self._normalization.kind not in ("unit", "clip"):
             return features
-        factors = self._normalization.factors(self._norms.squared())
-        return _times(features, factors)
+        return _times(features, self._normalization.factors(self._norms.squared()))
 
     def norms(self) -> Tensor:
         """Return the norms ``(B,)`` of the gradients before normalisation."""
@@ -114,13 +117,12 @@ class RowNormalizer:
     def _pass_scaled(self, block: GradientBlock, sink: BlockSink) -> None:
         """Pass a block on with every entry multiplied by Adam's scale."""
         scale = self._adam[block.name].scale()
-        if isinstance(
-            block, LookupBlock
-        ):  # the scale of a repeated row distributes over the sum of its values
-            self._norms.add(block)
-            sink(replace(block, values=block.values * scale[block.rows]))
-        else:
+        if not isinstance(block, LookupBlock):
             self._pass_dense(block, sink, lambda grads, _: grads * scale)
+            return
+        # The scale of a repeated row distributes over the sum of its values.
+        self._norms.add(block)
+        sink(replace(block, values=block.values * scale[block.rows]))
 
     def _stream_updates(
         self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink
@@ -132,7 +134,10 @@ class RowNormalizer:
 
         def take(block: GradientBlock) -> None:
             lacking[block.name] -= set(range(block.start, block.start + block.num_samples))
-            self._pass_dense(block, sink, lambda grads, rows: _change(self._adam[block.name], grads, q[rows]))
+            updates = self._adam[block.name].updates
+            self._pass_dense(
+                block, sink, lambda grads, rows: updates(_times(grads, -q[rows].to(grads))).neg_()
+            )
 
         terms = computer.stream_gradients(batch, take)
         for name, samples in lacking.items():  # a gradient of zero; the update is then that of the momentum
@@ -158,10 +163,6 @@ class RowNormalizer:
             rows = slice(start, start + len(grads))
             sink(DenseBlock(block.name, change(grads.view(-1, *shape), rows), start))
 
-    def _measured(self, block: GradientBlock) -> GradientBlock:
-        self._norms.add(block)
-        return block
-
     def _release(self, held: _Waiting, sink: BlockSink) -> None:
         factors = self._normalization.factors(held.norms.squared())
         held.arrived = 0
@@ -181,21 +182,12 @@ class _Waiting:
     """Samples of ``blocks``, counted once per block."""
 
 
-def _change(state: AdamState, grads: Tensor, q: Tensor) -> Tensor:
-    """Return the change of the weights, per learning rate, by an Adam step on the loss gradient -q grad f."""
-    return state.updates(grads * -q.to(grads).view(-1, *[1] * (grads.dim() - 1))).neg_()
-
-
-def _scaled(block: GradientBlock, factors: Tensor) -> GradientBlock:
+def _scaled(block: GradientBlock, factors: Tensor) -> Any:
     """Return a block with the gradient of sample i times ``factors[i]``."""
     if isinstance(block, DenseBlock):
-        return DenseBlock(block.name, _times(block.grad, factors), block.start)
+        return replace(block, grad=_times(block.grad, factors))
     if isinstance(block, SummedBlock):
-        return replace(block, parts=tuple(_scaled_part(part, factors) for part in block.parts))
-    return _scaled_part(block, factors)
-
-
-def _scaled_part(block: FactoredBlock | LookupBlock, factors: Tensor) -> FactoredBlock | LookupBlock:
+        return replace(block, parts=tuple(_scaled(part, factors) for part in block.parts))
     if isinstance(block, LookupBlock):
         return replace(block, values=_times(block.values, factors))
     return replace(block, output_grads=_times(block.output_grads, factors))

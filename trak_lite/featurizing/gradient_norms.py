@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -30,11 +29,10 @@ class GradientNorms:
     """
 
     def __init__(self, num_samples: int) -> None:
-        """Start at zero for a batch of ``num_samples``."""
         self._num_samples = num_samples
         self._squares: Tensor | None = None
-        self._waiting: list[tuple[int, Tensor, _Doubt | None]] = []
-        """First row and squared norms of blocks on accelerators, in order."""
+        self._waiting: list[tuple[int, Tensor, tuple[Tensor, FactoredBlock] | None]] = []
+        """First row and squared norms of blocks on accelerators, in order; where these are too inexact, and factors."""
         self._held = 0
 
     def add(self, block: GradientBlock) -> None:
@@ -45,9 +43,7 @@ class GradientNorms:
         squares, doubt = _factored_norms(block)
         self._waiting.append((block.start, squares, doubt))
         if doubt is not None:
-            self._held += sum(
-                part.numel() * part.element_size() for part in (block.inputs, block.output_grads)
-            )
+            self._held += sum(part.nbytes for part in (block.inputs, block.output_grads))
         if self._held > _MOST_HELD:
             self._settle()
 
@@ -55,31 +51,28 @@ class GradientNorms:
         """Add the squared norms ``(b,)`` of one block, whose first row is sample ``start``."""
         if self._waiting:  # the order of the sums is that of the blocks
             self._waiting.append((start, squares, None))
-        else:
-            self._sum(squares, start)
+            return
+        if self._squares is None:
+            self._squares = squares.new_zeros(self._num_samples)
+        self._squares[start : start + len(squares)] += squares.to(self._squares.device)
 
     def squared(self) -> Tensor:
         """Return the squared norms of all blocks so far, ``(B,)``, in at least float32."""
         self._settle()
         return torch.zeros(self._num_samples, device="cpu") if self._squares is None else self._squares
 
-    def _sum(self, squares: Tensor, start: int) -> None:
-        if self._squares is None:
-            self._squares = squares.new_zeros(self._num_samples)
-        self._squares[start : start + len(squares)] += squares.to(self._squares.device)
-
     def _settle(self) -> None:
         """Add the squared norms of the blocks that wait, after one question to the device."""
         waiting, self._waiting, self._held = self._waiting, [], 0
-        doubts = [doubt for _, _, doubt in waiting if doubt is not None]
-        if doubts:
-            device = doubts[0].cancelled.device
-            answers = torch.cat([doubt.cancelled.to(device) for doubt in doubts]).cpu()
-            parts = torch.split(answers, [len(doubt.cancelled) for doubt in doubts])
-            for doubt, answer in zip(doubts, parts, strict=True):
-                doubt.resolve(answer)
+        asked = [(squares, *doubt) for _, squares, doubt in waiting if doubt is not None]
+        if asked:
+            device = asked[0][1].device
+            answers = torch.cat([cancelled.to(device) for _, cancelled, _ in asked]).cpu()
+            parts = torch.split(answers, [len(cancelled) for _, cancelled, _ in asked])
+            for (squares, _, block), answer in zip(asked, parts, strict=True):
+                _recompute(squares, block, answer)
         for start, squares, _ in waiting:
-            self._sum(squares, start)
+            self.add_squares(squares, start)
 
 
 @torch.no_grad()
@@ -97,29 +90,18 @@ def squared_norms(block: GradientBlock) -> Tensor:
         return sums_by_row(block)[1].square().sum((1, 2))
     squares, doubt = _factored_norms(block)
     if doubt is not None:
-        doubt.resolve(doubt.cancelled.cpu())
+        _recompute(squares, block, doubt[0].cpu())
     return squares
 
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class _Doubt:
-    """Squared norms of factors that may be too inexact."""
-
-    squares: Tensor
-    """``(b,)``."""
-    cancelled: Tensor
-    """``(b,)`` whether a squared norm is too inexact."""
-    block: FactoredBlock
-
-    def resolve(self, cancelled: Tensor) -> None:
-        """Recompute in place where ``cancelled``, the values of :attr:`cancelled` on the host, is true."""
-        if not bool(cancelled.any()):
-            return
-        rows = cancelled.nonzero().squeeze(1).to(self.squares.device)
-        x, g = _wide_factors(self.block)
-        with full_float32(self.squares.device):
-            self.squares[rows] = (g[rows].transpose(1, 2) @ x[rows]).square().sum((1, 2))
+def _recompute(squares: Tensor, block: FactoredBlock, cancelled: Tensor) -> None:
+    """Recompute squared norms ``(b,)`` in place where ``cancelled``, ``(b,)`` on the host, is true."""
+    if not bool(cancelled.any()):
+        return
+    rows = cancelled.nonzero().squeeze(1).to(squares.device)
+    x, g = _wide_factors(block)
+    with full_float32(squares.device):
+        squares[rows] = (g[rows].transpose(1, 2) @ x[rows]).square().sum((1, 2))
 
 
 def _wide_factors(block: FactoredBlock) -> tuple[Tensor, Tensor]:
@@ -128,8 +110,8 @@ def _wide_factors(block: FactoredBlock) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _factored_norms(block: FactoredBlock) -> tuple[Tensor, _Doubt | None]:
-    """Return the squared norms ``(b,)`` of gradients in factors, in full float32, and whether they are exact enough."""
+def _factored_norms(block: FactoredBlock) -> tuple[Tensor, tuple[Tensor, FactoredBlock] | None]:
+    """Return the squared norms ``(b,)`` of gradients in factors, in full float32; and where they are too inexact."""
     x, g = _wide_factors(block)
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
     with full_float32(x.device):  # also if the gradients are computed in TF32
@@ -137,7 +119,7 @@ def _factored_norms(block: FactoredBlock) -> tuple[Tensor, _Doubt | None]:
             return (g.transpose(1, 2) @ x).square().sum((1, 2)), None
         found = ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2))
     largest = (g.norm(dim=2) * x.norm(dim=2)).sum(1).square()
-    return found, _Doubt(found, found < _CANCELLED * largest, block)
+    return found, (found < _CANCELLED * largest, block)
 
 
 def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:

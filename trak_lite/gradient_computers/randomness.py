@@ -1,0 +1,130 @@
+"""Random numbers that a model draws: replay of them, and refusal of models that are random in eval mode."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite.data.batches import batch_size, take_rows
+from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.gradient_computers.reference import CheckedComputer
+from trak_lite.types import Batch
+
+__all__ = ["RandomState", "draws_numbers", "refuse_random", "restoring_draws"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """State of torch's generators on the CPU and on accelerators."""
+
+    states: Mapping[torch.device, Tensor]
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> RandomState:
+        """Return the generator states of the CPU and of these values' devices."""
+        devices = {value.device for value in values if isinstance(value, Tensor)}
+        return cls.on({torch.device("cpu"), *devices} - {torch.device("meta")})
+
+    @classmethod
+    def on(cls, devices: Iterable[torch.device]) -> RandomState:
+        """Return the generator states of these devices."""
+        return cls({device: rng_state(device) for device in devices})
+
+    def has_moved(self) -> bool:
+        """Whether random numbers were drawn since the state was saved."""
+        return any(not torch.equal(state, rng_state(device)) for device, state in self.states.items())
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Restore the saved states inside the block, so that the same numbers are drawn."""
+        now = RandomState.on(self.states)
+        try:
+            self._set()
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        for device, state in self.states.items():
+            set_rng_state(device, state)
+
+
+@contextmanager
+def restoring_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Restore the random states of a model's devices after the block; inside it they start from ``seed``, if given."""
+    before = RandomState.of(model.parameters())
+    with before.replayed():
+        if seed is not None:
+            for device in before.states:
+                seed_rng(device, seed)
+        yield
+
+
+def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
+    """Whether the model draws random numbers for a batch."""
+    with restoring_draws(computer.model, 0), torch.enable_grad():
+        before = RandomState.of(computer.model.parameters())
+        computer.terms(batch)
+        return before.has_moved()
+
+
+class _Draws(TorchFunctionMode):
+    """Records the names of the operations that draw random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.devices, self.names = list(RandomState.of(model.parameters()).states), dict[str, None]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = RandomState.on(self.devices)
+        result = func(*args, **(kwargs or {}))
+        if before.has_moved():
+            self.names[getattr(func, "__name__", "an operation")] = None
+        return result
+
+
+def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
+    """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
+
+    Raises:
+        UnsupportedModelError: If f changes; the message names the operations that draw.
+    """
+
+    def draws(part: Batch) -> bool | None:
+        try:
+            return draws_numbers(computer, part)
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            return None
+
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # One by one, as some models take samples, or together, as others do. One that takes neither fails in its pass.
+        parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
+        if (found := draws(parts[0])) is None:
+            parts, found = [batch], draws(batch)
+        if not found:
+            return
+        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
+        drawn = stack.enter_context(_Draws(computer.model))
+        values = []
+        for seed in range(4):
+            with restoring_draws(computer.model, seed):
+                values.append(torch.cat([computer.terms(part).output.detach() for part in parts]))
+    wide = torch.stack(values).to(wide_dtype(values[0].device))
+    if float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max()):  # false if any is NaN
+        raise UnsupportedModelError(
+            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
+            "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
+            "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
+        )
