@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
 
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.randomness import RandomState
@@ -90,7 +89,6 @@ class OperationCall:
     """Batch axis of every tensor argument, by ``id``."""
     output_axes: tuple[BatchAxis | None, ...] = ()
     """Batch axis of every differentiable result."""
-    spec: TreeSpec | None = None
     keep_factors: bool = False
     """Whether to return factors even if the gradients have fewer entries."""
     sliceable: bool = True
