@@ -352,6 +352,24 @@ def test_a_loop_over_samples_is_refused() -> None:
         assert_exact(nn.Linear(4, 2).double(), (rows(4),), output)
 
 
+@pytest.mark.parametrize("first_read", [0, 1])
+def test_an_output_function_that_reads_a_parameter_gets_its_gradient_or_is_refused(first_read: int) -> None:
+    """Operations outside the model are intercepted only if the first batch has some on parameters."""
+    model, number = nn.Linear(4, 2).double(), [0]
+
+    def output(call: ModelCall, batch: Any) -> Tensor:
+        value = call(batch[0]).sin().sum(1)
+        return value * call.model.weight.square().sum() if number[0] >= first_read else value
+
+    computer = assert_exact(model, (rows(3),), output)
+    number[0] = 1
+    if first_read:
+        with pytest.raises(UnsupportedModelError, match="hooks cannot see"):
+            collect_gradients(computer, (rows(3),))
+    else:
+        assert_exact(model, (rows(3),), output, computer=computer)
+
+
 def other_path(s: Net, x: Tensor) -> Tensor:
     return s.a(x) if x.sum() > 0 else s.a(x) * s.b.weight.sum()
 

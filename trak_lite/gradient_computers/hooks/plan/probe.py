@@ -146,9 +146,9 @@ def make_plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
-            only_in_model=two.only_in_model and three.only_in_model,
         )
         pairs = _relevant(two, three, plan)
+        plan.only_in_model = all(three.records[place].in_model for _, place in pairs)
         if [record.function for record in two.records] != [record.function for record in three.records]:
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
         _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)

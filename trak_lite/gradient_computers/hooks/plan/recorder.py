@@ -53,6 +53,8 @@ class Record:
     """Reasons why the rows of its arguments may belong to any sample."""
     value_free: list[bool]
     """Per tensor argument: whether it is the same for all batches of equal size."""
+    in_model: bool = False
+    """Whether it ran while the model did, not in the output function."""
 
     @property
     def has_unknown_rows(self) -> bool:
@@ -103,8 +105,6 @@ class Recorder(AbstractInterceptor):
         self._value_free: dict[int, tuple[Tensor, int]] = {}
         """Tensors that do not depend on values, with the version counters for which this holds."""
         self._running = False
-        self.only_in_model = True
-        """Whether all recorded operations ran while the model did, not in the output function."""
 
     def install(self, tree: ModelTree) -> list[Any]:
         """Hook the modules, and the model to track when it runs; return the handles."""
@@ -214,7 +214,6 @@ class Recorder(AbstractInterceptor):
             return result
         _refuse_nested(function, outputs)
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self.only_in_model &= self._running
         self._record(Record(function, sources, shapes, others, outputs, _shapes(outputs), taints, value_free))
         return result
 
@@ -233,6 +232,7 @@ class Recorder(AbstractInterceptor):
 
     def _record(self, record: Record) -> None:
         place = len(self.records)
+        record.in_model = self._running
         self.records.append(record)
         for tensor in record.outputs:
             if tensor.requires_grad:
