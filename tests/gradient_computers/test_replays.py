@@ -545,6 +545,19 @@ def test_batches_of_other_sizes_have_their_own_recording(sizes):
     assert run.passes < len(sizes) * 12
 
 
+@pytest.mark.parametrize(("sizes", "recorded"), [(range(1, 13), 8), ([1 + n // 8 for n in range(96)], 12)])
+def test_batches_of_many_shapes_keep_a_bounded_number_of_recordings(sizes, recorded, caplog):
+    """Shapes in turn keep the recordings of some; shapes one after the other replace those that are over."""
+    model = made(Net)
+    run = Run(model, self_check=False)
+    with caplog.at_level(logging.DEBUG, "trak_lite"):
+        for size in [*sizes] * (96 // len(sizes)):
+            batch = next(batches(1, size))
+            torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert sum("is recorded" in record.message for record in caplog.records) == recorded
+    assert run.passes < 96
+
+
 def test_a_tensor_that_stands_twice_in_a_batch_runs_the_pass():
     model = made(Net)
     task = resolve_task(lambda call, batch: (call(batch[0]) + call(batch[1])).square().sum(1))

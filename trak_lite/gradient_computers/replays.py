@@ -65,6 +65,8 @@ class _Kind:
 
     def __init__(self) -> None:
         self.count = 0
+        self.first = self.last = 0
+        """Numbers of its first and its last batch among those of all kinds."""
         self.seconds = float("inf")
         """Shortest pass after the first, whose plan has to be made."""
         self.recording: Recording | None = None
@@ -135,6 +137,7 @@ class Replays:
         kind = self._kind((_layout(leaves), flags, _surroundings(leaves[0]), tuple(setting)))
         kind.count += 1
         self._num_batches += 1
+        kind.first, kind.last = kind.first or self._num_batches, self._num_batches
         if kind.refusal is not None or (kind.recording is None and not self._pays(kind, to_come)):
             return _timed(kind, work)
         if kind.recording is None:
@@ -167,7 +170,17 @@ class Replays:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
         share = kind.count / self._num_batches
         expected = kind.count if to_come is None else to_come * share
-        return expected * _SAVED * kind.seconds > _SECONDS + _PASSES * kind.seconds and kind.count > 2
+        if kind.count < 3 or expected * _SAVED * kind.seconds <= _SECONDS + _PASSES * kind.seconds:
+            return False
+        recorded = [known for known in self._kinds.values() if known.recording is not None]
+        if len(recorded) < _MOST_RECORDINGS:
+            return True
+        # Batches of many shapes in turn would otherwise replace each other's recordings before these are used.
+        for known in recorded:
+            if self._num_batches - known.last > 8 + 2 * (known.last - known.first) / known.count:
+                known.recording, known.confirmed = None, False
+                return True
+        return False
 
     def _start(self, projector: object, state: tuple[int, ...]) -> None:
         """Forget all recordings: the model, the task or the projector is another one."""
@@ -229,9 +242,8 @@ class Replays:
             kind.recording = tape.finish(found)
         except UnrecordableError as error:
             self._refuse(kind, computer, str(error))
-        recorded = [known for known in self._kinds.values() if known.recording is not None]
-        if len(recorded) > _MOST_RECORDINGS:
-            recorded[0].recording, recorded[0].confirmed = None, False
+        else:
+            logger.debug("A pass of %s over %d samples is recorded.", type(model).__name__, len(leaves[0]))
         return found
 
     def _replayed(
