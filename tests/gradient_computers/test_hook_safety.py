@@ -352,6 +352,41 @@ def test_a_loop_over_samples_is_refused() -> None:
         assert_exact(nn.Linear(4, 2).double(), (rows(4),), output)
 
 
+def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+    interrupts = [False]
+
+    def forward(s: Net, x: Tensor) -> Tensor:
+        hidden = s.a(x[:, 0])
+        if interrupts[0]:
+            raise KeyboardInterrupt
+        return s.b(hidden)
+
+    model = Net(forward).double().eval()
+    computer = assert_exact(model, (rows(3, 5),))
+    interrupts[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        collect_gradients(computer, (rows(3, 5),))
+    interrupts[0] = False
+    assert torch._C._len_torch_function_stack() == 0
+    assert_exact(model, (rows(3, 5),), computer=computer)
+
+
+def write_by_name(s: Net, x: Tensor) -> Tensor:
+    row = torch.arange(len(x))
+    hidden = s.a(x[:, 0])
+    return hidden.index_put(indices=(row, torch.zeros_like(row)), values=torch.zeros(len(x), dtype=x.dtype))
+
+
+def change_sparse(s: Net, x: Tensor) -> Tensor:
+    doubled = torch.eye(x.shape[-1], dtype=x.dtype).to_sparse().mul_(2.0)
+    return s.a(torch.sparse.mm(doubled, x[:, 0].T).T)
+
+
+@pytest.mark.parametrize("forward", [write_by_name, change_sparse])
+def test_writes_by_name_and_into_sparse_tensors_are_followed(forward: Forward) -> None:
+    assert_exact(Net(forward).double().eval(), (rows(3, 5),))
+
+
 @pytest.mark.parametrize("first_read", [0, 1])
 def test_an_output_function_that_reads_a_parameter_gets_its_gradient_or_is_refused(first_read: int) -> None:
     """Operations outside the model are intercepted only if the first batch has some on parameters."""

@@ -526,6 +526,28 @@ def test_a_value_that_changes_after_the_last_comparison_is_found_at_the_end():
     np.testing.assert_array_equal(caught.value.rows["train"], np.arange(4 * 16, 4 * NUM_BATCHES))
 
 
+def test_a_replay_before_other_paths_is_compared_at_the_end():
+    class Clamps(Net):
+        def forward(self, x):
+            x = x.clamp(max=100.0) if bool((x > 100).any()) else x
+            return super().forward(x) * READ_OUTSIDE["factor"]
+
+    def finished(factor):
+        run = Run(made(Clamps), self_check=False)
+        READ_OUTSIDE["factor"] = 1.0
+        for number, (x, y) in enumerate(batches(), 1):
+            run((x + 1000 if number > 17 else x, y))
+        READ_OUTSIDE["factor"] = factor
+        run.computer.confirm()
+        run(next(batches(1)))
+        return run
+
+    assert finished(1.0).passes > NUM_BATCHES - 17
+    with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value"):
+        finished(2.0)
+    READ_OUTSIDE["factor"] = 1.0
+
+
 @pytest.mark.parametrize(("to_come", "replayed"), [(0, False), (math.inf, True)])
 def test_passes_are_recorded_if_enough_batches_follow(to_come, replayed):
     run = Run(made(Net))
@@ -606,12 +628,14 @@ def test_recordings_end_with_the_projector():
     projector = Held()
     matrix = weakref.ref(projector.matrix)
 
-    def work():
+    def work(projector):
         return [collect_gradients(run.computer, batch)["last.bias"] @ projector.matrix[:3]]
 
     for batch in batches(12):
-        run.computer.run(batch, projector, (), work, lambda _: False, math.inf)
-    projector = None
+        of_batch = functools.partial(work, projector)
+        run.computer.run(batch, projector, (), of_batch, lambda _: False, math.inf)
+    run.computer.confirm(complete=False)  # as after a loop that was not finished
+    del projector, of_batch
     assert matrix() is None
 
 

@@ -340,14 +340,18 @@ class RowWork:
     ) -> Iterator[tuple[NDArray[np.int64], _Values]]:
         """Yield the rows of every batch, in order, and its results, which are on their way to the host."""
         found: _Computed | None = None
-        for wanted, batch in batches:
-            require_one_per_sample(wanted, batch, self.rows.what)
-            left = work.pending_at_first - work.written - len(wanted)
-            with turns.batch():
-                found = self.compute(wanted, batch, max(0, left) / self.rows.batch_size)
-            yield wanted, _Values(found, self.table.spec, found.norms)
-        if found is not None:
-            found.computer.confirm()
+        complete = False
+        try:
+            for wanted, batch in batches:
+                require_one_per_sample(wanted, batch, self.rows.what)
+                left = work.pending_at_first - work.written - len(wanted)
+                with turns.batch():
+                    found = self.compute(wanted, batch, max(0, left) / self.rows.batch_size)
+                yield wanted, _Values(found, self.table.spec, found.norms)
+            complete = True
+        finally:
+            if found is not None:
+                found.computer.confirm(complete)
 
     def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Values) -> None:
         """Write the results of a batch."""

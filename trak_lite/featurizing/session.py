@@ -718,7 +718,10 @@ class FeaturizingSession:
         moved = move_batch(batch, self._settings.device)
         computer = self._computers(what)(moved, rows)
         projector = self._settings.projector
-        return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
+        try:
+            return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
+        finally:
+            computer.confirm(complete=False)  # one batch is no run: the next ones are compared on schedule
 
     def _check_train(self, table: AbstractRowTable) -> None:
         """Compute a few train rows of the loaded checkpoint again and compare, if the train data are available.

@@ -196,15 +196,19 @@ class GradientPass:
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
         plan = rows_in_batches(wanted, self.rows.batch_size)
         computer: AbstractGradientComputer | None = None
-        with progress_bar(len(wanted), label=label, progress=progress) as bar:
-            for number, (rows, batch) in enumerate(self.rows.batches(plan), 1):
-                require_one_per_sample(rows, batch, self.rows.what)
-                batch = move_batch(batch, self.device)
-                computer = self.computer_for(batch, rows)
-                yield rows, *self._computed(computer, rows, batch, projector, len(plan) - number)
-                bar.update(len(rows))
-        if computer is not None:
-            computer.confirm()
+        complete = False
+        try:
+            with progress_bar(len(wanted), label=label, progress=progress) as bar:
+                for number, (rows, batch) in enumerate(self.rows.batches(plan), 1):
+                    require_one_per_sample(rows, batch, self.rows.what)
+                    batch = move_batch(batch, self.device)
+                    computer = self.computer_for(batch, rows)
+                    yield rows, *self._computed(computer, rows, batch, projector, len(plan) - number)
+                    bar.update(len(rows))
+            complete = True
+        finally:
+            if computer is not None:
+                computer.confirm(complete)
 
     def _computed(
         self,

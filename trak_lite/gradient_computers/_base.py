@@ -169,13 +169,16 @@ class AbstractGradientComputer(ABC):
         del batch, projector, setting, is_scratch, to_come
         return work()
 
-    def confirm(self) -> None:
+    def confirm(self, complete: bool = True) -> None:
         """Compare the last recorded operations that :meth:`run` ran with ``work``; call it after the last batch.
+
+        Args:
+            complete: ``False`` compares nothing and frees the last batch, after a loop that was not finished.
 
         Raises:
             UnsupportedModelError: If they differ; the attribute ``rows`` of the error names the rows that may be wrong.
         """
-        return
+        del complete
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink`` as they are computed, in any order.

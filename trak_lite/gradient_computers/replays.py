@@ -94,8 +94,8 @@ class Replays:
         self._alive: list[Any] = []
         """What the state names by ``id``, as long as there are recordings."""
         self._num_batches = 0
-        self._last: Callable[[], Any] | None = None
-        """Compares the last batch that was replayed with its pass; ``None`` if that was done."""
+        self._last: tuple[_Kind, Callable[[], Any]] | None = None
+        """The kind of the last batch that was replayed, and what compares it; ``None`` if that was done."""
 
     def __reduce__(self) -> Any:
         """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
@@ -153,18 +153,23 @@ class Replays:
             return work()
         with computer.checks.batch(kind.structure, kind.conditions, len(leaves[0]), ()):
             kind.num_replayed += 1
-        self._last = functools.partial(self._compared, kind, computer, leaves, work)
+        self._last = kind, functools.partial(self._compared, kind, computer, leaves, work)
         return found
 
-    def confirm(self) -> None:
+    def confirm(self, complete: bool) -> None:
         """Compare the last batch that was replayed, if it was not, with its pass: nothing has changed until then.
+
+        Args:
+            complete: ``False`` only forgets the batch, which holds the projector.
 
         Raises:
             SelfCheckError: As in :meth:`run`.
         """
         last, self._last = self._last, None
-        if last is not None:
-            last()
+        if last is not None and complete:
+            last[1]()
+        if last is not None and last[0].refusal is not None:
+            last[0].recording = None
 
     def _pays(self, kind: _Kind, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
@@ -177,6 +182,8 @@ class Replays:
             return True
         # Batches of many shapes in turn would otherwise replace each other's recordings before these are used.
         for known in recorded:
+            if self._last is not None and known is self._last[0]:
+                continue  # it is still to be compared
             if self._num_batches - known.last > 8 + 2 * (known.last - known.first) / known.count:
                 known.recording, known.confirmed = None, False
                 return True
@@ -256,7 +263,10 @@ class Replays:
         except OtherPathError:
             kind.num_other_paths += 1
             if kind.num_other_paths > _MOST_OTHER_PATHS:
+                recording = kind.recording
                 self._refuse(kind, computer, "Python reads other values in other batches")
+                if self._last is not None and self._last[0] is kind:
+                    kind.recording = recording  # its last replay is still to be compared
         except MODEL_FAILURES:  # the pass names the cause, or succeeds
             pass
         return None

@@ -182,10 +182,10 @@ class HookGradientComputer(AbstractStreamingComputer):
             return work()
         return self._replays.run(self, batch, projector, setting, work, is_scratch, to_come)
 
-    def confirm(self) -> None:
+    def confirm(self, complete: bool = True) -> None:
         """Compare the last batch that was replayed with its pass."""
         with self._products():
-            self._replays.confirm()
+            self._replays.confirm(complete)
 
     def structure(self, batch: Batch) -> Any:
         """Return the structure of a batch by which plans and checks are kept."""
@@ -377,9 +377,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         if escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(escaped)[:5]} through operations that hooks cannot see: an autograd.Function, a "
-                "scripted module or other code that does not use torch operations reads them. Register a gradient "
-                "rule for the module (register_gradient_rule), use another gradient computer, or pass strict=False to "
-                "leave that part out."
+                "scripted module or other code that does not use torch operations reads them, or the output function "
+                "reads them in some batches only. Register a gradient rule for the module (register_gradient_rule), "
+                "use another gradient computer, or pass strict=False to leave that part out."
             )
         unread = [name for name in kept if not grad_pass.methods[name] and name not in escaped]
         if self.strict and unread and not plan.routed:
@@ -429,6 +429,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 logger.info("%s", error)
                 plan.doubt()  # the second pass does not assume a number of rows
             finally:
+                grad_pass.leave_model()
                 for handle in handles:
                     handle.remove()
         if not terms.output.requires_grad:

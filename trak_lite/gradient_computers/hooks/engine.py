@@ -91,6 +91,8 @@ class GradientPass(AbstractInterceptor):
         self._recomputed: dict[Any, list[Site]] = {}
         """Sites by ``Site.use``; filled if a checkpoint recomputes its part."""
         self._in_backward = self._tagging = False
+        self._depth = 0
+        """Running calls of the model, one in the other."""
         self._code = SampleCode(ledger.num_samples)
         self._scales = RowScales(self._code)
         self._tags: list[RowTags] = []
@@ -102,21 +104,25 @@ class GradientPass(AbstractInterceptor):
         """Hook modules, as the base class does, and let the pass intercept what runs in the model only, if it may."""
         handles = super().install(tree)
         if self._plan.only_in_model:
-            depth = [0]
-
-            def starts(module: nn.Module, args: Any) -> None:
-                depth[0] += 1
-                if depth[0] == 1:
-                    self.__enter__()  # type: ignore[no-untyped-call]
-
-            def ends(module: nn.Module, args: Any, result: Any) -> None:
-                depth[0] -= 1
-                if not depth[0]:
-                    self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-            handles.append(tree.model.register_forward_pre_hook(starts))
-            handles.append(tree.model.register_forward_hook(ends, always_call=True))
+            handles.append(tree.model.register_forward_pre_hook(self._model_starts))
+            handles.append(tree.model.register_forward_hook(self._model_ends, always_call=True))
         return handles
+
+    def _model_starts(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _model_ends(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def leave_model(self) -> None:
+        """Stop the interception if the model did not end: torch calls no hook after KeyboardInterrupt."""
+        if self._depth > 0:
+            self._depth = 1
+            self._model_ends()
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""

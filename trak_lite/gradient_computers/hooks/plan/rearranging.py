@@ -196,9 +196,8 @@ def _rows_of_a_table(call: _Call) -> tuple[int, ...]:
 
 def _by_subscript(call: _Call) -> tuple[int, ...]:
     values, by_name = call.args[0], not call.name.startswith("__")
-    parts: Sequence[Any] = call.parts
-    if by_name:
-        parts = call.args[1] if len(call.args) > 1 else call.kwargs["indices"]
+    named: Sequence[Any] = call.kwargs.get("indices", ())
+    parts = named if by_name and len(call.args) < 2 else call.args[1] if by_name else call.parts
     axis, moved, fixed = 0, list[int](), False
     taken = sum(_axes_of(part, by_name) for part in parts)
     for part in parts:

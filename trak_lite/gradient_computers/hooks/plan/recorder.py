@@ -188,9 +188,10 @@ class Recorder(AbstractInterceptor):
         for place, tensor in enumerate(tensors):
             # The last states of a recurrent layer have a batch axis again.
             own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
-            # If it works in place, other tensors on this memory hold the same rows.
-            keys = [id(tensor), _memory(tensor)] if is_in_place(function) else [id(tensor)]
-            self.taints.update((key, (tensor, own)) for key in keys if own)
+            if own:
+                self.taints[id(tensor)] = (tensor, own)
+            if own and is_in_place(function):  # other tensors on this memory hold the same rows
+                self.taints[_memory(tensor)] = (tensor, own)
 
     def _taints_of(self, arguments: Any) -> frozenset[str]:
         leaves = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)] if self.taints else []
