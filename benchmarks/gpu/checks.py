@@ -169,7 +169,7 @@ def same_features(name: str, bench: Bench) -> dict[str, Any]:
     for device in (torch.device("cpu"), bench.device):
         computer = HookGradientComputer(model.to(device), CallableModelOutput(output))
         moved = tuple(part.to(device) for part in batch)
-        features, _ = compute_features(
+        features, _, _ = compute_features(
             computer, CountSketchProjector(512), moved, model_id=0, rows=np.arange(8), what="benchmark"
         )
         found.append(features.cpu())
