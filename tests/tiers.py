@@ -32,6 +32,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     ),
     "the stand-in accelerator": (
         "device/test_gpu_benchmark.py::test_the_parts_are_rehearsed_and_not_measured_twice",
+        "device/test_gpu_benchmark.py::test_every_part_is_rehearsed",
         "device/test_stand_in.py::test_the_product_runs_on_an_accelerator",
     ),
     "rounds of faults and kills": (

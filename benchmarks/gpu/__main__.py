@@ -1,7 +1,8 @@
 """Everything that only a GPU can show, in one command of at most ten minutes.
 
 Parts, most valuable first: the tests that need a GPU (``tests``); features against those of the CPU (``features``);
-per-sample gradient engines against plain passes (``gradients``); the network of the functorch notebook
+whole passes, their replays and CUDA graphs of them against plain passes (``replays``); per-sample gradient engines
+against plain passes (``gradients``); the network of the functorch notebook
 (``simple_cnn``); projection of 64 x 10^8 against reading the same bytes, and against traker with fast_jl
 (``projection``); GPT-2 small and a Llama of 1.2 billion parameters in bfloat16 (``language``); products of scores
 against bandwidth and peak (``scoring``); two ranks on one GPU (``ranks``).

@@ -64,7 +64,8 @@ def run_tests(paths: list[str], bench: Bench) -> dict[str, Any]:
     options = ["-m", "cuda"] if bench.is_cuda else []
     if bench.small:
         options += ["-k", "a_batch_that_comes or torch_has"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--tb=line", "-rfE", *options, *paths]
+    workers = str(min(8, (os.cpu_count() or 1) // 2))  # one file after the other would take minutes
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--tb=line", "-rfE", *options, *paths]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -27,6 +27,7 @@ class Part:
 PARTS = {
     "tests": Part(checks.test_cases, 150, 85),
     "features": Part(checks.feature_cases, 50, 25),
+    "replays": Part(speed.replay_cases, 80, 20),
     "gradients": Part(speed.gradient_cases, 110, 25),
     "simple_cnn": Part(speed.simple_cnn_cases, 25, 25),
     "projection": Part(speed.projection_cases, 75, 25),

@@ -1,13 +1,15 @@
-"""Parts ``gradients``, ``simple_cnn``, ``projection`` and ``scoring``: wall time, with the device idle at both ends."""
+"""Parts ``replays``, ``gradients``, ``simple_cnn``, ``projection`` and ``scoring``: wall time, between idle states."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -18,7 +20,8 @@ from benchmarks.bench_gradients import ENGINES, TOLERANCE, largest_error
 from benchmarks.bench_projection import METHODS, Inputs, on_factors, on_matrix, on_vector
 from benchmarks.gpu.bench import Bench, Call, NotHere, milliseconds, ratio
 from trak_lite import Attributor
-from trak_lite._devices import full_float32
+from trak_lite._devices import full_float32, model_pass
+from trak_lite.featurizing.rows import compute_features
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer, collect_gradients
 from trak_lite.linalg.kernel import KernelSettings, factorise, gram
 from trak_lite.linalg.products import score_block
@@ -57,7 +60,7 @@ def gradients(name: str, engine_name: str, bench: Bench) -> dict[str, Any]:
         engine = ENGINES[engine_name](model, output)
     except ImportError as error:
         raise NotHere(str(error)) from error
-    with full_float32(bench.device):
+    with model_pass(plain):
         wrong = largest_error(engine, (plain, batch, output))
     if wrong is None or wrong > TOLERANCE:
         return {"fails": f"wrong gradients: relative error {wrong}"}
@@ -67,10 +70,11 @@ def gradients(name: str, engine_name: str, bench: Bench) -> dict[str, Any]:
         torch.autograd.grad(output(plain, batch).sum(), params)
 
     calls: dict[str, Call] = {
-        "engine": _in_float32(bench, partial(engine, batch)),
-        "plain": _in_float32(bench, plain_pass),
-        "plain, torch's settings": plain_pass,
+        "engine": _in_float32(plain, partial(engine, batch)),
+        "plain": _in_float32(plain, plain_pass),
     }
+    if name != "lstm":  # cuDNN's backward pass is for train mode
+        calls["plain, torch's settings"] = plain_pass
     times = bench.interleaved(calls)
     return {
         "ratio": ratio(times, "engine", "plain"),
@@ -81,14 +85,67 @@ def gradients(name: str, engine_name: str, bench: Bench) -> dict[str, Any]:
     }
 
 
-def _in_float32(bench: Bench, call: Call) -> Call:
-    """Return the call with full float32 products, whatever torch allows."""
+def _in_float32(model: nn.Module, call: Call) -> Call:
+    """Return the call in the surroundings of our computers' passes: full float32 products, no recurrent cuDNN."""
 
     def run() -> None:
-        with full_float32(bench.device):
+        with model_pass(model):
             call()
 
     return run
+
+
+# ---------------------------------------------------------------- replays
+
+
+def replay_cases(small: bool) -> dict[str, Case]:
+    return {name: partial(replays, name) for name in (("cnn", "mlp") if small else MODELS)}
+
+
+def replays(name: str, bench: Bench) -> dict[str, Any]:
+    """Measure a pass to its features, its replay with and without a CUDA graph, and a plain pass of the same batch.
+
+    Replays include their comparisons with the pass, on their schedule. ``equal`` compares the features of a graph.
+    """
+    torch.manual_seed(0)
+    make_model, make_batch, output = bench_gradients.CASES[name]
+    model = make_model().eval().to(bench.device)
+    batch = tuple((part[:3] if bench.small else part).to(bench.device) for part in make_batch())
+    rows, params = np.arange(len(batch[0])), list(model.parameters())
+
+    def features(to_come: float, graphs: bool) -> tuple[HookGradientComputer, Callable[[], Tensor]]:
+        computer, projector = (
+            HookGradientComputer(model, CallableModelOutput(output)),
+            CountSketchProjector(512),
+        )
+        computer._replays._can_capture = graphs
+        settings = {"model_id": 0, "rows": rows, "what": "benchmark", "to_come": to_come}
+        return computer, lambda: compute_features(computer, projector, batch, **settings)[0]
+
+    def plain_pass() -> None:
+        torch.autograd.grad(output(model, batch).sum(), params)
+
+    made = {
+        "pass": features(0, False),
+        "replay": features(math.inf, False),
+        "graph": features(math.inf, True),
+    }
+    for _, call in made.values():
+        for _ in range(12):  # the recording, its first comparisons, and the capture
+            call()
+    calls = {way: call for way, (_, call) in made.items()} | {"plain": _in_float32(model, plain_pass)}
+    times = bench.interleaved(calls)
+    kinds = {way: next(iter(computer._replays._kinds.values())) for way, (computer, _) in made.items()}
+    return {
+        "ms": milliseconds(times),
+        "to_plain": {way: ratio(times, way, "plain") for way in made},
+        "equal": torch.equal(made["graph"][1](), made["pass"][1]()),
+        "operations": getattr(kinds["replay"].recording, "num_operations", None),
+        "replayed": kinds["replay"].recording is not None,
+        "captured": kinds["graph"].graph is not None,
+        "refusal": kinds["graph"].refusal,
+        "peak_mib": {way: bench.peak_mib(call) for way, call in calls.items()},
+    }
 
 
 # ---------------------------------------------------------------- the network of the functorch notebook
@@ -199,8 +256,15 @@ def against_the_floor(bench: Bench, inputs: Inputs, calls: dict[str, Call]) -> d
 
 
 def sketch(proj_dim: int, dtype: torch.dtype, bench: Bench, *, kernels: bool = True) -> dict[str, Any]:
-    """Measure the default projector on gradients of a vector and of a matrix parameter."""
-    inputs = drawn(bench, dtype)
+    """Measure the default projector on gradients of a vector and of a matrix parameter.
+
+    Without kernels, a hundredth of the entries is measured: torch's operations take seconds.
+    """
+    inputs = (
+        drawn(bench, dtype)
+        if kernels
+        else replace(Inputs.draw(10**6, 10**8, bench.device), shape=(10**3, 10**3))
+    )
     devices = sketches._KERNEL_DEVICES
     if not kernels:
         sketches._KERNEL_DEVICES = frozenset()

@@ -327,7 +327,12 @@ def test_gradients_in_tf32_are_those_of_a_loop_in_tf32(name, engine, device, mon
     flat = [torch.cat([part.flatten(1) for part in grads.values()], 1).cpu() for grads in (found, full)]
     errors = [float((grads - expected).norm() / expected.norm()) for grads in flat]
     assert errors[1] > 1e-5
-    assert errors[0] < 0.8 * errors[1]  # without a matrix product, products of one row are not rounded
+    if (
+        device.type == "cuda"
+    ):  # libraries choose by the shape which products are rounded, and samples alone are another
+        assert errors[0] <= errors[1]
+    else:
+        assert errors[0] < 0.8 * errors[1]  # without a matrix product, products of one row are not rounded
 
 
 def test_norms_and_inverse_curvatures_are_computed_in_full_beside_rows_in_tf32(device, monkeypatch):

@@ -33,6 +33,15 @@ def rehearse(library: Path, out: Path, part: str) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", [part for part in PARTS if part not in ("tests", "projection")])
+@pytest.mark.skipif(stand_in.why_unbuildable() is not None, reason=str(stand_in.why_unbuildable()))
+@pytest.mark.skipif(LIBRARY in os.environ, reason="runs on the stand-in already")
+def test_every_part_is_rehearsed(part, library, tmp_path):
+    lines = rehearse(library, tmp_path / "gpu.jsonl", part)
+    assert all(line.get("equal", True) and line.get("within", True) for line in lines)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(stand_in.why_unbuildable() is not None, reason=str(stand_in.why_unbuildable()))
 @pytest.mark.skipif(LIBRARY in os.environ, reason="runs on the stand-in already")
 def test_the_parts_are_rehearsed_and_not_measured_twice(library, tmp_path):

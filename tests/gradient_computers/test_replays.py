@@ -16,12 +16,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import UnsupportedModelError
+from trak_lite.featurizing.rows import compute_features
 from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,
     collect_gradients,
 )
+from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import resolve_task
+from trak_lite.projectors._kernels import as_operation
+from trak_lite.projectors.select import select_projector
 
 NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
@@ -688,3 +692,95 @@ def test_a_flag_beside_the_tensors_of_a_batch_counts(kind):
                 torch.testing.assert_close(
                     grad, expected[name], msg=lambda text, name=name: f"{name}: {text}"
                 )
+
+
+@as_operation
+def scaled(written, read, numbers):
+    torch.mul(read[0], numbers[0], out=written)
+
+
+def test_the_launch_of_a_kernel_is_recorded_and_repeated():
+    def work(x):
+        sums = torch.empty(2, 3)
+        scaled(sums, [x + 1], [5])
+        return [sums * 2]
+
+    one, other = torch.randn(2, 3), torch.randn(2, 3)
+    with Tape([one], []) as tape:
+        found = work(one)
+    assert torch.equal(found[0], (one + 1) * 5 * 2)
+    assert torch.equal(tape.finish(found)(other)[0], (other + 1) * 5 * 2)
+
+
+# ---- on a GPU
+
+
+def featurized(model, to_come, projector="countsketch"):
+    """Return the features of batches on a GPU, by the default projector and its kernels."""
+    computer, made = HookGradientComputer(model, TASK), select_projector(projector, proj_dim=16)
+    settings = {"model_id": 0, "rows": np.arange(4), "what": "train", "to_come": to_come}
+    found = [
+        compute_features(computer, made, tuple(part.cuda() for part in batch), **settings)[0]
+        for batch in batches()
+    ]
+    computer.confirm()
+    return found
+
+
+ON_CPU = (InferenceAttribute, SparseAttribute, ReadsThroughNumPy, OwnFunction)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "kind", [kind for kind in REPLAYED if kind not in ON_CPU], ids=lambda kind: kind.__name__
+)
+def test_on_a_gpu_a_graph_of_a_replay_has_the_bits_of_the_pass(kind, caplog):
+    with caplog.at_level(logging.DEBUG, "trak_lite"):
+        found = featurized(made(kind).cuda(), math.inf)
+    graphs = "captured as a CUDA graph" in caplog.text
+    assert graphs == (kind is not ReadsSameValue), caplog.text
+    assert "other bits" not in caplog.text
+    for one, other in zip(found, featurized(made(kind).cuda(), 0), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "projector", ["countsketch", "rademacher", "gaussian", "two_sided", "mask", "grass", "none"]
+)
+def test_on_a_gpu_graphs_hold_the_kernels_of_every_projector(projector, caplog):
+    with caplog.at_level(logging.DEBUG, "trak_lite"):
+        found = featurized(made(Net).cuda(), math.inf, projector)
+    assert "captured as a CUDA graph" in caplog.text
+    assert "other bits" not in caplog.text
+    for one, other in zip(found, featurized(made(Net).cuda(), 0, projector), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "kind", [kind for kind in NOT_REPLAYED if kind not in ON_CPU], ids=lambda kind: kind.__name__
+)
+def test_on_a_gpu_what_a_recording_cannot_see_runs_the_pass(kind, caplog):
+    with caplog.at_level(logging.DEBUG, "trak_lite"):
+        found = featurized(made(kind).cuda(), math.inf)
+    assert "is captured" not in caplog.text
+    for one, other in zip(found, featurized(made(kind).cuda(), 0), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "change", [change_weights, replace_data, load_other_weights], ids=lambda change: change.__name__
+)
+def test_on_a_gpu_new_weights_are_those_of_the_next_graph(change):
+    model = made(Net).cuda()
+    run = Run(model)
+    for batch in batches():
+        run(tuple(part.cuda() for part in batch))
+    before = run.passes
+    change(model)
+    for batch in batches():
+        batch = tuple(part.cuda() for part in batch)
+        torch.testing.assert_close(run(batch)[0], reference(model, batch), rtol=1e-4, atol=1e-5)
+    assert before < NUM_BATCHES

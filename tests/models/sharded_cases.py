@@ -195,6 +195,7 @@ def answer(
 ) -> None:
     """Run a job as one rank; answer with the rank and what the job returned, or its error."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "(?s).*heuristic to set the device_id")  # where there are GPUs
     torch.set_num_threads(1)
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nothing is killed here
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)

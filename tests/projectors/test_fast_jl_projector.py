@@ -77,6 +77,10 @@ def use(monkeypatch):
     """Installs a module in the place of the extension; no device has been tested yet, and none after the test."""
 
     def installed(fake: ModuleType | None, count: int = MULTIPROCESSORS) -> None:
+        if isinstance(fake, FakeFastJL) and torch.cuda.is_available():
+            pytest.skip(
+                "the module in place of the extension computes on the CPU, and projects on a GPU here"
+            )
         monkeypatch.setitem(sys.modules, "fast_jl", fake)
         monkeypatch.setattr(wrapper, "multiprocessors", lambda device: count)
         wrapper.fast_jl_engine.cache_clear()

@@ -208,6 +208,7 @@ def test_a_kernel_that_fails_is_replaced_by_torch_with_one_logged_line(
 
 
 def test_without_triton_torch_makes_the_product_with_one_logged_line(monkeypatch, caplog):
+    use_on(monkeypatch)
     expected = RademacherProjector(40).project(random(2, 30), 0)
     use_on(monkeypatch, "cpu")
     with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):

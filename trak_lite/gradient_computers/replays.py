@@ -3,7 +3,7 @@
 A recorded pass costs its torch operations; the pass that is recorded also costs hooks, autograd's graph and rules in
 Python. A recording belongs to the shapes of a batch and to the state of the model, the task and the projector. It is
 made if enough batches follow. It is used after a second pass, over another batch, had the same bits, and compared again
-on the schedule of the self-check and after the last batch.
+on the schedule of the self-check and after the last batch. On CUDA, short operations are started together, as a graph.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
+from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled
 from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
@@ -37,6 +38,8 @@ _SECONDS, _PASSES, _SAVED = 0.05, 1.5, 0.4
 _MOST_KINDS: Final = 256
 _MOST_RECORDINGS: Final = 8
 _MOST_OTHER_PATHS: Final = 4
+_CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
+"""Replays before one is captured as a CUDA graph, and batches that have to follow."""
 _ROUNDING: Final = 1e-4
 """Relative difference of a replayed row that is no defect: kernels round by the alignment of memory."""
 
@@ -70,6 +73,9 @@ class _Kind:
         self.seconds = float("inf")
         """Shortest pass after the first, whose plan has to be made."""
         self.recording: Recording | None = None
+        self.graph: Callable[..., list[Tensor]] | None = None
+        """Runs in place of the recording."""
+        self.may_be_captured = True
         self.structure: Any = None
         self.conditions: Any = None
         self.gap = 0
@@ -94,6 +100,9 @@ class Replays:
         self._alive: list[Any] = []
         """What the state names by ``id``, as long as there are recordings."""
         self._num_batches = 0
+        self._pool: Any = None
+        """Memory of the CUDA graphs, one of which runs at a time."""
+        self._can_capture = True
         self._last: tuple[_Kind, Callable[[], Any]] | None = None
         """The kind of the last batch that was replayed, and what compares it; ``None`` if that was done."""
 
@@ -153,6 +162,8 @@ class Replays:
             return work()
         with computer.checks.batch(kind.structure, kind.conditions, len(leaves[0]), ()):
             kind.num_replayed += 1
+        if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
+            self._capture(kind, leaves, to_come)
         self._last = kind, functools.partial(self._compared, kind, computer, leaves, work)
         return found
 
@@ -169,12 +180,11 @@ class Replays:
         if last is not None and complete:
             last[1]()
         if last is not None and last[0].refusal is not None:
-            last[0].recording = None
+            last[0].recording = last[0].graph = None
 
     def _pays(self, kind: _Kind, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
-        share = kind.count / self._num_batches
-        expected = kind.count if to_come is None else to_come * share
+        expected = self._expected(kind, to_come)
         if kind.count < 3 or expected * _SAVED * kind.seconds <= _SECONDS + _PASSES * kind.seconds:
             return False
         recorded = [known for known in self._kinds.values() if known.recording is not None]
@@ -185,9 +195,31 @@ class Replays:
             if self._last is not None and known is self._last[0]:
                 continue  # it is still to be compared
             if self._num_batches - known.last > 8 + 2 * (known.last - known.first) / known.count:
-                known.recording, known.confirmed = None, False
+                known.recording, known.graph, known.confirmed = None, None, False
                 return True
         return False
+
+    def _expected(self, kind: _Kind, to_come: float | None) -> float:
+        """Return how many batches of a kind may follow."""
+        return kind.count if to_come is None else to_come * kind.count / self._num_batches
+
+    def _capture(self, kind: _Kind, leaves: Sequence[Tensor], to_come: float | None) -> None:
+        """Make a CUDA graph of a recording, if that saves time. It is used after it had the bits of a pass."""
+        assert kind.recording is not None
+        if self._expected(kind, to_come) < _CAPTURED_FOR:
+            return
+        kind.may_be_captured = False
+        if kind.recording.may_wait or not (leaves[0].is_cuda and self._can_capture):
+            return
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            kind.graph = captured(kind.recording, leaves, self._pool)
+        except RuntimeError as error:  # also a shortage of memory: the recording needs less
+            logger.info("A replay is not captured as a CUDA graph, and no other will be: %s", error)
+            self._can_capture = False
+        if kind.graph is not None:
+            kind.confirmed = False
+            logger.debug("A replay over %d samples is captured as a CUDA graph.", len(leaves[0]))
 
     def _start(self, projector: object, state: tuple[int, ...]) -> None:
         """Forget all recordings: the model, the task or the projector is another one."""
@@ -259,7 +291,7 @@ class Replays:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
         try:
-            return kind.recording(*leaves)
+            return (kind.graph or kind.recording)(*leaves)
         except OtherPathError:
             kind.num_other_paths += 1
             if kind.num_other_paths > _MOST_OTHER_PATHS:
@@ -288,8 +320,13 @@ class Replays:
         if all(map(_same_bits, found, replayed)):
             kind.confirmed = True
             return found
+        close = all(map(_close, found, replayed))
+        if kind.graph is not None and (close or not kind.confirmed):
+            logger.info("A CUDA graph has other bits than the operations that it was captured from.")
+            kind.graph, kind.confirmed = None, False
+            return found
         self._refuse(kind, computer, "a replay has other bits")
-        if kind.num_replayed and not all(map(_close, found, replayed)):
+        if kind.num_replayed and not close:
             error = SelfCheckError(
                 f"{type(computer.model).__name__} or its task gave other rows than the operations that it ran in an "
                 "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
@@ -301,7 +338,7 @@ class Replays:
 
     @staticmethod
     def _refuse(kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
-        kind.refusal, kind.recording = reason, None
+        kind.refusal, kind.recording, kind.graph = reason, None, None
         logger.info("Passes of %s are not replayed: %s.", type(computer.model).__name__, reason)
 
 

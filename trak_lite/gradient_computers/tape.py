@@ -47,7 +47,7 @@ def is_plain(tensor: Tensor) -> bool:
 class _Step:
     """One operation."""
 
-    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "value", "writes")
+    __slots__ = ("args", "function", "is_between_devices", "kwargs", "outputs", "reads", "value", "writes")
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -56,6 +56,7 @@ class _Step:
         self.outputs: list[int | None] = []
         self.value: Any = None
         """What Python read."""
+        self.is_between_devices = False
 
     def note_writes(self) -> None:
         """Find the arguments that the operation writes to."""
@@ -150,10 +151,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not all(map(is_plain, _tensors((args, kwargs, result)))):
+        tensors = _tensors((args, kwargs, result))
+        if not all(map(is_plain, tensors)):
             self.refuse(f"{func} reads or returns a sparse or nested tensor, or one of another class")
             return result
         step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
+        step.is_between_devices = len({tensor.device for tensor in tensors}) > 1
         if func in _SAME:
             self._numbers[result] = step.reads[0]
             return result
@@ -300,6 +303,8 @@ class Recording:
                 raise UnrecordableError(f"{step.function} reads what no operation has made")
             made.update(number for number in step.outputs if number is not None)
         self.num_operations = len(steps)
+        self.may_wait = any(step.value is not None or step.is_between_devices for step in steps)
+        """Whether a replay may wait for a device: Python reads values, or tensors are copied from one to another."""
         writer = _Writer(fixed)
         body = writer.body(steps, outputs)
         names = [f"v{number}" for number in inputs]
@@ -320,7 +325,7 @@ class Recording:
 
 def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation gives results of the same shapes for other values, and does not change what it is given."""
-    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "trak_lite"):
         return False
     if any(isinstance(leaf, torch.Generator) for leaf in (*args, *kwargs.values())):
         return False

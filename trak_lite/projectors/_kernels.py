@@ -1,17 +1,24 @@
-"""Choice between Triton kernels, which are an optional package, and torch operations."""
+"""Choice between Triton kernels, which are an optional package, and torch operations; launches as torch operations."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-__all__ = ["usable_kernels"]
+__all__ = ["as_operation", "usable_kernels"]
 
 logger = logging.getLogger(__name__)
+
+Launch: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[int]], None]
+"""Takes the tensor that a kernel writes, the tensors that it reads, and integers."""
+_LAUNCHES: dict[str, Launch] = {}
 
 
 @functools.cache
@@ -33,3 +40,34 @@ def usable_kernels(load: Callable[[], ModuleType], users: str, device: torch.dev
         reason,
     )
     return None
+
+
+def as_operation(launch: Launch) -> Launch:
+    """Return a launch as a torch operation on the device of its tensors.
+
+    Recordings of passes and torch's dispatch modes see operations only: a launch beside them would be left out of a
+    replay.
+    """
+    name = f"{launch.__module__}.{launch.__name__}"
+    _LAUNCHES[name] = launch
+
+    @functools.wraps(launch)
+    def run(written: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        _library()
+        torch.ops.trak_lite.launch.default(name, written, read, numbers)
+
+    return run
+
+
+@functools.cache
+def _library() -> Any:
+    """Define the operation, once per process; it ends with what is returned."""
+    library: Any = torch.library.Library("trak_lite", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("launch(str name, Tensor(a!) written, Tensor[] read, int[] numbers) -> ()")
+    library.impl("launch", _launch, "CompositeExplicitAutograd")
+    return library
+
+
+def _launch(name: str, written: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    with torch.cuda.device(written.device) if written.is_cuda else contextlib.nullcontext():
+        _LAUNCHES[name](written, read, numbers)

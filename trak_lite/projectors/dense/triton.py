@@ -11,13 +11,14 @@ Shapes: b gradient rows, n entries of a parameter from ``start`` on, K columns (
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.random.entries import RademacherEntries
 from trak_lite.projectors.random.hash import key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, rademacher_word, sign_floats
@@ -137,29 +138,33 @@ def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
 
 def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precision: str) -> None:
     """Run the kernel once on the device of the tensors."""
+    in_tf32 = precision == "tf32" or rows.dtype in _EXACT_IN_TF32
+    words = wrap32(key), wrap32(key32(key, index >> 32)), wrap32(index)
+    _launch_signed_product(sums, [rows], (*words, steps, in_tf32))
+
+
+@as_operation
+def _launch_signed_product(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    (rows,) = read
     splits, num_rows, proj_dim = sums.shape
+    *words, steps, in_tf32 = numbers
     block_columns = _FLOAT64_COLUMNS if rows.dtype == torch.float64 else _BLOCK_COLUMNS
-    if rows.dtype in _EXACT_IN_TF32:
-        precision = "tf32"
     grid = (triton.cdiv(proj_dim, block_columns), splits, triton.cdiv(num_rows, _BLOCK_ROWS))
-    with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
-        _signed_product[grid](
-            rows,
-            sums,
-            num_rows,
-            rows.shape[1],
-            proj_dim,
-            *rows.stride(),
-            wrap32(key),
-            wrap32(key32(key, index >> 32)),
-            wrap32(index),
-            steps=steps,
-            block_rows=_BLOCK_ROWS,
-            block_columns=block_columns,
-            block_entries=_BLOCK_ENTRIES,
-            precision=precision,
-            num_warps=_NUM_WARPS,
-        )
+    _signed_product[grid](
+        rows,
+        sums,
+        num_rows,
+        rows.shape[1],
+        proj_dim,
+        *rows.stride(),
+        *words,
+        steps=steps,
+        block_rows=_BLOCK_ROWS,
+        block_columns=block_columns,
+        block_entries=_BLOCK_ENTRIES,
+        precision="tf32" if in_tf32 else "ieee",
+        num_warps=_NUM_WARPS,
+    )
 
 
 def why_unusable(device: torch.device) -> str | None:

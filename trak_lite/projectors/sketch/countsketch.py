@@ -230,7 +230,10 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
         if not self._sums:
             self._sum(torch.float32, torch.device("cpu"))
         total = functools.reduce(torch.add, (self._sums[dtype] for dtype in sorted(self._sums, key=str)))
-        return total if self._projector.copies == 1 else total / math.sqrt(self._projector.copies)
+        if self._projector.copies == 1:
+            return total
+        # Not by a number: on CUDA torch multiplies by its inverse, which rounds otherwise.
+        return total / total.new_full((), math.sqrt(self._projector.copies))
 
     def _is_whole(self, name: str) -> bool:
         return sum(len(part) for _, part in self._waiting.get(name, ())) >= self._num_samples

@@ -13,16 +13,16 @@ Numerics: float64 gradients are summed in float64, all others in float32.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
@@ -246,27 +246,13 @@ class VectorKernel:
         blocks = len(self._fold_offsets)
         size = self._width // blocks
         sums = torch.empty(len(rows), size, dtype=sum_dtype(rows.dtype), device=rows.device)
-        grid = (triton.cdiv(size, _TILE_COLUMNS), triton.cdiv(len(rows), _TILE_ROWS))
-        with _on_device_of(rows):
-            _tile_sums[grid](
-                rows,
-                sums,
-                self._fold_offsets,
-                *rows.shape,
-                self._width,
-                size,
-                *rows.stride(),
-                offset,
-                blocks,
-                wrap32(self._sign_key),
-                wrap32(key32(self._sign_key, 0)),
-                wrap32(self._fold_key),
-                wrap32(key32(self._fold_key, 0)),
-                1 << _WORD_ENTRIES,
-                block_rows=_TILE_ROWS,
-                block_columns=_TILE_COLUMNS,
-                num_warps=_TILE_WARPS,
-            )
+        numbers = (
+            *(*rows.shape, self._width, size, *rows.stride(), offset, blocks),
+            *(wrap32(self._sign_key), wrap32(key32(self._sign_key, 0))),
+            *(wrap32(self._fold_key), wrap32(key32(self._fold_key, 0))),
+            1 << _WORD_ENTRIES,
+        )
+        _launch_tile_sums(sums, [rows, self._fold_offsets], numbers)
         return sums
 
     def _ring(self, rows: Tensor) -> Tensor:
@@ -296,29 +282,44 @@ def ring_sums(sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment:
         segment: Number of tiles per segment.
         first: Number of the first tile.
     """
-    segments, num_rows, width = sums.shape
+    num_rows, width = sums.shape[1:]
     high = first * width >> _WORD_ENTRIES
+    numbers = (
+        *(num_rows, rows.shape[1], width, *rows.stride(), first, len(offsets), segment),
+        *(wrap32(key), wrap32(key32(key, high)), wrap32(key32(key, high + 1)), high + 1 << _WORD_ENTRIES),
+    )
+    _launch_ring_sums(sums, [rows, offsets], numbers)
+
+
+@as_operation
+def _launch_ring_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    segments, num_rows, width = sums.shape
     grid = (triton.cdiv(width, _TILE_COLUMNS), segments, triton.cdiv(num_rows, _TILE_ROWS))
-    with _on_device_of(rows):
-        _ring_sums[grid](
-            rows,
-            sums,
-            offsets,
-            num_rows,
-            rows.shape[1],
-            width,
-            *rows.stride(),
-            first,
-            len(offsets),
-            segment,
-            wrap32(key),
-            wrap32(key32(key, high)),
-            wrap32(key32(key, high + 1)),
-            high + 1 << _WORD_ENTRIES,
-            block_rows=_TILE_ROWS,
-            block_columns=_TILE_COLUMNS,
-            num_warps=_TILE_WARPS,
-        )
+    rows, offsets = read
+    _ring_sums[grid](
+        rows,
+        sums,
+        offsets,
+        *numbers,
+        block_rows=_TILE_ROWS,
+        block_columns=_TILE_COLUMNS,
+        num_warps=_TILE_WARPS,
+    )
+
+
+@as_operation
+def _launch_tile_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    grid = (triton.cdiv(sums.shape[1], _TILE_COLUMNS), triton.cdiv(len(sums), _TILE_ROWS))
+    rows, fold_offsets = read
+    _tile_sums[grid](
+        rows,
+        sums,
+        fold_offsets,
+        *numbers,
+        block_rows=_TILE_ROWS,
+        block_columns=_TILE_COLUMNS,
+        num_warps=_TILE_WARPS,
+    )
 
 
 # ---- matrices
@@ -647,30 +648,39 @@ class MatrixKernel:
             origin: Index in the whole matrix of the first entry of ``grads``.
             apart: Overwrite the sums of each block separately.
         """
-        num_rows = sums.shape[-2]
-        programs = parts[1] - parts[0] if apart else 1
-        grid = (triton.cdiv(self._size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS), programs)
-        with _on_device_of(grads):
-            _matrix_sums[grid](
-                grads,
-                sums,
-                self._lists,
-                self._bounds,
-                self._facts,
-                self._signs,
-                num_rows,
-                self._size,
-                *strides,
-                origin,
-                *parts,
-                *groups,
-                unroll=_MATRIX_UNROLL,
-                block_rows=_MATRIX_ROWS,
-                block_columns=_MATRIX_COLUMNS,
-                apart=apart,
-                num_warps=_MATRIX_WARPS,
-                **_REGISTERS,
-            )
+        read = [grads, self._lists, self._bounds, self._facts, self._signs]
+        numbers = (sums.shape[-2], self._size, *strides, origin, *parts, *groups)
+        (_launch_apart if apart else _launch_matrix_sums)(sums, read, numbers)
+
+
+@as_operation
+def _launch_matrix_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    _matrix_sums_of(sums, read, numbers, programs=1, apart=False)
+
+
+@as_operation
+def _launch_apart(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    _matrix_sums_of(sums, read, numbers, programs=len(sums), apart=True)
+
+
+def _matrix_sums_of(
+    sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int], *, programs: int, apart: bool
+) -> None:
+    num_rows, size = sums.shape[-2:]
+    grid = (triton.cdiv(size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS), programs)
+    grads, *tables = read
+    _matrix_sums[grid](
+        grads,
+        sums,
+        *tables,
+        *numbers,
+        unroll=_MATRIX_UNROLL,
+        block_rows=_MATRIX_ROWS,
+        block_columns=_MATRIX_COLUMNS,
+        apart=apart,
+        num_warps=_MATRIX_WARPS,
+        **_REGISTERS,
+    )
 
 
 def _row_lists(part: MatrixPart, proj_dim: int) -> tuple[Tensor, Tensor, int]:
@@ -694,11 +704,6 @@ def _row_lists(part: MatrixPart, proj_dim: int) -> tuple[Tensor, Tensor, int]:
 
 
 # ---- both
-
-
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which kernels run on the device of a tensor."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def why_unusable(device: torch.device) -> str | None:

@@ -1,0 +1,64 @@
+"""Capture of a replay as a CUDA graph: all its kernels start at once, for which the host takes longer than they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["captured"]
+
+Replay = Callable[..., list[Tensor]]
+
+
+def captured(replay: Replay, inputs: Sequence[Tensor], pool: Any) -> Replay | None:
+    """Return a function that repeats the kernels of a replay, ``None`` if it would save little or nothing.
+
+    It copies its inputs to memory of its own, and returns copies of its results. Tensors that the replay takes from
+    elsewhere are read where they lie now.
+
+    Args:
+        replay: Runs on the device of the inputs alone, and waits for nothing.
+        inputs: Inputs of such a replay, on one CUDA device.
+        pool: ``torch.cuda.graph_pool_handle()``, for graphs that never run at the same time.
+
+    Raises:
+        RuntimeError: If an operation cannot be captured; torch's own message.
+    """
+    device = inputs[0].device
+    with torch.cuda.device(device):
+        kept = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
+        moved = any(one.stride() != other.stride() for one, other in zip(kept, inputs, strict=True))
+        if moved or not _waits_for_the_host(replay, kept):
+            return None
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            # Other threads (of loaders, of pinned memory) may call CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = replay(*kept)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad(), torch.cuda.device(device):
+            torch._foreach_copy_(kept, list(inputs))
+            graph.replay()
+            return [result.clone() for result in results]
+
+    return run
+
+
+def _waits_for_the_host(replay: Replay, inputs: Sequence[Tensor]) -> bool:
+    """Whether the device is idle soon after the host has started the last kernel."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    replay(*inputs)
+    started = time.perf_counter()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started < (started - begin) / 2
