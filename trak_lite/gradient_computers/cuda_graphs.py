@@ -56,9 +56,12 @@ def captured(replay: Replay, inputs: Sequence[Tensor], pool: Any) -> Replay | No
 
 def _waits_for_the_host(replay: Replay, inputs: Sequence[Tensor]) -> bool:
     """Whether the device is idle soon after the host has started the last kernel."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    replay(*inputs)
-    started = time.perf_counter()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started < (started - begin) / 2
+    shares = []
+    for _ in range(3):  # other processes may use the device
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        replay(*inputs)
+        started = time.perf_counter()
+        torch.cuda.synchronize()
+        shares.append((time.perf_counter() - started) / (started - begin))
+    return min(shares) < 0.5

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from trak_lite._devices import in_float64
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
@@ -41,7 +42,7 @@ _MOST_OTHER_PATHS: Final = 4
 _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
 _ROUNDING: Final = 1e-4
-"""Relative difference of a replayed row that is no defect: kernels round by the alignment of memory."""
+"""Relative difference of a replayed row that is no defect: kernels round by the alignment of memory, or atomically."""
 
 
 class ReplayedComputer(Protocol):
@@ -76,6 +77,8 @@ class _Kind:
         self.graph: Callable[..., list[Tensor]] | None = None
         """Runs in place of the recording."""
         self.may_be_captured = True
+        self.is_unsteady = False
+        """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
         self.structure: Any = None
         self.conditions: Any = None
         self.gap = 0
@@ -217,7 +220,11 @@ class Replays:
         except RuntimeError as error:  # also a shortage of memory: the recording needs less
             logger.info("A replay is not captured as a CUDA graph, and no other will be: %s", error)
             self._can_capture = False
-        if kind.graph is not None:
+        if kind.graph is None:
+            logger.debug(
+                "A replay over %d samples is not captured: its kernels take as long.", len(leaves[0])
+            )
+        else:
             kind.confirmed = False
             logger.debug("A replay over %d samples is captured as a CUDA graph.", len(leaves[0]))
 
@@ -321,6 +328,9 @@ class Replays:
             kind.confirmed = True
             return found
         close = all(map(_close, found, replayed))
+        if close and self._is_unsteady(kind, computer, found, work):
+            kind.confirmed = True
+            return found
         if kind.graph is not None and (close or not kind.confirmed):
             logger.info("A CUDA graph has other bits than the operations that it was captured from.")
             kind.graph, kind.confirmed = None, False
@@ -335,6 +345,19 @@ class Replays:
             computer.checks.fail(error, kind.conditions, suspected)
             raise error
         return found
+
+    @staticmethod
+    def _is_unsteady(
+        kind: _Kind, computer: ReplayedComputer, found: Sequence[Tensor], work: Callable[[], Sequence[Tensor]]
+    ) -> bool:
+        """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
+        if not kind.is_unsteady and found[0].device.type != "cpu":
+            checks, computer.self_check = computer.self_check, False
+            try:
+                kind.is_unsteady = not all(map(_same_bits, found, work()))
+            finally:
+                computer.self_check = checks
+        return kind.is_unsteady
 
     @staticmethod
     def _refuse(kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
@@ -361,8 +384,15 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    wide = one.double(), other.double()
-    return bool((wide[0] - wide[1]).norm() <= _ROUNDING * wide[0].norm())
+    """Whether all rows are equal up to rounding; numbers, such as f, are compared with the largest of the batch."""
+    if one.shape != other.shape:
+        return False
+    wide, difference = in_float64(one), in_float64(one) - in_float64(other)
+    dims = tuple(range(1, one.dim()))
+    size, error = (
+        torch.linalg.vector_norm(t, dim=dims) if dims else t.abs().max() for t in (wide, difference)
+    )
+    return bool((error <= _ROUNDING * size).all())
 
 
 def _is_watched(device: torch.device) -> bool:

@@ -35,12 +35,12 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _TILE_ROWS = 32
 _TILE_COLUMNS = 128
 _TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
-_MATRIX_ROWS = 8
+_MATRIX_ROWS = 2
 _MATRIX_COLUMNS = 64
 _MATRIX_WARPS = (
-    2  # few sums per program give many programs: one sum cannot be split, because its order is fixed
+    1  # few sums per program give many programs: one sum cannot be split, because its order is fixed
 )
-_MATRIX_UNROLL = 8  # rows of the matrix that are read before they are added
+_MATRIX_UNROLL = 16  # rows of the matrix that are read before they are added
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 """Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
 compiler does not have the option."""
