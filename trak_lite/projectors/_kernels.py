@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Launch: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[int]], None]
 """Takes the tensor that a kernel writes, the tensors that it reads, and integers."""
-_LAUNCHES: dict[str, Launch] = {}
+_LAUNCHES: list[Launch] = []
 
 
 @functools.cache
@@ -48,13 +48,13 @@ def as_operation(launch: Launch) -> Launch:
     Recordings of passes and torch's dispatch modes see operations only: a launch beside them would be left out of a
     replay.
     """
-    name = f"{launch.__module__}.{launch.__name__}"
-    _LAUNCHES[name] = launch
+    number = len(_LAUNCHES)
+    _LAUNCHES.append(launch)
 
     @functools.wraps(launch)
     def run(written: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
         _library()
-        torch.ops.trak_lite.launch.default(name, written, read, numbers)
+        torch.ops.trak_lite.launch.default(number, written, read, numbers)
 
     return run
 
@@ -63,11 +63,11 @@ def as_operation(launch: Launch) -> Launch:
 def _library() -> Any:
     """Define the operation, once per process; it ends with what is returned."""
     library: Any = torch.library.Library("trak_lite", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define("launch(str name, Tensor(a!) written, Tensor[] read, int[] numbers) -> ()")
+    library.define("launch(int number, Tensor(a!) written, Tensor[] read, int[] numbers) -> ()")
     library.impl("launch", _launch, "CompositeExplicitAutograd")
     return library
 
 
-def _launch(name: str, written: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
+def _launch(number: int, written: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
     with torch.cuda.device(written.device) if written.is_cuda else contextlib.nullcontext():
-        _LAUNCHES[name](written, read, numbers)
+        _LAUNCHES[number](written, read, numbers)
