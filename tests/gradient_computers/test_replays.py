@@ -778,7 +778,9 @@ def test_on_a_gpu_a_graph_of_a_replay_has_the_bits_of_the_pass(kind, always_capt
     with caplog.at_level(logging.DEBUG, "trak_lite"):
         found = featurized(made(kind).cuda(), math.inf)
     graphs = "captured as a CUDA graph" in caplog.text
-    assert graphs == (kind is not ReadsSameValue), caplog.text
+    assert graphs != (kind in (Attention, ReadsSameValue, WritesIntoItsOwnCopy)), (
+        "these may wait for the device"
+    )
     assert "other bits" not in caplog.text
     for one, other in zip(found, featurized(made(kind).cuda(), 0), strict=True):
         assert torch.equal(one, other)

@@ -6,7 +6,7 @@ arXiv:2002.08484) of the targets themselves, cosine of unit rows, self-influence
 
 Shapes: b train rows of a block, M targets, K feature width.
 Numerics: products accumulate in float32, or in float64 if one side is float64; never in float16. A block of a
-narrower dtype is upcast a few rows at a time.
+narrower dtype is upcast some rows at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from trak_lite.types import FeatureLayout
 __all__ = ["score_block", "self_scores", "unit_segments"]
 
 _TILE_ROWS: Final = 256
-"""Rows upcast at a time."""
+"""Rows upcast at a time on a CPU, whose cache they fit into."""
+_TILE_BYTES: Final = 1 << 26
+"""Upcast rows on other devices, where a launch takes longer than the product of few rows."""
 
 
 @torch.no_grad()
@@ -107,10 +109,11 @@ def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: Feat
         )
     like = kernels[0].factor
     scores = torch.zeros(train.shape[0], dtype=like.dtype, device=like.device)
-    for start in range(0, train.shape[0], _TILE_ROWS):
-        rows = train[start : start + _TILE_ROWS]
+    step = _tile_rows(train, like.dtype)
+    for start in range(0, train.shape[0], step):
+        rows = train[start : start + step]
         for segment, kernel in zip(layout.segments, kernels, strict=True):
-            scores[start : start + _TILE_ROWS] += kernel.quadratic_form(rows[:, segment.start : segment.stop])
+            scores[start : start + step] += kernel.quadratic_form(rows[:, segment.start : segment.stop])
     return scores
 
 
@@ -142,12 +145,20 @@ def _upcast_rows(block: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tenso
     if block.dtype == dtype:
         yield 0, block
         return
-    buffer = torch.empty(min(_TILE_ROWS, block.shape[0]), block.shape[1], dtype=dtype, device=block.device)
-    for start in range(0, block.shape[0], _TILE_ROWS):
-        piece = block[start : start + _TILE_ROWS]
+    step = _tile_rows(block, dtype)
+    buffer = torch.empty(min(step, block.shape[0]), block.shape[1], dtype=dtype, device=block.device)
+    for start in range(0, block.shape[0], step):
+        piece = block[start : start + step]
         rows = buffer[: piece.shape[0]]
         rows.copy_(piece)
         yield start, rows
+
+
+def _tile_rows(block: Tensor, dtype: torch.dtype) -> int:
+    """Return how many rows of a block are upcast at a time."""
+    if block.device.type == "cpu":
+        return _TILE_ROWS
+    return max(_TILE_ROWS, _TILE_BYTES // (dtype.itemsize * max(1, block.shape[1])))
 
 
 def _unit_rows(rows: Tensor) -> Tensor:

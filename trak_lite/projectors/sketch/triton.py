@@ -35,12 +35,13 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _TILE_ROWS = 32
 _TILE_COLUMNS = 128
 _TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
-_MATRIX_ROWS = 2
 _MATRIX_COLUMNS = 64
 _MATRIX_WARPS = (
     1  # few sums per program give many programs: one sum cannot be split, because its order is fixed
 )
-_MATRIX_UNROLL = 16  # rows of the matrix that are read before they are added
+_MATRIX_STEPS = ((2, 16), (1, 32))
+"""Samples of a program, and rows of the matrix that are read before they are added; the second for few programs."""
+_FEW_PROGRAMS = 512
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 """Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
 compiler does not have the option."""
@@ -667,15 +668,19 @@ def _matrix_sums_of(
     sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int], *, programs: int, apart: bool
 ) -> None:
     num_rows, size = sums.shape[-2:]
-    grid = (triton.cdiv(size, _MATRIX_COLUMNS), triton.cdiv(num_rows, _MATRIX_ROWS), programs)
+    column_blocks = triton.cdiv(size, _MATRIX_COLUMNS)
+    many, few = _MATRIX_STEPS
+    is_many = column_blocks * triton.cdiv(num_rows, many[0]) * programs >= _FEW_PROGRAMS
+    block_rows, unroll = many if is_many else few
+    grid = (column_blocks, triton.cdiv(num_rows, block_rows), programs)
     grads, *tables = read
     _matrix_sums[grid](
         grads,
         sums,
         *tables,
         *numbers,
-        unroll=_MATRIX_UNROLL,
-        block_rows=_MATRIX_ROWS,
+        unroll=unroll,
+        block_rows=block_rows,
         block_columns=_MATRIX_COLUMNS,
         apart=apart,
         num_warps=_MATRIX_WARPS,
