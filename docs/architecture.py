@@ -7,8 +7,9 @@ that import each other; they have the same floor. An arrow is *upward* if its en
 ``FLOORS`` of tests/test_architecture.py.
 
 ``--draw`` writes docs/images/architecture.svg: the rooms on the floors of that list, without arrows that a chain of
-other arrows implies. ``--trace`` runs ``featurize`` on one batch and ``score`` on five targets, and counts the files
-of the package that they execute, the calls from one file to another, and the depth of these calls.
+other arrows implies. ``--trace`` runs ``featurize`` on one batch, ``score`` on five targets and ``featurize`` on many
+batches, and counts the files of the package that the first two and one of the many batches execute, the calls from one
+file to another, and the depth of these calls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import ast
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -179,6 +180,9 @@ def svg(root: Path) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+_REPLAYED = 300  # number of a batch that is neither recorded nor compared
+
+
 class Journey(NamedTuple):
     """Files and calls of the package that a call executes."""
 
@@ -189,41 +193,52 @@ class Journey(NamedTuple):
     """Number of files in the deepest chain of calls."""
 
 
-def traced(call: Callable[[], object], folder: Path) -> Journey:
-    """Run a call, and count the files and calls in a package's folder, in this thread."""
-    files: set[str] = set()
-    chain: list[str] = []
-    counts = [0, 0]
-    inside = str(folder) + os.sep
+class Trace:
+    """Counts the files and calls in a package's folder, in this thread, inside the block."""
 
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        name = frame.f_code.co_filename
-        if event not in ("call", "return") or not name.startswith(inside):
+    def __init__(self, folder: Path) -> None:
+        self._inside = str(folder) + os.sep
+        self._files: set[str] = set()
+        self._chain: list[str] = []
+        self._calls = self._depth = 0
+
+    def __enter__(self) -> Trace:
+        """Start to count."""
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        sys.setprofile(None)
+
+    @property
+    def journey(self) -> Journey:
+        """What was counted."""
+        return Journey(len(self._files), self._calls, self._depth)
+
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
+        name, chain = frame.f_code.co_filename, self._chain
+        if event not in ("call", "return") or not name.startswith(self._inside):
             return
         if event == "return":
             if chain:
                 chain.pop()
             return
-        files.add(name)
-        counts[0] += bool(chain) and chain[-1] != name
+        self._files.add(name)
+        self._calls += bool(chain) and chain[-1] != name
         chain.append(name)
-        changes = 1 + sum(one != other for one, other in pairwise(chain))
-        counts[1] = max(counts[1], changes)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return Journey(len(files), counts[0], counts[1])
+        self._depth = max(self._depth, 1 + sum(one != other for one, other in pairwise(chain)))
 
 
 def journeys(root: Path) -> dict[str, Journey]:
-    """Trace ``featurize`` of one batch and ``score`` of five targets, with default settings and a store on disk."""
+    """Trace ``featurize`` of one batch, ``score`` of five targets, and one of many batches, which is a replay.
+
+    With default settings and a store on disk.
+    """
     sys.path.insert(0, str(root))
     import torch
     from torch import nn
-    from torch.utils.data import TensorDataset
+    from torch.utils.data import TensorDataset, default_collate
 
     from trak_lite import Attributor
 
@@ -237,10 +252,33 @@ def journeys(root: Path) -> dict[str, Journey]:
             attributor = Attributor(
                 model, "image_classification", f"{path}/{turn}.zarr", proj_dim=8, progress=False
             )
-            train, targets = data(8), data(5)
-            featurize = traced(lambda a=attributor, d=train: a.featurize(d), root / PACKAGE)
-            score = traced(lambda a=attributor, d=targets: a.score(d), root / PACKAGE)
-    return {"featurize, one batch": featurize, "score, five targets": score}
+            with Trace(root / PACKAGE) as featurize:
+                attributor.featurize(data(8))
+            with Trace(root / PACKAGE) as score:
+                attributor.score(data(5))
+        replay, num_batches = Trace(root / PACKAGE), 0
+
+        def collate(rows: list[object]) -> object:
+            nonlocal num_batches
+            num_batches += 1
+            if num_batches == _REPLAYED:
+                replay.__enter__()
+            elif num_batches == _REPLAYED + 1:
+                replay.__exit__()
+            return default_collate(rows)
+
+        attributor = Attributor(
+            model,
+            "image_classification",
+            f"{path}/many.zarr",
+            proj_dim=8,
+            progress=False,
+            batch_size=8,
+            collate=collate,
+        )
+        attributor.featurize(data(8 * 2 * _REPLAYED))
+    traces = {"featurize, one batch": featurize, "score, five targets": score, "a replayed batch": replay}
+    return {name: trace.journey for name, trace in traces.items()}
 
 
 def lines(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import counts
+import numpy as np
 import pytest
 import torch
 from device_runs import PLAIN, attributor
@@ -11,6 +12,10 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.models import GPT
 from trak_lite import Attributor
+from trak_lite.featurizing.rows import compute_features
+from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.modelout_functions import resolve_task
+from trak_lite.projectors import CountSketchProjector
 
 LAUNCHES = 2.0
 """Kernels and launches of a batch, at most, in units of those of a plain forward and backward pass."""
@@ -93,6 +98,24 @@ def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(dev
     matrices = [site for site in tally.sites if "sketch/matrix.py" in site]
     assert not matrices, tally.sites.most_common(20)
     assert sum(n for site, n in tally.sites.items() if "sketch/blocks.py" in site) <= 51 * 11
+
+
+def test_a_replay_launches_no_more_than_its_pass_and_waits_for_nothing(device):
+    model, task = language(device), resolve_task("causal_language_modeling")
+    computer, projector = HookGradientComputer(model, task), CountSketchProjector(64)
+    ids = torch.randint(VOCABULARY, (BATCH, model.tokens), device=device)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    settings = {"model_id": 0, "rows": np.arange(BATCH), "what": "train"}
+    for _ in range(8):
+        compute_features(computer, projector, batch, **settings, to_come=1000)
+    (kind,) = computer._replays._kinds.values()
+    with counts.counted(device, triton=False) as counting:
+        kind.recording(*batch.values())
+    with counts.counted(device, triton=False) as of_pass:
+        compute_features(computer, projector, batch, **settings)
+
+    assert counting.tally.total <= of_pass.tally.total
+    assert max(counting.tally.waits.total(), counting.tally.device_waits) == 0, counting.tally.waits
 
 
 # ---- scoring

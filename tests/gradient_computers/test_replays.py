@@ -309,6 +309,11 @@ class InferenceAttribute(Net):
         return super().forward(x) + self.shift.clone()
 
 
+class ReadsOutside(Net):
+    def forward(self, x):
+        return super().forward(x) * READ_OUTSIDE["factor"]
+
+
 class OwnFunction(Net):
     class Double(torch.autograd.Function):
         @staticmethod
@@ -499,10 +504,6 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change):
 
 
 def test_a_value_outside_the_model_that_changes_ends_the_run_with_the_rows_since_the_last_comparison():
-    class ReadsOutside(Net):
-        def forward(self, x):
-            return super().forward(x) * READ_OUTSIDE["factor"]
-
     READ_OUTSIDE["factor"] = 1.0
     run = Run(made(ReadsOutside))
     for number, batch in enumerate(batches(31)):
@@ -516,10 +517,6 @@ def test_a_value_outside_the_model_that_changes_ends_the_run_with_the_rows_since
 
 
 def test_a_value_that_changes_after_the_last_comparison_is_found_at_the_end():
-    class ReadsOutside(Net):
-        def forward(self, x):
-            return super().forward(x) * READ_OUTSIDE["factor"]
-
     READ_OUTSIDE["factor"] = 1.0
     run = Run(made(ReadsOutside))
     for number, batch in enumerate(batches()):
