@@ -11,7 +11,7 @@ import torch
 from dense_cases import columns, projection
 from tiny_runs import Counting
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold
 from trak_lite.errors import (
@@ -20,8 +20,11 @@ from trak_lite.errors import (
     NonFiniteError,
     StateError,
 )
-from trak_lite.gradient_computers import FunctionalGradientComputer
+from trak_lite.featurizing.normalized import RowNormalizer
+from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.methods import GaussNewton
+from trak_lite.modelout_functions import resolve_task
+from trak_lite.projectors import CountSketchProjector
 from trak_lite.store import Manifest
 
 N, M, K, CLASSES = 40, 5, 6, 3
@@ -51,6 +54,20 @@ def dataset(count, seed):
 
 TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
 ROWS = {"name": "d", "batch_size": 10}
+
+
+@by_kind
+def test_a_batch_that_is_streamed_again_has_the_same_rows_and_norms(normalize):
+    """As after a pass that failed half way, and for comparisons."""
+    computer = HookGradientComputer(model(), resolve_task("image_classification"))
+    batch, parameters = default_collate([dataset(4, 0)[i] for i in range(4)]), computer.parameters
+    normalizer, found = RowNormalizer(normalize, 4), []
+    for _ in range(2):
+        accumulator = CountSketchProjector(8).accumulator(4, model_id=0, parameters=parameters)
+        normalizer.stream(computer, batch, accumulator.add)
+        found.append((normalizer.scale(accumulator.features()), normalizer.norms()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def states():

@@ -22,7 +22,7 @@ from trak_lite.gradient_computers import (
     IterativeGradientComputer,
     collect_gradients,
 )
-from trak_lite.gradient_computers.replays import Replays
+from trak_lite.gradient_computers.replays import Replays, _close
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.projectors._kernels import as_operation
@@ -528,6 +528,40 @@ def test_a_value_that_changes_after_the_last_comparison_is_found_at_the_end():
     np.testing.assert_array_equal(caught.value.rows["train"], np.arange(4 * 16, 4 * NUM_BATCHES))
 
 
+@pytest.mark.parametrize("more", [0, 1, 4])
+def test_a_graph_hides_no_value_that_changed_before_it_was_captured(more, monkeypatch):
+    """On a CPU the recording stands for the graph."""
+
+    def capture(replays, kind, leaves, to_come):
+        if READ_OUTSIDE["factor"] == 2.0 and kind.graph is None:
+            kind.graph, kind.confirmed = kind.recording.__call__, False
+
+    def rows():
+        """Change the factor after the first replay; end some batches after the second, whose rows are wrong."""
+        run, replays, left = Run(made(ReadsOutside), self_check=False), 0, more
+        for number, batch in enumerate(batches()):
+            run.computer.name_rows("train", np.arange(4 * number, 4 * number + 4))
+            before = run.passes
+            if replays == 2:
+                left -= 1
+                if left < 0:
+                    break
+            run(batch)
+            if run.passes == before and replays < 2:
+                READ_OUTSIDE["factor"], replays = 2.0, replays + 1
+                wrong.extend(range(4 * number, 4 * number + 4))
+        run.computer.confirm()
+
+    monkeypatch.setattr(Replays, "_capture", capture)
+    monkeypatch.setattr("trak_lite.gradient_computers.replays._CAPTURED_AFTER", 2)
+    monkeypatch.setitem(READ_OUTSIDE, "factor", 1.0)
+    wrong = []
+    with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value") as caught:
+        rows()
+    assert len(wrong) == 8
+    assert set(wrong) <= set(caught.value.rows["train"].tolist())
+
+
 def test_a_replay_before_other_paths_is_compared_at_the_end():
     class Clamps(Net):
         def forward(self, x):
@@ -730,6 +764,22 @@ def test_replays_of_a_pass_whose_own_bits_change_are_equal_up_to_rounding(error,
         expected = collect_gradients(IterativeGradientComputer(model, TASK), batch)["last.weight"].flatten(1)
         torch.testing.assert_close(run(batch)[0], expected, rtol=2 * error, atol=1e-6)
     assert (run.passes < NUM_BATCHES) == is_used
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ([[1.0, math.nan], [2.0, 0.0]], [[1.000001, math.nan], [2.0, 0.0]], True),
+        ([[1.0, 1.0], [2.0, 0.0]], [[1.0, math.nan], [2.0, 0.0]], False),
+        ([[1.0, 1.0], [1e-9, 0.0]], [[1.0, 1.0], [0.0, 1e-9]], True),
+        ([[2000.0, 1.0], [1.0, 0.0]], [[2000.0, 1.0], [1.001, 0.0]], True),
+        ([[10.0, 1.0], [1.0, 0.0]], [[10.0, 1.0], [1.001, 0.0]], False),
+        ([1.0, math.inf, 0.0], [1.0, math.inf, 1e-7], True),
+        ([1.0, 2.0], [1.0, 2.1], False),
+    ],
+)
+def test_rows_are_close_up_to_rounding_of_their_own_size(one, other, equal):
+    assert _close(torch.tensor(one), torch.tensor(other), 1e-4) == equal
 
 
 def elsewhere(is_unsteady, kind, computer, found, work):

@@ -70,7 +70,11 @@ class RowNormalizer:
         return repr(self._normalization), self._adam_digest
 
     def stream(self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink) -> OutputTerms:
-        """Pass the blocks of the batch to ``sink``; see :meth:`AbstractGradientComputer.stream_gradients`."""
+        """Pass the blocks of the batch to ``sink``; see :meth:`AbstractGradientComputer.stream_gradients`.
+
+        The batch may be streamed again, after a pass that failed or for a comparison.
+        """
+        self._norms = GradientNorms(self._num_samples)
         if self._normalization.kind == "adam":
             return computer.stream_gradients(batch, lambda block: self._pass_scaled(block, sink))
         if self._normalization.kind == "adam_update":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,15 +18,18 @@ __all__ = ["captured"]
 Replay = Callable[..., list[Tensor]]
 
 
-def captured(replay: Replay, inputs: Sequence[Tensor], pool: Any) -> Replay | None:
+def captured(
+    replay: Replay, inputs: Sequence[Tensor], constants: Sequence[Tensor], pool: Any
+) -> Replay | None:
     """Return a function that repeats the kernels of a replay, ``None`` if it would save little or nothing.
 
-    It copies its inputs to memory of its own, and returns copies of its results. Tensors that the replay takes from
-    elsewhere are read where they lie now.
+    It copies its inputs to memory of its own, and returns copies of its results. It calls the replay if a constant has
+    other memory than now.
 
     Args:
         replay: Runs on the device of the inputs alone, and waits for nothing.
         inputs: Inputs of such a replay, on one CUDA device.
+        constants: All else that the replay reads or overwrites.
         pool: ``torch.cuda.graph_pool_handle()``, for graphs that never run at the same time.
 
     Raises:
@@ -34,24 +41,62 @@ def captured(replay: Replay, inputs: Sequence[Tensor], pool: Any) -> Replay | No
         moved = any(one.stride() != other.stride() for one, other in zip(kept, inputs, strict=True))
         if moved or not _waits_for_the_host(replay, kept):
             return None
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        graph, stream = torch.cuda.CUDAGraph(), _stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            # Other threads (of loaders, of pinned memory) may call CUDA meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                results = replay(*kept)
-            finally:
-                graph.capture_end()
+            # A capture that fails leaves torch's allocator and generators in a state of capture: find it out before.
+            # And cuBLAS takes memory at its first product on a stream, which is not to be that of the graph.
+            with _refusing_waits():
+                replay(*kept)
+            with _no_collection():  # which might free what belongs to CUDA
+                # Other threads (of loaders, of pinned memory) may call CUDA meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    results = replay(*kept)
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
+    places = [tensor.data_ptr() for tensor in constants]
 
     def run(*inputs: Tensor) -> list[Tensor]:
+        if places != [tensor.data_ptr() for tensor in constants]:
+            return replay(*inputs)
         with torch.no_grad(), torch.cuda.device(device):
             torch._foreach_copy_(kept, list(inputs))
             graph.replay()
             return [result.clone() for result in results]
 
     return run
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: every stream on which cuBLAS multiplies has memory of its own."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _refusing_waits() -> Iterator[None]:
+    """Raise RuntimeError where torch waits for the device inside the block."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it does not notice all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _waits_for_the_host(replay: Replay, inputs: Sequence[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from trak_lite._devices import in_float64
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
-from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled
+from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
 from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
@@ -41,8 +41,6 @@ _MOST_RECORDINGS: Final = 8
 _MOST_OTHER_PATHS: Final = 4
 _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
-_ROUNDING: Final = 1e-4
-"""Relative difference of a replayed row that is no defect: kernels round by the alignment of memory, or atomically."""
 
 
 class ReplayedComputer(Protocol):
@@ -52,6 +50,7 @@ class ReplayedComputer(Protocol):
     modelout_fn: AbstractModelOutput
     self_check: bool
     checks: SelfCheck
+    autocast_dtype: torch.dtype | None
 
     @property
     def differentiates_the_model(self) -> bool:
@@ -212,12 +211,16 @@ class Replays:
         if self._expected(kind, to_come) < _CAPTURED_FOR:
             return
         kind.may_be_captured = False
-        if kind.recording.may_wait or not (leaves[0].is_cuda and self._can_capture):
+        on_cuda = all(leaf.is_cuda and leaf.device == leaves[0].device for leaf in leaves)
+        if kind.recording.may_wait or not (on_cuda and self._can_capture):
             return
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not any(known.graph is not None for known in self._kinds.values()):
+            self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
-            kind.graph = captured(kind.recording, leaves, self._pool)
-        except RuntimeError as error:  # also a shortage of memory: the recording needs less
+            kind.graph = captured(kind.recording, leaves, kind.recording.constants, self._pool)
+        except (
+            Exception
+        ) as error:  # of CUDA or a compiler, or a shortage of memory: the recording needs none of it
             logger.info("A replay is not captured as a CUDA graph, and no other will be: %s", error)
             self._can_capture = False
         if kind.graph is None:
@@ -327,14 +330,20 @@ class Replays:
         if all(map(_same_bits, found, replayed)):
             kind.confirmed = True
             return found
-        close = all(map(_close, found, replayed))
+        dtypes = {p.dtype for p in computer.model.parameters()} | {computer.autocast_dtype or torch.float64}
+        are_close = functools.partial(_close, rounding=rounding_of(dtypes))
+        close = all(map(are_close, found, replayed))
         if close and self._is_unsteady(kind, computer, found, work):
             kind.confirmed = True
             return found
-        if kind.graph is not None and (close or not kind.confirmed):
-            logger.info("A CUDA graph has other bits than the operations that it was captured from.")
+        if kind.graph is not None:
+            logger.info("A CUDA graph has other bits than the pass.")
             kind.graph, kind.confirmed = None, False
-            return found
+            replayed = self._replayed(kind, computer, leaves)  # earlier rows may be those of the recording
+            if replayed is None or all(map(_same_bits, found, replayed)):
+                kind.confirmed = replayed is not None
+                return found
+            close = all(map(are_close, found, replayed))
         self._refuse(kind, computer, "a replay has other bits")
         if kind.num_replayed and not close:
             error = SelfCheckError(
@@ -354,7 +363,8 @@ class Replays:
         if not kind.is_unsteady and found[0].device.type != "cpu":
             checks, computer.self_check = computer.self_check, False
             try:
-                kind.is_unsteady = not all(map(_same_bits, found, work()))
+                with computer.checks.uncounted():
+                    kind.is_unsteady = not all(map(_same_bits, found, work()))
             finally:
                 computer.self_check = checks
         return kind.is_unsteady
@@ -383,16 +393,15 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether all rows are equal up to rounding; numbers, such as f, are compared with the largest of the batch."""
-    if one.shape != other.shape:
+def _close(one: Tensor, other: Tensor, rounding: float) -> bool:
+    """Whether all rows, or numbers such as f, are equal up to rounding; small ones up to that of the largest."""
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    wide, difference = in_float64(one), in_float64(one) - in_float64(other)
-    dims = tuple(range(1, one.dim()))
-    size, error = (
-        torch.linalg.vector_norm(t, dim=dims) if dims else t.abs().max() for t in (wide, difference)
-    )
-    return bool((error <= _ROUNDING * size).all())
+    one, other = (in_float64(part).reshape(len(part), -1) for part in (one, other))
+    same = (one == other) | (one.isnan() & other.isnan())
+    error = torch.linalg.vector_norm((one - other).masked_fill(same, 0.0), dim=1)
+    size = torch.linalg.vector_norm(one, dim=1).nan_to_num(0.0, 0.0, 0.0)
+    return bool((error <= rounding * size.clamp(min=1e-2 * float(size.max()))).all())
 
 
 def _is_watched(device: torch.device) -> bool:
@@ -415,7 +424,15 @@ def _surroundings(leaf: Tensor) -> tuple[Any, ...]:
         len(torch_module._global_forward_hooks),
         len(torch_module._global_forward_pre_hooks),
         len(torch_module._global_backward_hooks),
+        *(_of_cuda() if leaf.is_cuda else ()),
     )
+
+
+def _of_cuda() -> tuple[Any, ...]:
+    """Return settings that choose kernels of CUDA, beside those of a pass; a graph keeps the kernels."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    return cudnn.deterministic, cudnn.benchmark, *reduced
 
 
 def _layout(leaves: Sequence[Tensor]) -> tuple[Any, ...]:

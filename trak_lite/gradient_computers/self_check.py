@@ -31,7 +31,16 @@ from trak_lite.gradient_computers.reference import (
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, GradientBlock, samples_of
 
-__all__ = ["Samples", "SelfCheck", "SelfCheckError", "compare", "draws_masks", "is_scheduled", "structure_of"]
+__all__ = [
+    "Samples",
+    "SelfCheck",
+    "SelfCheckError",
+    "compare",
+    "draws_masks",
+    "is_scheduled",
+    "rounding_of",
+    "structure_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +192,17 @@ class SelfCheck:
             )
         self._failed[conditions] = str(error)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Stream a batch inside the block once more, which is no further batch of the schedule."""
+        counts = {structure: known.num_batches for structure, known in self._progress.items()}
+        try:
+            yield
+        finally:
+            for structure, count in counts.items():
+                if structure in self._progress:
+                    self._progress[structure].num_batches = count
+
     def suspected(self) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all batches since the last check of their structure that passed."""
         found: dict[str, list[NDArray[np.int64]]] = {}
@@ -190,6 +210,11 @@ class SelfCheck:
             for what, rows in batches:
                 found.setdefault(what, []).append(rows)
         return {what: np.unique(np.concatenate(parts)) for what, parts in found.items()}
+
+
+def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the relative error that counts as rounding in the narrowest of some dtypes."""
+    return max((_ROUNDING.get(dtype, 1e-2) for dtype in dtypes), default=0.0)
 
 
 def is_scheduled(number: int) -> bool:

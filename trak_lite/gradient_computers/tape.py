@@ -303,12 +303,14 @@ class Recording:
                 raise UnrecordableError(f"{step.function} reads what no operation has made")
             made.update(number for number in step.outputs if number is not None)
         self.num_operations = len(steps)
-        self.may_wait = any(step.value is not None or step.is_between_devices for step in steps)
-        """Whether a replay may wait for a device: Python reads values, or tensors are copied from one to another."""
+        self.may_wait = any(_may_wait(step) for step in steps)
+        """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
         writer = _Writer(fixed)
         body = writer.body(steps, outputs)
         names = [f"v{number}" for number in inputs]
         text = "\n".join([f"def replay({', '.join(names)}):", *body])
+        self.constants = [value for value in writer.values.values() if isinstance(value, Tensor)]
+        """Tensors that every replay reads or overwrites, beside its inputs."""
         namespace = {**writer.values, "OtherPathError": OtherPathError}
         exec(compile(text, "<recorded operations>", "exec"), namespace)
         self._replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
@@ -332,6 +334,11 @@ def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if func is torch.ops.aten.index.Tensor:  # a mask selects as many rows as it has true entries
         return all(index is None or index.dtype in (torch.int32, torch.int64) for index in args[1])
     return not {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}.intersection(func.tags)
+
+
+def _may_wait(step: _Step) -> bool:
+    name = step.function.overloadpacket.__name__
+    return step.value is not None or step.is_between_devices or ("linalg" in name and "norm" not in name)
 
 
 def _is_done(step: _Step, fixed: dict[int, Tensor]) -> bool:

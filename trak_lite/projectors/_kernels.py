@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 Launch: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[int]], None]
 """Takes the tensor that a kernel writes, the tensors that it reads, and integers."""
 _LAUNCHES: list[Launch] = []
+_LOCK = threading.Lock()
 
 
 @functools.cache
@@ -48,12 +50,13 @@ def as_operation(launch: Launch) -> Launch:
     Recordings of passes and torch's dispatch modes see operations only: a launch beside them would be left out of a
     replay.
     """
-    number = len(_LAUNCHES)
-    _LAUNCHES.append(launch)
+    with _LOCK:
+        _library()
+        number = len(_LAUNCHES)
+        _LAUNCHES.append(launch)
 
     @functools.wraps(launch)
     def run(written: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
-        _library()
         torch.ops.trak_lite.launch.default(number, written, read, numbers)
 
     return run

@@ -42,13 +42,13 @@ _MATRIX_WARPS = (
 _MATRIX_STEPS = ((2, 16), (1, 32))
 """Samples of a program, and rows of the matrix that are read before they are added; the second for few programs."""
 _FEW_PROGRAMS = 512
+_MOST_BLOCKS = 65535
+"""Largest second and third axis of a grid."""
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 """Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
 compiler does not have the option."""
 _GROUP = 128
 """Smallest number of matrix rows that are formed together; lists of rows can be cut at its multiples."""
-_MOST_PARTS = 65535
-"""Largest third axis of a grid."""
 _WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the index of their sign words
 
 
@@ -550,7 +550,7 @@ class MatrixKernel:
         across = -(-self._num_columns // self._size)
         band = self._size * self._num_columns
         budget = scratch_bytes(inputs.device) // dtype.itemsize
-        if band > budget or across > _MOST_PARTS:
+        if band > budget or across > _MOST_BLOCKS:
             return self._formed_in_order(inputs, output_grads, scratch)
         features = []
         for x, g in zip(
@@ -558,7 +558,7 @@ class MatrixKernel:
             torch.split(output_grads.to(dtype), budget // band),
             strict=True,
         ):
-            step = min(max(1, budget // (max(1, len(x)) * band)), _MOST_PARTS // across)
+            step = min(max(1, budget // (max(1, len(x)) * band)), _MOST_BLOCKS // across)
             columns = g.transpose(1, 2)
             parts = []
             for first in range(0, columns.shape[1], step * self._size):
@@ -672,6 +672,8 @@ def _matrix_sums_of(
     many, few = _MATRIX_STEPS
     is_many = column_blocks * triton.cdiv(num_rows, many[0]) * programs >= _FEW_PROGRAMS
     block_rows, unroll = many if is_many else few
+    if triton.cdiv(num_rows, block_rows) > _MOST_BLOCKS:
+        block_rows, unroll = 32, 1
     grid = (column_blocks, triton.cdiv(num_rows, block_rows), programs)
     grads, *tables = read
     _matrix_sums[grid](
