@@ -169,7 +169,7 @@ def test_the_default_is_ekfac_and_the_settings_of_rows_have_no_effect():
     np.testing.assert_array_equal(np.asarray(default), np.asarray(other))
 
 
-@pytest.mark.parametrize("max_bytes", [1, 4000])
+@pytest.mark.parametrize("max_bytes", [1, 3000])
 def test_few_bytes_take_more_passes_and_give_the_same_scores(expected, max_bytes):
     train = Counting(TRAIN)
 
