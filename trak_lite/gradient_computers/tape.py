@@ -14,16 +14,40 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["OtherPathError", "Recording", "Tape", "UnrecordableError", "is_plain"]
 
-_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten._nested_tensor_from_mask_left_aligned.default,
+    torch.ops.aten.allclose.default,
+    torch.ops.aten.equal.default,
+}
+"""Operations that return values of tensors to Python."""
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 """Operations whose result is their argument, once autograd is out of the way."""
-_UNSEEN_READS = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", "numpy", "tolist"})
+_UNSEEN_READS = frozenset(
+    {
+        "__array__",
+        "__dlpack__",
+        "__format__",
+        "__repr__",
+        "apply_",
+        "data_ptr",
+        "map2_",
+        "map_",
+        "numpy",
+        "tolist",
+    }
+)
+_CONSTRUCTORS = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"})
+"""Functions that read the tensors in a list without an operation."""
+_READ_SIZES = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})
+"""Functions that divide their first argument by a tensor of integers, which they read without an operation."""
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | _UNINITIALISED
 _MOST_OPERATIONS = 50_000
@@ -106,6 +130,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By variable, whether its values may differ from replay to replay."""
         self._memory: dict[int, int] = {}
         """Roots of the tensors from outside, by their storage."""
+        self._made: dict[int, StorageWeakRef] = {}
+        """Storages of results; while a weak reference is held, no other storage has the same address."""
         self._constants: dict[int, Tensor] = {}
         """Tensors from outside."""
         self._anchored: set[int] = set()
@@ -184,6 +210,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if number is None:
                 root = next((self._roots[n] for n in step.reads if is_view), None)
                 number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
+                storage = leaf.untyped_storage()
+                self._made.setdefault(storage._cdata, StorageWeakRef(storage))
                 num_bytes = leaf.numel() * leaf.element_size()
                 small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
                 if is_view and anchored and not step.writes:
@@ -206,7 +234,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _outside(self, tensor: Tensor, varies: bool) -> int:
         """Number a tensor that the computation did not make; tensors of the same memory have one root."""
         number = self._new(tensor, varies)
-        self._roots[number] = self._memory.setdefault(tensor.untyped_storage()._cdata, number)
+        storage = tensor.untyped_storage()._cdata
+        self._roots[number] = self._memory.setdefault(storage, number)
+        if storage in self._made or self._roots[number] < min(number, self._num_inputs):
+            self.refuse("a tensor of the batch is given another identity without an operation")
         self._varies[self._roots[number]] |= varies
         self._constants[number] = tensor
         self._anchored.add(number)
@@ -272,16 +303,26 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _UnseenReads(TorchFunctionMode):
-    """Refuses methods by which Python reads values without an operation."""
+    """Refuses functions that read values without an operation."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _UNSEEN_READS:
-            self._tape.refuse(f"Python reads values by {func.__name__}")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        values = [*args, *kwargs.values()]
+        if (
+            name in _UNSEEN_READS
+            or (
+                name in _CONSTRUCTORS
+                and _tensors([value for value in values if isinstance(value, list | tuple)])
+            )
+            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in _tensors(values[1:])))
+        ):
+            self._tape.refuse(f"values are read by {name}, which is no operation")
+        return func(*args, **kwargs)
 
 
 @final
