@@ -208,7 +208,7 @@ def test_a_gradient_formed_in_small_pieces_has_the_bits_of_the_whole(kernels, mo
 def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, bands, most_parts):
     """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
-    monkeypatch.setattr(kernels, "_MOST_PARTS", most_parts)
+    monkeypatch.setattr(kernels, "_MOST_BLOCKS", most_parts)
     inputs, output_grads = (random(3, 2, size, seed=size).double() for size in (70, 150))
     whole = (output_grads.mT @ inputs).flatten(1)
     made = sketched((inputs, output_grads), 64, (150, 70))
