@@ -211,7 +211,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 root = next((self._roots[n] for n in step.reads if is_view), None)
                 number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
                 storage = leaf.untyped_storage()
-                self._made.setdefault(storage._cdata, StorageWeakRef(storage))
+                if storage._cdata not in self._memory:
+                    self._made.setdefault(storage._cdata, StorageWeakRef(storage))
                 num_bytes = leaf.numel() * leaf.element_size()
                 small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
                 if is_view and anchored and not step.writes:
