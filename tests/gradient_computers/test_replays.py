@@ -58,6 +58,18 @@ class Conv(Net):
         return self.last(torch.relu(self.first(x[:, None])).flatten(1))
 
 
+class Pooled(Conv):
+    """Pools to one value, after which torch changes the strides of the result in place."""
+
+    def set_up(self):
+        super().set_up()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x[:, None]).transpose(1, 2).contiguous().transpose(1, 2)
+        return self.last(nn.functional.adaptive_avg_pool1d(x, 1).flatten(1))
+
+
 class Attention(Net):
     def set_up(self):
         self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 3)
@@ -365,7 +377,17 @@ class OwnFunction(Net):
 
 
 REPLAYED = [
-    *(Net, Conv, Attention, Recurrent, Looked, NormalisedByBuffers, WithoutGradInPart, WritesIntoItsOwnCopy),
+    *(
+        Net,
+        Conv,
+        Pooled,
+        Attention,
+        Recurrent,
+        Looked,
+        NormalisedByBuffers,
+        WithoutGradInPart,
+        WritesIntoItsOwnCopy,
+    ),
     *(CachesByShape, Checkpointed, Compiled, Sorted, ReadsSameValue, InferenceAttribute),
 ]
 NOT_REPLAYED = [
