@@ -8,9 +8,13 @@ transformers and peft (extra zoo); timm's models run if timm is installed. Each 
 ``--gradients`` compares per-sample gradients alone, but in float64, float32 and bfloat16 and, where samples are tokens,
 also with one token less: kernels of mixtures of experts demand an alignment that odd lengths do not have.
 
+``--replays`` records the pass of every architecture, however short it is, and compares the stored rows of all batches
+with those of a computer that replays nothing. Passes that are not replayed are listed with the reason.
+
 Run:  python -m benchmarks.zoo [--only NAME ...] [--every N] [--jobs 2]
       (writes benchmarks/results/zoo.json; about 20 minutes)
       python -m benchmarks.zoo --gradients     (writes benchmarks/results/zoo_gradients.json)
+      python -m benchmarks.zoo --replays       (writes benchmarks/results/zoo_replays.json)
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -30,21 +35,27 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.measuring import RESULTS, surroundings
+from trak_lite import Attributor, Rows
 from trak_lite.errors import TrakLiteError
-from trak_lite.gradient_computers import choose_gradient_computer
+from trak_lite.gradient_computers import HookGradientComputer, choose_gradient_computer
+from trak_lite.gradient_computers import replays as _replays
 from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.store import ZarrFeatureStore
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
 
 from zoo_cases import CLASSES, Architecture, classifier, image  # noqa: E402  (found through the line above)
-from zoo_path import Samples, Wrong, gradients_by_precision, run_whole_path  # noqa: E402
+from zoo_path import Samples, Wrong, gradients_by_precision, run_whole_path, stored_table  # noqa: E402
 from zoo_published import PUBLISHED  # noqa: E402
 
 TRAIN_ROWS, TARGETS = 4, 2
+REPLAYED_ROWS = 22
+"""In batches of two: three passes, a comparison, replays up to another comparison, and more."""
 NO_RULE_FOR_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 """torch's own warning where the functional engine goes through an operation that vmap runs sample by sample."""
 DIGITS = 2
@@ -156,6 +167,48 @@ def gradients(entry: Architecture) -> dict[str, Any]:
     return {**found, **({"outcome": "refused"} if any("message" in row for row in found.values()) else {})}
 
 
+class NeverReplayed(HookGradientComputer):
+    """The hook engine without replays, which are for its own class alone."""
+
+
+def replays(entry: Architecture) -> dict[str, Any]:
+    """Return whether batches were replayed, and if not, why; raise :class:`Wrong` if their rows are others."""
+    _replays._SECONDS = _replays._PASSES = 0.0  # records every pass, however short
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(_replays.__name__)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    tables, engines = [], []
+    for computer in ("auto", NeverReplayed):
+        with tempfile.TemporaryDirectory() as folder:
+            attributor = Attributor(
+                entry.make(),
+                entry.task,
+                folder,
+                method="GradDot",
+                dtype="float32",
+                gradient_computer=computer,
+            )
+            attributor.featurize(Rows(entry.samples(REPLAYED_ROWS, 1), batch_size=2))
+            with ZarrFeatureStore.open(folder) as store:
+                engines.append(store.manifest.made_with["settings"]["gradient_computer"])
+            tables.append(stored_table(Path(folder), "ckpt-0"))
+        if engines[0] != "hook":
+            break
+    logger.removeHandler(handler)
+    for column, expected in tables[-1].items():
+        if not (np.array_equal(tables[0][column], expected) or entry.draws):
+            raise Wrong(
+                f"{column} of replayed batches differ by {np.abs(tables[0][column] - expected).max():.2g}"
+            )
+    reasons = [text.split("not replayed: ")[1] for text in told if "not replayed: " in text]
+    if not reasons and not any("is recorded" in text for text in told):
+        reasons = ["it changes its own attributes" if engines[0] == "hook" else "another engine"]
+    return {"engine": engines[0], "replayed": not reasons, **({"reason": reasons[0]} if reasons else {})}
+
+
 def measured(name: str, figures_of: Callable[[Architecture], dict[str, Any]]) -> dict[str, Any]:
     """Run one architecture; return the result."""
     torch.set_num_threads(1)
@@ -215,13 +268,18 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="run every N-th only")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--gradients", action="store_true", help="gradients alone, by precision and length")
+    parser.add_argument("--replays", action="store_true", help="rows of replayed batches alone")
     parser.add_argument("--out", type=Path, help="where the table goes")
     options = parser.parse_args()
     rows, broken = {}, 0
-    out = options.out or RESULTS / ("zoo_gradients.json" if options.gradients else "zoo.json")
-    found = all_architectures() if options.gradients else architectures()
+    figures_of, file, found = whole_path, "zoo.json", architectures()
+    if options.gradients:
+        figures_of, file, found = gradients, "zoo_gradients.json", all_architectures()
+    elif options.replays:
+        figures_of, file = replays, "zoo_replays.json"
+    out = options.out or RESULTS / file
     names = (options.only or list(found))[:: options.every]
-    for name, row in all_measured(names, options.jobs, gradients if options.gradients else whole_path):
+    for name, row in all_measured(names, options.jobs, figures_of):
         rows[name] = row
         broken += row["outcome"] not in ("right", "refused")
         print(name, row, flush=True)

@@ -153,6 +153,17 @@ class ReadsSameValue(Net):
         return super().forward(x) * (2.0 if bool((x < 100).all()) else 3.0)
 
 
+class LeavesAMaskOut(Net):
+    """Its first sample is not padded; nearly every batch has a sample that is."""
+
+    def set_up(self):
+        self.padding = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        logits, padded = super().forward(x), x[:, :1] >= 0
+        return logits + torch.where(padded, self.padding, 0.0) if bool(padded.any()) else logits
+
+
 class CountsInItself(Net):
     def set_up(self):
         self.calls = 0
@@ -388,7 +399,7 @@ REPLAYED = [
         WithoutGradInPart,
         WritesIntoItsOwnCopy,
     ),
-    *(CachesByShape, Checkpointed, Compiled, Sorted, ReadsSameValue, InferenceAttribute),
+    *(CachesByShape, Checkpointed, Compiled, Sorted, ReadsSameValue, InferenceAttribute, LeavesAMaskOut),
 ]
 NOT_REPLAYED = [
     *(CountsInItself, CountsOutside, CountsInATensor, ReplacesABuffer, KeepsAList, KeepsItsInput),

@@ -212,7 +212,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._memory:
-                    self._made.setdefault(storage._cdata, StorageWeakRef(storage))
+                    self._made.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
                 num_bytes = leaf.numel() * leaf.element_size()
                 small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
                 if is_view and anchored and not step.writes:

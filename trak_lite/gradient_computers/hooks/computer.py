@@ -147,6 +147,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         )
         self.strict, self.keep_factors = strict, keep_factors
         self._plans: dict[Any, Plan] = {}
+        self._paths: dict[Any, Any] = {}
+        """By structure, the key of the plan that the last batch ran with."""
         self._replays = Replays()
         self._sharded: ShardedModel | None = None
         """The model's shards; set in the first pass of a sharded model."""
@@ -156,12 +158,13 @@ class HookGradientComputer(AbstractStreamingComputer):
         super().load_model_params(model)
         self._replays = Replays()
         self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
+        self._paths.clear()
         self._sharded = None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
         again = self._unchecked()
-        again._plans = {}
+        again._plans, again._paths = {}, {}
         yield again, batch, list(positions)
 
     def run(
@@ -188,8 +191,9 @@ class HookGradientComputer(AbstractStreamingComputer):
             self._replays.confirm(complete)
 
     def structure(self, batch: Batch) -> Any:
-        """Return the structure of a batch by which plans and checks are kept."""
-        return *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+        """Return the key of the plan and the checks of the last batch of this structure."""
+        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+        return self._paths.get(structure, structure)
 
     def largest_gap(self, structure: Any) -> int:
         """Return the largest number of batches of a structure from one compared with the pass to the next.
@@ -207,7 +211,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         _refuse_complex(kept)
         with self._refusing(batch, self._message), self._prepared(kept) as read:
             self.checks.refuse_failed(self._conditions(kept))
-            key = (*structure_of(batch), self._conditions(kept))
+            structure = (*structure_of(batch), self._conditions(kept))
+            key = self._paths.get(structure, structure)
             plan = self._planned(key, read, batch)
             found = []
             for rows in self._chunks(count):
@@ -217,8 +222,13 @@ class HookGradientComputer(AbstractStreamingComputer):
                 except UnexpectedPathError as error:
                     if not self._may_take_other_paths(plan):
                         raise
-                    found.append(self._run_on_other_path(error, key, part))
+                    self._keep(key, plan)
+                    key, plan, terms = self._run_on_other_path(error, structure, key, part)
+                    found.append(terms)
             self._keep(key, plan)
+            self._paths[structure] = key
+            if len(self._paths) > _MAX_PLANS:
+                del self._paths[next(iter(self._paths))]
         return joined_terms(found)
 
     _stream_checked = _stream_samples  # it compares chunk by chunk
@@ -239,30 +249,30 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Whether a batch on another path is planned again; otherwise a path may depend on sums over samples."""
         return self._sharded is None and plan.chooses_in_python and plan.reads_only_quantifiers
 
-    def _run_on_other_path(self, error: UnexpectedPathError, key: Any, part: _Part) -> OutputTerms:
+    def _run_on_other_path(
+        self, error: UnexpectedPathError, structure: Any, failed: Any, part: _Part
+    ) -> tuple[Any, Plan, OutputTerms]:
         """Run a batch with the plan of a sample on its path; raise ``error`` if no sample alone takes this path.
 
-        The plan of every path is checked like that of a new structure.
+        The plan of every path is checked like that of a new structure. Returns its key, the plan, and f, q and w.
         """
-        for number in range(_MAX_PATHS):
-            path = (key, number)
-            known = self._plans.pop(path, None)
-            plan = known
+        for number in range(_MAX_PATHS + 1):
+            key = (number, *structure) if number else structure
+            if key == failed or (number == 0 and key not in self._plans):
+                continue
+            known = plan = self._plans.pop(key, None)
             if plan is None:
                 row = sample_on_path(self.model, part.kept, part.batch, self._output)
                 if row is None:
                     break
-                self.checks.forget(path)
+                self.checks.forget(key)
                 plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
             try:
-                terms = self._checked_run(path, plan, part)
+                return key, plan, self._checked_run(key, plan, part)
             except UnexpectedPathError:
                 if known is None:
                     raise
-                self._keep(path, known)
-                continue
-            self._keep(path, plan)
-            return terms
+                self._keep(key, known)
         raise error
 
     def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
