@@ -2,7 +2,8 @@
 
 Each case is featurized, scored, interrupted and resumed. Its stored rows are compared with the projected gradients
 of a loop over samples in float64; these with finite differences; rows of batch size 1 with those of a larger batch;
-scores with dense NumPy; a resumed store bit by bit; the model with its original state. A case is right, refused by a
+scores with dense NumPy; a resumed store bit by bit; the model with its original state. With batches of one sample every
+pass that can be recorded is, so that most of these rows are replays. A case is right, refused by a
 named error, or WRONG. An error without a name, or a case that does not end, is WRONG too. A wrong case is repeated
 with fewer layers and simpler settings while it stays wrong. The exit status is 1 if any case was wrong.
 
@@ -67,6 +68,7 @@ from zoo_path import (  # noqa: E402
     check_scores,
     check_top,
     computed_gradients,
+    every_pass_recorded,
     expected_scores,
     in_float64,
     left_as_it_was,
@@ -151,7 +153,7 @@ def drawn(seed: int, number: int) -> Spec:
         normalize=normalize,
         grad_wrt=chance.choice(("all", "all", "all", "layers.*", "head", "linear", "half")),
         batch_size=batch_size,
-        train=batch_size + chance.randrange(1, 5),
+        train=batch_size + chance.randrange(1, 13),
         targets=chance.choice((1, 2, 3)),
     )
 
@@ -409,7 +411,8 @@ def run_case(spec: Spec, folder: Path) -> dict[str, Any]:
         )
         check_top(scores)
         scores.self_influence()
-        attributor_of(spec, alone, model).featurize(Rows(train, batch_size=1))
+        with every_pass_recorded() as told:
+            attributor_of(spec, alone, model).featurize(Rows(train, batch_size=1))
     one = stored_table(alone, "ckpt-0")["features"].astype(np.float64)
     error = np.linalg.norm(found - one, axis=1)
     require(
@@ -420,7 +423,8 @@ def run_case(spec: Spec, folder: Path) -> dict[str, Any]:
     check_same_bits(path, again, ["ckpt-0"], COLUMNS)
     repeated = second.score(Rows(targets, batch_size=spec.batch_size), name="targets")
     require(scores.numpy().tobytes() == repeated.numpy().tobytes(), "scores are other bits after a resume")
-    return {"engine": engine, "torch is wrong": torch_is_wrong}
+    recorded = any("is recorded" in text for text in told)
+    return {"engine": engine, "torch is wrong": torch_is_wrong, "recorded": recorded}
 
 
 @dataclass(frozen=True)
@@ -524,7 +528,7 @@ class Campaign:
         self.layers: Counter[str] = Counter()
         self.refusals: dict[str, dict[str, Any]] = {}
         self.wrong: list[dict[str, Any]] = []
-        self.torch_is_wrong = 0
+        self.torch_is_wrong = self.recorded = 0
 
     def add(self, number: int, spec: Spec, outcome: Outcome) -> None:
         self.results[outcome.result] += 1
@@ -532,6 +536,7 @@ class Campaign:
         if outcome.facts is not None:
             self.engines[f"{spec.engine}: {outcome.facts['engine']}"] += 1
             self.torch_is_wrong += outcome.facts["torch is wrong"]
+            self.recorded += outcome.facts["recorded"]
         if outcome.result == "refused":
             known = self.refusals.setdefault(
                 outcome.kind,
@@ -560,6 +565,7 @@ class Campaign:
             "cases": self.results.total(),
             **{name: self.results[name] for name in ("right", "refused", "WRONG")},
             "torch's own backward pass is wrong": self.torch_is_wrong,
+            "with a recorded pass": self.recorded,
             "right by engine (asked for: taken)": dict(self.engines.most_common()),
             "refusals": dict(sorted(self.refusals.items(), key=lambda item: -item[1]["cases"])),
             "wrong": self.wrong,

@@ -23,7 +23,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import sys
 import tempfile
 import time
@@ -42,7 +41,6 @@ from benchmarks.measuring import RESULTS, surroundings
 from trak_lite import Attributor, Rows
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers import HookGradientComputer, choose_gradient_computer
-from trak_lite.gradient_computers import replays as _replays
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.store import ZarrFeatureStore
 
@@ -50,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
 
 from zoo_cases import CLASSES, Architecture, classifier, image  # noqa: E402  (found through the line above)
-from zoo_path import Samples, Wrong, gradients_by_precision, run_whole_path, stored_table  # noqa: E402
+from zoo_path import Samples, Wrong, every_pass_recorded, gradients_by_precision, run_whole_path, stored_table  # noqa: E402
 from zoo_published import PUBLISHED  # noqa: E402
 
 TRAIN_ROWS, TARGETS = 4, 2
@@ -173,31 +171,24 @@ class NeverReplayed(HookGradientComputer):
 
 def replays(entry: Architecture) -> dict[str, Any]:
     """Return whether batches were replayed, and if not, why; raise :class:`Wrong` if their rows are others."""
-    _replays._SECONDS = _replays._PASSES = 0.0  # records every pass, however short
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(_replays.__name__)
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(handler)
     tables, engines = [], []
-    for computer in ("auto", NeverReplayed):
-        with tempfile.TemporaryDirectory() as folder:
-            attributor = Attributor(
-                entry.make(),
-                entry.task,
-                folder,
-                method="GradDot",
-                dtype="float32",
-                gradient_computer=computer,
-            )
-            attributor.featurize(Rows(entry.samples(REPLAYED_ROWS, 1), batch_size=2))
-            with ZarrFeatureStore.open(folder) as store:
-                engines.append(store.manifest.made_with["settings"]["gradient_computer"])
-            tables.append(stored_table(Path(folder), "ckpt-0"))
-        if engines[0] != "hook":
-            break
-    logger.removeHandler(handler)
+    with every_pass_recorded() as told:
+        for computer in ("auto", NeverReplayed):
+            with tempfile.TemporaryDirectory() as folder:
+                attributor = Attributor(
+                    entry.make(),
+                    entry.task,
+                    folder,
+                    method="GradDot",
+                    dtype="float32",
+                    gradient_computer=computer,
+                )
+                attributor.featurize(Rows(entry.samples(REPLAYED_ROWS, 1), batch_size=2))
+                with ZarrFeatureStore.open(folder) as store:
+                    engines.append(store.manifest.made_with["settings"]["gradient_computer"])
+                tables.append(stored_table(Path(folder), "ckpt-0"))
+            if engines[0] != "hook":
+                break
     for column, expected in tables[-1].items():
         if not (np.array_equal(tables[0][column], expected) or entry.draws):
             raise Wrong(

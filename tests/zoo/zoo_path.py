@@ -7,6 +7,7 @@ The reference is one forward and one backward pass per sample in float64 for gra
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     choose_gradient_computer,
     collect_gradients,
+    replays,
     select_parameters,
 )
 from trak_lite.methods import AbstractKernelMethod, Fisher, GaussNewton, GradDot
@@ -131,6 +133,24 @@ def left_as_it_was(model: nn.Module, *, draws: bool = False) -> Iterator[None]:
         require(
             draws or before["random"].equal(after["random"]), "the state of the random numbers was changed"
         )
+
+
+@contextmanager
+def every_pass_recorded() -> Iterator[list[str]]:
+    """Let replays record every pass that they can, however short; yield what they log."""
+    told: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(replays.__name__)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    level, before = logger.level, (replays._SECONDS, replays._PASSES)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    replays._SECONDS = replays._PASSES = 0.0
+    try:
+        yield told
+    finally:
+        replays._SECONDS, replays._PASSES = before
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 # --- Gradients -------------------------------------------------------------------------------------------
