@@ -8,7 +8,8 @@ NumPy, results whose shape depends on values, random numbers, writes into tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -141,6 +142,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bytes_left = _MOST_HELD_BYTES
         self._refusal: str | None = None
         self._reading: _UnseenReads | None = None
+        self._ignores_reads = False
         self._num_inputs = len(inputs)
         for tensor in (*inputs, *outside):
             if tensor not in self._numbers:
@@ -168,10 +170,19 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note why a replay might not repeat what runs; the computation goes on."""
         self._refusal = self._refusal or reason
 
+    @contextmanager
+    def reads_ignored(self) -> Iterator[None]:
+        """Record no conditions inside the block, which only checks the values that it reads."""
+        self._ignores_reads = True
+        try:
+            yield
+        finally:
+            self._ignores_reads = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
         kwargs = kwargs or {}
-        if self._refusal is not None:
+        if self._refusal is not None or (self._ignores_reads and func in _READS):
             return func(*args, **kwargs)
         if len(self._steps) >= _MOST_OPERATIONS or not _is_repeatable(func, args, kwargs):
             self.refuse(f"it runs {func}")
@@ -314,15 +325,17 @@ class _UnseenReads(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         values = [*args, *kwargs.values()]
+        lists = [value for value in values if isinstance(value, list | tuple)]
         if (
             name in _UNSEEN_READS
-            or (
-                name in _CONSTRUCTORS
-                and _tensors([value for value in values if isinstance(value, list | tuple)])
-            )
+            or (name in _CONSTRUCTORS and _tensors(lists))
             or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in _tensors(values[1:])))
         ):
             self._tape.refuse(f"values are read by {name}, which is no operation")
+        if func is torch.nn.functional.one_hot and values[-1] is not values[0] and values[-1] > 0:
+            # It only refuses classes that do not fit, as its scatter does in a replay.
+            with self._tape.reads_ignored():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
