@@ -432,7 +432,7 @@ def test_a_derived_array_that_is_no_array_is_as_good_as_none(mixed, tmp_path, mo
 ON_REQUEST = {
     ("cli/recipes.py", "exec"): "the recipe, a Python file that the user's config names, and nothing else",
     (
-        "gradient_computers/tape.py",
+        "gradient_computers/recording.py",
         "exec",
     ): "names that it numbers itself, integers, and nothing that it reads",
     ("models/checkpoints.py", "torch.load"): "weights_only is an argument, True where nobody gives it",

@@ -25,8 +25,9 @@ from trak_lite._devices import in_float64
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
+from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
-from trak_lite.gradient_computers.tape import OtherPathError, Recording, Tape, UnrecordableError
+from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 

@@ -20,7 +20,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["OtherPathError", "Recording", "Tape", "UnrecordableError", "is_plain"]
+from trak_lite.gradient_computers.recording import (
+    BUFFERS,
+    UNINITIALISED,
+    Recording,
+    Step,
+    UnrecordableError,
+    Variable,
+)
+
+__all__ = ["Tape", "is_plain"]
 
 _READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -49,57 +58,14 @@ _CONSTRUCTORS = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"
 """Functions that read the tensors in a list without an operation."""
 _READ_SIZES = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})
 """Functions that divide their first argument by a tensor of integers, which they read without an operation."""
-_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-_BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | _UNINITIALISED
 _MOST_OPERATIONS = 50_000
 _MOST_BUFFER_BYTES, _MOST_HELD_BYTES = 1 << 20, 1 << 25
-
-
-class UnrecordableError(Exception):
-    """A computation that a replay might not repeat; the message says why."""
-
-
-class OtherPathError(Exception):
-    """Python would read other values in this batch than in the recorded one, and might run other operations."""
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has strided memory of its own, and no class that sees operations (sparse, nested, DTensor)."""
     dispatched = type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
     return tensor.layout == torch.strided and not (tensor.is_nested or dispatched)
-
-
-class _Step:
-    """One operation."""
-
-    __slots__ = ("args", "function", "is_between_devices", "kwargs", "outputs", "reads", "value", "writes")
-
-    def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.reads = [variable.number for variable in _variables((args, kwargs))]
-        self.writes: list[int] = []
-        self.outputs: list[int | None] = []
-        self.value: Any = None
-        """What Python read."""
-        self.is_between_devices = False
-
-    def note_writes(self) -> None:
-        """Find the arguments that the operation writes to."""
-        described = self.function._schema.arguments
-        by_name = {argument.name: argument for argument in described}
-        pairs = [*zip(self.args, described, strict=False)]
-        pairs += [(value, by_name[name]) for name, value in self.kwargs.items()]
-        written = [value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write]
-        self.writes = [variable.number for variable in _variables(written)]
-
-
-class _Variable:
-    """A tensor, in place of which arguments hold its number."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 @final
@@ -124,7 +90,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_scratch = is_scratch
         self._numbers: Any = WeakTensorKeyDictionary()
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._roots: list[int] = []
         """By variable, the first variable of the same memory."""
         self._varies: list[bool] = []
@@ -192,7 +158,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(map(is_plain, tensors)):
             self.refuse(f"{func} reads or returns a sparse or nested tensor, or one of another class")
             return result
-        step = _Step(func, self._with_numbers(args), self._with_numbers(kwargs))
+        step = Step(func, self._with_numbers(args), self._with_numbers(kwargs))
         step.is_between_devices = len({tensor.device for tensor in tensors}) > 1
         if func in _SAME:
             self._numbers[result] = step.reads[0]
@@ -205,14 +171,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps.append(step)
         return result
 
-    def _note_outputs(self, step: _Step, results: list[Any]) -> None:
+    def _note_outputs(self, step: Step, results: list[Any]) -> None:
         """Number the results of a step, and hold those that every replay may share."""
         anchored = all(number in self._anchored for number in step.reads)
         is_view = any(returned.alias_info is not None for returned in step.function._schema.returns)
         varies = any(self._varies[number] for number in step.reads)
         for number in step.writes:
             self._varies[self._roots[number]] |= varies
-        makes_buffer = step.function.overloadpacket.__name__ in _BUFFERS
+        makes_buffer = step.function.overloadpacket.__name__ in BUFFERS
         for leaf in results:
             if not isinstance(leaf, Tensor):
                 step.outputs.append(None)
@@ -259,7 +225,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return arguments with variables in place of tensors; an unknown tensor is a constant."""
         if isinstance(value, Tensor):
             number = self._numbers.get(value)
-            return _Variable(self._outside(value, varies=False) if number is None else number)
+            return Variable(self._outside(value, varies=False) if number is None else number)
         if isinstance(value, list | tuple):
             return [self._with_numbers(entry) for entry in value]
         if isinstance(value, dict):
@@ -305,8 +271,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 root = self._roots[number]
                 if root == number:  # no view
-                    keeps = name in _BUFFERS and root not in returned
-                    keeps = keeps or (steady and root not in written and name not in _UNINITIALISED)
+                    keeps = name in BUFFERS and root not in returned
+                    keeps = keeps or (steady and root not in written and name not in UNINITIALISED)
                 else:
                     keeps = known and root in fixed and root not in inputs
                 if keeps:
@@ -339,47 +305,6 @@ class _UnseenReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@final
-class Recording:
-    """The operations of a computation; call it with new inputs to run them again."""
-
-    def __init__(
-        self, steps: Sequence[_Step], inputs: Iterable[int], fixed: dict[int, Tensor], outputs: Sequence[int]
-    ) -> None:
-        """Write the function that replays the steps; those whose results are ``fixed`` are left out.
-
-        Raises:
-            UnrecordableError: If a step reads a tensor that is unknown.
-        """
-        steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
-        made = {*inputs, *fixed}
-        for step in steps:
-            if not made.issuperset(step.reads):
-                raise UnrecordableError(f"{step.function} reads what no operation has made")
-            made.update(number for number in step.outputs if number is not None)
-        self.num_operations = len(steps)
-        self.may_wait = any(_may_wait(step) for step in steps)
-        """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
-        writer = _Writer(fixed)
-        body = writer.body(steps, outputs)
-        names = [f"v{number}" for number in inputs]
-        text = "\n".join([f"def replay({', '.join(names)}):", *body])
-        self.constants = [value for value in writer.values.values() if isinstance(value, Tensor)]
-        """Tensors that every replay reads or overwrites, beside its inputs."""
-        namespace = {**writer.values, "OtherPathError": OtherPathError}
-        exec(compile(text, "<recorded operations>", "exec"), namespace)
-        self._replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
-
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """Run the operations.
-
-        Raises:
-            OtherPathError: If Python would read other values than in the recorded batch.
-        """
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            return self._replay(*inputs)
-
-
 def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation gives results of the same shapes for other values, and does not change what it is given."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "trak_lite"):
@@ -391,115 +316,6 @@ def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if func is torch.ops.aten.as_strided_.default:  # sets what it returns, however often it is called
         return True
     return not {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}.intersection(func.tags)
-
-
-def _may_wait(step: _Step) -> bool:
-    name = step.function.overloadpacket.__name__
-    return step.value is not None or step.is_between_devices or ("linalg" in name and "norm" not in name)
-
-
-def _is_done(step: _Step, fixed: dict[int, Tensor]) -> bool:
-    """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
-    if step.value is not None:
-        return False
-    if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
-        one, other = (fixed[number] for number in step.reads)
-        return _place(one) == _place(other)
-    if step.function.overloadpacket.__name__ in _BUFFERS - _UNINITIALISED:
-        return False  # initialised again
-    return not step.writes and all(number is None or number in fixed for number in step.outputs)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _needed(steps: Sequence[_Step], fixed: Mapping[int, Tensor], outputs: Sequence[int]) -> list[_Step]:
-    """Return the steps that outputs, conditions and writes depend on; views of fixed accumulators are not asked."""
-    wanted, kept = {*outputs, *fixed}, []
-    for step in reversed(steps):
-        if step.value is not None or step.writes or any(number in wanted for number in step.outputs):
-            wanted.update(step.reads)
-            kept.append(step)
-    return kept[::-1]
-
-
-class _Writer:
-    """Writes the text of a replay; ``values`` are its global names."""
-
-    def __init__(self, fixed: dict[int, Tensor]) -> None:
-        self._fixed = fixed
-        self.values: dict[str, Any] = {}
-        self._known: dict[int, str] = {}
-
-    def body(self, steps: Sequence[_Step], outputs: Sequence[int]) -> list[str]:
-        last: dict[int, int] = {}
-        for place, step in enumerate(steps):
-            for number in (*step.reads, *step.outputs):
-                if number is not None:
-                    last[number] = place
-        for number in outputs:
-            last[number] = len(steps)
-        dying: dict[int, list[int]] = {}
-        for number, place in last.items():
-            if number not in self._fixed:
-                dying.setdefault(place, []).append(number)
-        lines = []
-        for place, step in enumerate(steps):
-            lines.append(f"    {self._line(step)}")
-            if dying.get(place):
-                lines.append(f"    del {', '.join(f'v{number}' for number in dying[place])}")
-        # A fixed tensor is returned as a copy, because the caller may write into it.
-        names = [f"{self._name(n)}.clone()" if n in self._fixed else self._name(n) for n in outputs]
-        return [*lines, f"    return [{', '.join(names)}]"]
-
-    def _line(self, step: _Step) -> str:
-        (made,) = step.outputs if len(step.outputs) == 1 else (None,)
-        if made in self._fixed and step.function.overloadpacket.__name__ in _BUFFERS:
-            return f"{self._name(made)}.zero_()"
-        words = [self._text(value) for value in step.args]
-        words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
-        call = f"{self._value(step.function._op)}({', '.join(words)})"
-        if step.value is not None:
-            return f"if {call} != {self._value(step.value)}: raise OtherPathError"
-        names = ["_" if n is None or n in self._fixed else f"v{n}" for n in step.outputs]
-        if not names or set(names) == {"_"}:
-            return call
-        returns = step.function._schema.returns
-        is_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
-        joined = ", ".join(names)
-        return f"{joined if len(names) > 1 else f'{joined},' if is_list else joined} = {call}"
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, _Variable):
-            return self._name(value.number)
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._text, value))}]"
-        if value is None or type(value) in (int, bool):
-            return repr(value)
-        return self._value(value)
-
-    def _name(self, number: int) -> str:
-        return self._value(self._fixed[number]) if number in self._fixed else f"v{number}"
-
-    def _value(self, value: Any) -> str:
-        """Return the global name of a value."""
-        name = self._known.get(id(value))
-        if name is None:
-            name = self._known[id(value)] = f"k{len(self.values)}"
-            self.values[name] = value
-        return name
-
-
-def _variables(value: Any) -> Iterable[_Variable]:
-    if isinstance(value, _Variable):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _variables(entry)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _variables(entry)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -1,0 +1,206 @@
+"""A recording of torch operations, and the function that runs them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+__all__ = ["BUFFERS", "UNINITIALISED", "OtherPathError", "Recording", "Step", "UnrecordableError", "Variable"]
+
+UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | UNINITIALISED
+
+
+class UnrecordableError(Exception):
+    """A computation that a replay might not repeat; the message says why."""
+
+
+class OtherPathError(Exception):
+    """Python would read other values in this batch than in the recorded one, and might run other operations."""
+
+
+class Step:
+    """One operation."""
+
+    __slots__ = ("args", "function", "is_between_devices", "kwargs", "outputs", "reads", "value", "writes")
+
+    def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.reads = [variable.number for variable in _variables((args, kwargs))]
+        self.writes: list[int] = []
+        self.outputs: list[int | None] = []
+        self.value: Any = None
+        """What Python read."""
+        self.is_between_devices = False
+
+    def note_writes(self) -> None:
+        """Find the arguments that the operation writes to."""
+        described = self.function._schema.arguments
+        by_name = {argument.name: argument for argument in described}
+        pairs = [*zip(self.args, described, strict=False)]
+        pairs += [(value, by_name[name]) for name, value in self.kwargs.items()]
+        written = [value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write]
+        self.writes = [variable.number for variable in _variables(written)]
+
+
+class Variable:
+    """A tensor, in place of which arguments hold its number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@final
+class Recording:
+    """The operations of a computation; call it with new inputs to run them again."""
+
+    def __init__(
+        self, steps: Sequence[Step], inputs: Iterable[int], fixed: dict[int, Tensor], outputs: Sequence[int]
+    ) -> None:
+        """Write the function that replays the steps; those whose results are ``fixed`` are left out.
+
+        Raises:
+            UnrecordableError: If a step reads a tensor that is unknown.
+        """
+        steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
+        made = {*inputs, *fixed}
+        for step in steps:
+            if not made.issuperset(step.reads):
+                raise UnrecordableError(f"{step.function} reads what no operation has made")
+            made.update(number for number in step.outputs if number is not None)
+        self.num_operations = len(steps)
+        self.may_wait = any(_may_wait(step) for step in steps)
+        """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
+        writer = _Writer(fixed)
+        body = writer.body(steps, outputs)
+        names = [f"v{number}" for number in inputs]
+        text = "\n".join([f"def replay({', '.join(names)}):", *body])
+        self.constants = [value for value in writer.values.values() if isinstance(value, Tensor)]
+        """Tensors that every replay reads or overwrites, beside its inputs."""
+        namespace = {**writer.values, "OtherPathError": OtherPathError}
+        exec(compile(text, "<recorded operations>", "exec"), namespace)
+        self._replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Run the operations.
+
+        Raises:
+            OtherPathError: If Python would read other values than in the recorded batch.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return self._replay(*inputs)
+
+
+def _may_wait(step: Step) -> bool:
+    name = step.function.overloadpacket.__name__
+    return step.value is not None or step.is_between_devices or ("linalg" in name and "norm" not in name)
+
+
+def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
+    """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
+    if step.value is not None:
+        return False
+    if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
+        one, other = (fixed[number] for number in step.reads)
+        return _place(one) == _place(other)
+    if step.function.overloadpacket.__name__ in BUFFERS - UNINITIALISED:
+        return False  # initialised again
+    return not step.writes and all(number is None or number in fixed for number in step.outputs)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _needed(steps: Sequence[Step], fixed: Mapping[int, Tensor], outputs: Sequence[int]) -> list[Step]:
+    """Return the steps that outputs, conditions and writes depend on; views of fixed accumulators are not asked."""
+    wanted, kept = {*outputs, *fixed}, []
+    for step in reversed(steps):
+        if step.value is not None or step.writes or any(number in wanted for number in step.outputs):
+            wanted.update(step.reads)
+            kept.append(step)
+    return kept[::-1]
+
+
+class _Writer:
+    """Writes the text of a replay; ``values`` are its global names."""
+
+    def __init__(self, fixed: dict[int, Tensor]) -> None:
+        self._fixed = fixed
+        self.values: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+
+    def body(self, steps: Sequence[Step], outputs: Sequence[int]) -> list[str]:
+        last: dict[int, int] = {}
+        for place, step in enumerate(steps):
+            for number in (*step.reads, *step.outputs):
+                if number is not None:
+                    last[number] = place
+        for number in outputs:
+            last[number] = len(steps)
+        dying: dict[int, list[int]] = {}
+        for number, place in last.items():
+            if number not in self._fixed:
+                dying.setdefault(place, []).append(number)
+        lines = []
+        for place, step in enumerate(steps):
+            lines.append(f"    {self._line(step)}")
+            if dying.get(place):
+                lines.append(f"    del {', '.join(f'v{number}' for number in dying[place])}")
+        # A fixed tensor is returned as a copy, because the caller may write into it.
+        names = [f"{self._name(n)}.clone()" if n in self._fixed else self._name(n) for n in outputs]
+        return [*lines, f"    return [{', '.join(names)}]"]
+
+    def _line(self, step: Step) -> str:
+        (made,) = step.outputs if len(step.outputs) == 1 else (None,)
+        if made in self._fixed and step.function.overloadpacket.__name__ in BUFFERS:
+            return f"{self._name(made)}.zero_()"
+        words = [self._text(value) for value in step.args]
+        words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
+        call = f"{self._value(step.function._op)}({', '.join(words)})"
+        if step.value is not None:
+            return f"if {call} != {self._value(step.value)}: raise OtherPathError"
+        names = ["_" if n is None or n in self._fixed else f"v{n}" for n in step.outputs]
+        if not names or set(names) == {"_"}:
+            return call
+        returns = step.function._schema.returns
+        is_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+        joined = ", ".join(names)
+        return f"{joined if len(names) > 1 else f'{joined},' if is_list else joined} = {call}"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Variable):
+            return self._name(value.number)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        return self._value(value)
+
+    def _name(self, number: int) -> str:
+        return self._value(self._fixed[number]) if number in self._fixed else f"v{number}"
+
+    def _value(self, value: Any) -> str:
+        """Return the global name of a value."""
+        name = self._known.get(id(value))
+        if name is None:
+            name = self._known[id(value)] = f"k{len(self.values)}"
+            self.values[name] = value
+        return name
+
+
+def _variables(value: Any) -> Iterable[Variable]:
+    if isinstance(value, Variable):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _variables(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _variables(entry)
