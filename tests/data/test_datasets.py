@@ -200,8 +200,12 @@ ONE, SEVERAL = "loading sample 7 of the dataset", "loading samples 6, 7, 8 of th
         (DataLoader(Exhausted(KeyboardInterrupt), num_workers=1), RuntimeError, "exited unexpectedly"),
     ],
 )
-def test_an_error_inside_a_dataset_names_the_sample(loader, error, named):
+def test_an_error_inside_a_dataset_names_the_sample(loader, error, named, monkeypatch):
     """The end of an iterator too: torch's loader hands it on, and a for loop over the loader ends there in silence."""
+    for waiting in (torch.utils.data._utils, torch.utils.data._utils.worker):  # 5 s, up to three times
+        monkeypatch.setattr(waiting, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    get = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(get, "__defaults__", (0.2,))
     with pytest.raises(error, match=named):
         list(Rows(loader).batches(iter(plan([6, 7, 8], [9]))))
 
