@@ -105,3 +105,12 @@ def test_gradients_of_every_architecture_that_was_run_are_right_in_every_precisi
 
     assert sum(row["domain"] == "mixtures and hybrids" for row in rows.values()) >= 40
     assert {name: row["outcome"] for name, row in rows.items()} == dict.fromkeys(rows, "right")
+
+
+def test_rows_of_replayed_batches_are_those_of_the_pass_in_every_architecture_that_was_run() -> None:
+    path = ROOT / "benchmarks" / "results" / "zoo_replays.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["models"]
+
+    assert rows.keys() == TABLE.keys()
+    assert {row["outcome"] for row in rows.values()} == {"right", "refused"}
+    assert sum(row.get("replayed", False) for row in rows.values()) > 150
