@@ -891,7 +891,8 @@ def featurized(model, to_come, projector="countsketch"):
 
 ON_CPU = (
     *(InferenceAttribute, SparseAttribute, ReadsThroughNumPy, OwnFunction, CachesByShape, ReadsAList),
-)  # make tensors there
+    *(ReadsByPointer, ReadsScalarsInAList, AppliesPython, SplitsByATensor),
+)  # make or read tensors there
 
 
 @pytest.fixture

@@ -75,10 +75,14 @@ class _Side:
     """``(n, L)`` float32; 0 where there is none."""
 
     def taken(self, factor: Tensor, blocks: slice, dtype: torch.dtype) -> Tensor:
-        """Return signed entries ``(b, m, L, T)`` of a factor ``(b, T, d)`` for m blocks."""
+        """Return signed entries ``(b, m, T, L)`` of a factor ``(b, T, d)`` for m blocks."""
         index, signs = self.index[blocks], self.signs[blocks].to(dtype)
-        found = factor.transpose(1, 2).to(dtype).index_select(1, index.flatten())
-        return found.view(len(factor), *index.shape, factor.shape[1]).mul_(signs.unsqueeze(2))
+        # Taken before they are converted: a factor can be much larger than what these blocks take of it.
+        entries = (
+            factor.index_select(2, index.flatten()).view(*factor.shape[:2], *index.shape).transpose(1, 2)
+        )
+        signed = torch.empty(entries.shape, dtype=dtype, device=factor.device)
+        return torch.mul(entries, signs.unsqueeze(1), out=signed)
 
 
 @final
@@ -102,10 +106,10 @@ class AllBlocks:
         size = self._size
 
         def spectrum(rows: slice, blocks: slice, dtype: torch.dtype) -> Tensor:
-            g = torch.fft.rfft(self._outputs.taken(block.output_grads[rows], blocks, dtype), dim=2)
-            x = torch.fft.rfft(self._inputs.taken(block.inputs[rows], blocks, dtype), dim=2)
+            g = torch.fft.rfft(self._outputs.taken(block.output_grads[rows], blocks, dtype))
+            x = torch.fft.rfft(self._inputs.taken(block.inputs[rows], blocks, dtype))
             product: Tensor = g.mul_(x)
-            return product.sum((1, 3))
+            return product.sum((1, 2))
 
         positions = block.inputs.shape[1]
         if positions == 0:  # some FFT backends fail for empty input
@@ -124,7 +128,7 @@ class AllBlocks:
             g = self._outputs.taken(block.output_grads[rows], blocks, dtype).flatten(0, 1)
             x = self._padded.taken(block.inputs[rows], blocks, dtype).flatten(0, 1)
             entries = empty_buffer(len(g), size, size + 1, dtype=dtype, device=g.device)
-            torch.bmm(g, x.transpose(1, 2), out=entries)  # with out=, autocast does not change the dtype
+            torch.bmm(g.transpose(1, 2), x, out=entries)  # with out=, autocast does not change the dtype
             return entries.view(len(block.inputs[rows]), -1, size).sum(1)
 
         return self._summed(block, size * (size + 1 + 2 * block.inputs.shape[1]), whole, lambda total: total)
