@@ -686,9 +686,21 @@ def test_batches_of_other_sizes_have_their_own_recording(sizes):
     assert run.passes < len(sizes) * 12
 
 
-@pytest.mark.parametrize(("sizes", "recorded"), [(range(1, 13), 8), ([1 + n // 8 for n in range(96)], 12)])
-def test_batches_of_many_shapes_keep_a_bounded_number_of_recordings(sizes, recorded, caplog):
+@pytest.mark.parametrize(
+    ("limit", "sizes", "recorded"),
+    [
+        ({}, range(1, 13), 12),
+        ({"_MOST_RECORDINGS": 8}, range(1, 13), 8),
+        ({"_MOST_BYTES": 1}, range(1, 13), 1),
+        ({"_MOST_RECORDINGS": 8}, [1 + n // 8 for n in range(96)], 12),
+    ],
+)
+def test_batches_of_many_shapes_keep_a_bounded_number_of_recordings(
+    limit, sizes, recorded, caplog, monkeypatch
+):
     """Shapes in turn keep the recordings of some; shapes one after the other replace those that are over."""
+    for name, value in limit.items():
+        monkeypatch.setattr(f"trak_lite.gradient_computers.replays.{name}", value)
     model = made(Net)
     run = Run(model, self_check=False)
     with caplog.at_level(logging.DEBUG, "trak_lite"):

@@ -61,9 +61,21 @@ class Recording:
     """The operations of a computation; call it with new inputs to run them again."""
 
     def __init__(
-        self, steps: Sequence[Step], inputs: Iterable[int], fixed: dict[int, Tensor], outputs: Sequence[int]
+        self,
+        steps: Sequence[Step],
+        inputs: Iterable[int],
+        fixed: dict[int, Tensor],
+        outputs: Sequence[int],
+        own: Iterable[int],
     ) -> None:
         """Write the function that replays the steps; those whose results are ``fixed`` are left out.
+
+        Args:
+            steps: The operations, in order.
+            inputs: Numbers of the tensors that differ from replay to replay.
+            fixed: Tensors that all replays share, by number.
+            outputs: Numbers of the results.
+            own: Numbers of those fixed tensors that only the recording holds.
 
         Raises:
             UnrecordableError: If a step reads a tensor that is unknown.
@@ -75,6 +87,8 @@ class Recording:
                 raise UnrecordableError(f"{step.function} reads what no operation has made")
             made.update(number for number in step.outputs if number is not None)
         self.num_operations = len(steps)
+        self.num_bytes = sum(fixed[number].nbytes for number in own)
+        """Memory that the recording holds between replays."""
         self.may_wait = any(_may_wait(step) for step in steps)
         """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
         writer = _Writer(fixed)

@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 
 _SECONDS, _PASSES, _SAVED = 0.05, 1.5, 0.4
 """A recording and its first comparison cost some seconds, and some passes; a replay saves a part of a pass."""
-_MOST_KINDS: Final = 256
-_MOST_RECORDINGS: Final = 8
+_MOST_KINDS: Final = 1024
+_MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
+"""Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""
+_MOST_GRAPHS: Final = 8
 _MOST_OTHER_PATHS: Final = 4
 _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
@@ -191,7 +193,8 @@ class Replays:
         if kind.count < 3 or expected * _SAVED * kind.seconds <= _SECONDS + _PASSES * kind.seconds:
             return False
         recorded = [known for known in self._kinds.values() if known.recording is not None]
-        if len(recorded) < _MOST_RECORDINGS:
+        held = sum(known.recording.num_bytes for known in recorded if known.recording is not None)
+        if len(recorded) < _MOST_RECORDINGS and held < _MOST_BYTES:
             return True
         # Batches of many shapes in turn would otherwise replace each other's recordings before these are used.
         for known in recorded:
@@ -215,7 +218,10 @@ class Replays:
         on_cuda = all(leaf.is_cuda and leaf.device == leaves[0].device for leaf in leaves)
         if kind.recording.may_wait or not (on_cuda and self._can_capture):
             return
-        if not any(known.graph is not None for known in self._kinds.values()):
+        graphs = sum(known.graph is not None for known in self._kinds.values())
+        if graphs == _MOST_GRAPHS:
+            return
+        if not graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
             kind.graph = captured(kind.recording, leaves, kind.recording.constants, self._pool)

@@ -57,7 +57,7 @@ _SAMPLES_AT_FIRST = 8
 """Number of samples compared in the first batch of a size."""
 _LONGEST_GAP = 64
 """Largest number of batches of one structure from one check to the next."""
-_MAX_STRUCTURES = 64
+_MAX_STRUCTURES = 256
 _MOST_KEPT_BYTES = 1 << 26
 """Memory limit for the gradients held for comparison; two samples are always allowed."""
 _MOST_ENTRIES = 1 << 20

@@ -249,7 +249,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed = self._fixed(written, {self._roots[number] for number in numbers})
         for number in range(self._num_inputs):
             del fixed[number]
-        return Recording(self._steps, range(self._num_inputs), fixed, numbers)
+        own = [n for n in fixed if n not in self._constants and self._roots[n] == n]
+        return Recording(self._steps, range(self._num_inputs), fixed, numbers, own)
 
     def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:
         """Return the tensors that all replays share.

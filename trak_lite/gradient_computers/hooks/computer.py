@@ -53,7 +53,7 @@ __all__ = ["HookGradientComputer"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_PLANS = 64
+_MAX_PLANS = 256
 """Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
 _MAX_PATHS = 8
 """Largest number of further plans of one structure, for a model that chooses operations by values."""
@@ -90,9 +90,9 @@ class HookGradientComputer(AbstractStreamingComputer):
     later ones of the same shape, without hooks, rules and autograd's graph, if enough batches follow for this to save
     time. The first replay is compared bit by bit with the pass; later ones are compared in the batches of the
     self-check, in every 8th if samples are flattened into one axis or the forward pass reads values, and at the end. A
-    batch in which Python would read another value runs the pass. At most eight recordings are kept, for texts of
-    varying length those of some lengths. Models with hooks, random numbers, or Python state that a pass changes are
-    not replayed; the log says why (level INFO).
+    batch in which Python would read another value runs the pass. At most 64 recordings, which hold about 256 MiB, are
+    kept, for texts of varying length those of some lengths. Models with hooks, random numbers, or Python state that a
+    pass changes are not replayed; the log says why (level INFO).
 
     The model runs more than once per batch: two to four times more for a new structure, and once for every compared
     sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
