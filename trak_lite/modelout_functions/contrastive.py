@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._columns import columns_of, prefixed
 from trak_lite.modelout_functions._inputs import (
     class_labels,
+    columns_of,
     fields_of,
     labels_tensor,
     positive_real,
+    prefixed,
     shape_texts,
     tensor_of,
 )

@@ -11,11 +11,17 @@ from torch import Tensor
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._columns import columns_of, real_column, token_column
-from trak_lite.modelout_functions._inputs import labels_tensor, positive_real
+from trak_lite.modelout_functions._inputs import (
+    columns_of,
+    labels_tensor,
+    positive_real,
+    real_column,
+    token_column,
+)
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
+from trak_lite.modelout_functions.callable import CallableModelOutput
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["PolicyGradientModelOutput"]
@@ -89,11 +95,14 @@ class PolicyGradientModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        fields = columns_of(batch, self._needed())
+        needed = [*_NEEDED, *([] if self.clip is None else [_OLD]), *([_REFERENCE] if self.kl_weight else [])]
+        fields = columns_of(batch, needed)
         logits, labels = _run(model_call, fields, self.temperature)
         log_probs, count = label_terms(logits, labels)
         predicted = labels != IGNORED
-        ratio = self._ratio(fields, log_probs, predicted)
+        # Without the old policy the ratio is 1, with the gradient of l.
+        old = token_column(fields, _OLD, predicted, log_probs) if _OLD in fields else log_probs.detach()
+        ratio = (log_probs - old).exp()
         terms = self._objective(fields, log_probs, ratio, predicted)
         if self.kl_weight:
             gap = token_column(fields, _REFERENCE, predicted, log_probs) - log_probs
@@ -115,17 +124,12 @@ class PolicyGradientModelOutput(AbstractModelOutput):
 
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p of the tokens, without advantages."""
-        return _AnswerLogLikelihood(self.temperature)
+        return CallableModelOutput(self._log_prob)
 
-    def _needed(self) -> list[str]:
-        old = [] if self.clip is None else [_OLD]
-        return [*_NEEDED, *old, *([_REFERENCE] if self.kl_weight else [])]
-
-    def _ratio(self, fields: dict[str, Any], log_probs: Tensor, predicted: Tensor) -> Tensor:
-        """Return the ratio of every token ``(B, T')``; without ``old_logps`` it is 1, with the gradient of l."""
-        if _OLD in fields:
-            return (log_probs - token_column(fields, _OLD, predicted, log_probs)).exp()
-        return (log_probs - log_probs.detach()).exp()
+    def _log_prob(self, model_call: ModelCall, batch: Batch) -> Tensor:
+        """Return the sum of log p of the labelled tokens ``(B,)``."""
+        logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
+        return label_terms(logits, labels)[0].sum(1)
 
     def _objective(
         self, fields: dict[str, Any], log_probs: Tensor, ratio: Tensor, predicted: Tensor
@@ -144,20 +148,6 @@ class PolicyGradientModelOutput(AbstractModelOutput):
             return terms
         low, high = self.clip
         return torch.minimum(terms, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-@final
-class _AnswerLogLikelihood(AbstractModelOutput):
-    """Sum of log p of the labelled tokens of a batch of :class:`PolicyGradientModelOutput`."""
-
-    has_curvature: bool = False
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-
-    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
-        return linear_terms(label_terms(logits, labels)[0].sum(1))
 
 
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise, evaluating
-from trak_lite.modelout_functions._columns import columns_of, prefixed, real_column
 from trak_lite.modelout_functions._inputs import (
+    columns_of,
     labels_tensor,
     logits_of,
     nan_unless,
     one_column,
     positive_real,
+    prefixed,
+    real_column,
     refuse_invalid,
 )
 from trak_lite.modelout_functions._positions import aligned_tokens, label_terms

@@ -19,8 +19,7 @@ from trak_lite._validate import known_names, one_of
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, UniformNoise
-from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.modelout_functions._digests import tensor_json
+from trak_lite.modelout_functions._describe import describe_task, tensor_json
 from trak_lite.modelout_functions._inputs import (
     LABEL_KEYS,
     fields_of,
