@@ -64,7 +64,7 @@ class SavedFeatures:
         """Check the data and store the arguments.
 
         Args:
-            attributor: Attributor of the trained model, or (Lightning) of a module inside it.
+            attributor: Attributor of the trained model.
             data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
 
         Raises:

@@ -86,7 +86,13 @@ def resolve_task(
         {'output': 'prediction'}
     """
     if isinstance(task, str):
-        return _named(task)
+        if task in MODEL_OUTPUTS:
+            return MODEL_OUTPUTS[task]()
+        near = difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UnknownTaskError(
+            f"Unknown task {task!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
+        )
     if isinstance(task, AbstractModelOutput) and type(task) is not AbstractModelOutput:
         return task
     if isinstance(task, type):
@@ -95,16 +101,6 @@ def resolve_task(
         return CallableModelOutput(task)
     raise UnknownTaskError(
         f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
-    )
-
-
-def _named(name: str) -> AbstractModelOutput:
-    if name in MODEL_OUTPUTS:
-        return MODEL_OUTPUTS[name]()
-    near = difflib.get_close_matches(name, MODEL_OUTPUTS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UnknownTaskError(
-        f"Unknown task {name!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
     )
 
 

@@ -172,7 +172,23 @@ class CLIPModelOutput(AbstractModelOutput):
         del batch_size
         size = positive_int(size=size)
         steps = (preprocess_fn_img, preprocess_fn_txt)
-        image, text = self._embed(model, loader, size=size, steps=steps)
+        tensors = (*model.parameters(), *model.buffers())
+        device = tensors[0].device if tensors else torch.device("cpu")
+        embedded: list[_Pairs] = []
+        with evaluating(model):
+            for batch in loader:
+                if isinstance(batch, tuple | list) and len(batch) == 2:
+                    batch = [
+                        part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
+                    ]
+                embedded.append(_pairs_of(self._call(model, move_batch(batch, device))))
+                if sum(len(pairs.image) for pairs in embedded) >= size:
+                    break
+        if not embedded:
+            raise InvalidInputError(
+                "The loader gave no batch. Expected at least one batch of pairs to embed."
+            )
+        image, text = (torch.cat([pairs[side] for pairs in embedded]) for side in (0, 1))
         if embedding_dim is not None and image.shape[1] != embedding_dim:
             raise InvalidInputError(
                 f"The embeddings have width {image.shape[1]}, expected embedding_dim = {embedding_dim}."
@@ -248,36 +264,6 @@ class CLIPModelOutput(AbstractModelOutput):
             scale > 0, scale, expected="a positive factor (exp of the model's parameter)", what="scale"
         )
         return scale.squeeze() if scale.numel() == 1 else scale
-
-    def _embed(
-        self,
-        model: nn.Module,
-        loader: Iterable[Batch],
-        *,
-        size: int,
-        steps: tuple[Callable[[Any], Any] | None, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """Return image and text embeddings of at least ``size`` pairs, or of all pairs if there are fewer."""
-        tensors = (*model.parameters(), *model.buffers())
-        device = tensors[0].device if tensors else torch.device("cpu")
-        images: list[Tensor] = []
-        texts: list[Tensor] = []
-        with evaluating(model):
-            for batch in loader:
-                if isinstance(batch, tuple | list) and len(batch) == 2:
-                    batch = [
-                        part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
-                    ]
-                pairs = _pairs_of(self._call(model, move_batch(batch, device)))
-                images.append(pairs.image)
-                texts.append(pairs.text)
-                if sum(map(len, images)) >= size:
-                    break
-        if not images:
-            raise InvalidInputError(
-                "The loader gave no batch. Expected at least one batch of pairs to embed."
-            )
-        return torch.cat(images), torch.cat(texts)
 
 
 def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:

@@ -296,8 +296,8 @@ def _by_order(
         )
     if len(choices) > 1:
         rules = {tuple(int(name in rule) for name in parameters) for rule in _without_decay(model)}
-        fitting = [rule for rule in rules if len(groups) == 2 and _fits(rule, shapes, slot_shapes)]
-        if len(fitting) != 1:
+        fitting = [way for rule in rules for way in _orders(shapes, slot_shapes, rule)]
+        if len(groups) != 2 or len(fitting) != 1:
             pairs = zip(parameters, *choices, strict=False)
             raise CheckpointError(
                 f"The optimizer state in {where} has {len(groups)} groups without names, and parameters of equal "
@@ -314,16 +314,22 @@ def _shape(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _orders(shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]]) -> list[tuple[int, ...]]:
-    """Return up to two ways to divide parameters among groups that keep their order, as the group of each."""
+def _orders(
+    shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]], rule: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Return up to two ways to divide parameters among groups that keep their order, as the group of each.
+
+    A rule names the group of every parameter, so that at most one way is left.
+    """
     # By the number of parameters that each group has received: at most two ways to get there.
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {(0,) * len(groups): [()]}
-    for shape in shapes:
+    for index, shape in enumerate(shapes):
         following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for taken, ways in found.items():
             for number, group in enumerate(groups):
                 place = taken[number]
-                if place < len(group) and group[place] in (None, shape):
+                allowed = rule is None or rule[index] == number
+                if allowed and place < len(group) and group[place] in (None, shape):
                     after = (*taken[:number], place + 1, *taken[number + 1 :])
                     some = following.setdefault(after, [])
                     some.extend((*way, number) for way in ways[: 2 - len(some)])
@@ -331,17 +337,6 @@ def _orders(shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]])
             return [way for ways in following.values() for way in ways][:2]
         found = following
     return next(iter(found.values()), [])
-
-
-def _fits(choice: Sequence[int], shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]]) -> bool:
-    """Return whether a division of the parameters gives every group the shapes of its slots."""
-    given = [
-        [shape for shape, own in zip(shapes, choice, strict=True) if own == n] for n in range(len(groups))
-    ]
-    return all(
-        len(own) == len(group) and all(slot in (None, shape) for shape, slot in zip(own, group, strict=True))
-        for own, group in zip(given, groups, strict=True)
-    )
 
 
 def _without_decay(model: nn.Module) -> list[set[str]]:
