@@ -215,8 +215,17 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
             attributor.task.evaluate(call, move_batch(part, attributor.device)).output
             for part in (batch, *single)
         )
-    if not alone:
-        _refuse_neighbours(attributor.model, pair, together.tolist(), torch.cat(apart).tolist(), rows.what)
+    if alone:
+        return
+    dtypes = {p.dtype for p in attributor.model.parameters() if p.is_floating_point()} or {torch.float32}
+    tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
+    for row, beside, own in zip(pair, together.tolist(), torch.cat(apart).tolist(), strict=True):
+        if abs(beside - own) > tolerance * (1 + abs(own)):
+            raise InvalidInputError(
+                f"Row {row} of {rows.what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so "
+                "its gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
+                "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
+            )
 
 
 def _length(sample: Any) -> int:
@@ -224,17 +233,3 @@ def _length(sample: Any) -> int:
     if not isinstance(sample, Mapping):
         return 0
     return sum(len(ids) for name, ids in sample.items() if name.endswith("_ids") and isinstance(ids, Sized))
-
-
-def _refuse_neighbours(
-    model: nn.Module, pair: list[int], together: list[float], apart: list[float], what: str
-) -> None:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    for row, beside, own in zip(pair, together, apart, strict=True):
-        if abs(beside - own) > tolerance * (1 + abs(own)):
-            raise InvalidInputError(
-                f"Row {row} of {what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so its "
-                "gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
-                "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
-            )

@@ -69,19 +69,18 @@ class ModelCall:
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
         with model_pass(self.model, self._float32_products):
-            return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
-
-    def _replaced_call(self, *args: Any, **kwargs: Any) -> Any:
-        # functional_call does not restore the tensors of a module that is registered under two names.
-        before = [
-            (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
-        ]
-        try:
-            return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
-        finally:
-            for module, parameters, buffers in before:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+            if not self._replaced:
+                return self.model(*args, **kwargs)
+            # functional_call does not restore the tensors of a module that is registered under two names.
+            before = [
+                (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
+            ]
+            try:
+                return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
+            finally:
+                for module, parameters, buffers in before:
+                    module._parameters.update(parameters)
+                    module._buffers.update(buffers)
 
 
 @contextmanager

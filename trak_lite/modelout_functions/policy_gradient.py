@@ -103,7 +103,15 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         # Without the old policy the ratio is 1, with the gradient of l.
         old = token_column(fields, _OLD, predicted, log_probs) if _OLD in fields else log_probs.detach()
         ratio = (log_probs - old).exp()
-        terms = self._objective(fields, log_probs, ratio, predicted)
+        if isinstance(fields[_ADVANTAGES], Tensor) and fields[_ADVANTAGES].dim() == 2:
+            advantages = token_column(fields, _ADVANTAGES, predicted, log_probs)
+        else:
+            values, valid = real_column(fields, _ADVANTAGES, log_probs[:, 0])
+            advantages = (values * valid).unsqueeze(1) * predicted
+        terms = (ratio if _OLD in fields else log_probs) * advantages
+        if self.clip is not None:
+            low, high = self.clip
+            terms = torch.minimum(terms, ratio.clamp(1 - low, 1 + high) * advantages)
         if self.kl_weight:
             gap = token_column(fields, _REFERENCE, predicted, log_probs) - log_probs
             divergence = gap.exp() - gap - 1
@@ -130,24 +138,6 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         """Return the sum of log p of the labelled tokens ``(B,)``."""
         logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
         return label_terms(logits, labels)[0].sum(1)
-
-    def _objective(
-        self, fields: dict[str, Any], log_probs: Tensor, ratio: Tensor, predicted: Tensor
-    ) -> Tensor:
-        """Return the term of every token without the divergence, ``(B, T')``; 0 where none is predicted."""
-        column = fields[_ADVANTAGES]
-        if isinstance(column, Tensor) and column.dim() == 2:
-            advantages = token_column(fields, _ADVANTAGES, predicted, log_probs)
-        else:
-            values, valid = real_column(fields, _ADVANTAGES, log_probs[:, 0])
-            advantages = (values * valid).unsqueeze(1) * predicted
-        if _OLD not in fields:
-            return log_probs * advantages
-        terms = ratio * advantages
-        if self.clip is None:
-            return terms
-        low, high = self.clip
-        return torch.minimum(terms, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:

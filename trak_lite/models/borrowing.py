@@ -115,7 +115,11 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
     saved = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(model).items()}
     others = more_entries(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    attributes = [(module, _plain_attributes(module)) for module in model.modules()]
+    plain = (bool, int, float, str, type(None))
+    attributes = [
+        (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
+        for module in model.modules()
+    ]
     hooks = _take_input_hooks(model)
     try:
         if not sharded:
@@ -146,9 +150,9 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
         for p, flag in flags:
             p.requires_grad_(flag)
-        for module, plain in attributes:
+        for module, values in attributes:
             # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
-            vars(module).update(plain)
+            vars(module).update(values)
 
 
 def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:
@@ -165,11 +169,6 @@ def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:
         if getattr(hook, "__name__", "") in _INPUT_HOOKS
     ]
     return [(place, key, place.pop(key)) for place, key in found]
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    kinds = (bool, int, float, str, type(None))
-    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

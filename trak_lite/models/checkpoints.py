@@ -351,7 +351,9 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         for name, value in given.items()
         if isinstance(value, Tensor) or name in held or name.endswith(_EXTRA_STATE)
     }
-    missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
+    loaded = {id(value) for name, value in held.items() if name in given and isinstance(value, Tensor)}
+    # A file may have a tied tensor under another of its names.
+    missing = [name for name, value in held.items() if name not in given and id(value) not in loaded]
     unexpected = [name for name in given if name not in held]
     shapes = [
         f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
@@ -414,14 +416,6 @@ def _under_own_names(
     return (
         {names.get(bare_name(name), name): value for name, value in state.items()},
         {modules.get(bare_module(name), name): version for name, version in versions.items()},
-    )
-
-
-def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint has the tensor under another of its tied names."""
-    tensor = own[name]
-    return isinstance(tensor, Tensor) and any(
-        other in given and own[other] is tensor for other in own if other != name
     )
 
 

@@ -287,7 +287,9 @@ def _by_order(
 ) -> dict[str, _Slot]:
     """Return the slots of parameters without names: every group lists its parameters in the model's order."""
     shapes = [tuple(p.shape) for p in parameters.values()]
-    slot_shapes = [[_shape(entries.get(key, {})) for key, _ in group] for group in groups]
+    # None for a parameter without state, because it never had a gradient.
+    moments = [[entries.get(key, {}).get("exp_avg") for key, _ in group] for group in groups]
+    slot_shapes = [[tuple(m.shape) if isinstance(m, Tensor) else None for m in group] for group in moments]
     choices = _orders(shapes, slot_shapes)
     if not choices:
         raise CheckpointError(
@@ -306,12 +308,6 @@ def _by_order(
         choices = fitting
     following = [iter(group) for group in groups]
     return {name: next(following[group]) for name, group in zip(parameters, choices[0], strict=True)}
-
-
-def _shape(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of a parameter's state; ``None`` if it has none, because it never had a gradient."""
-    value = entry.get("exp_avg")
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _orders(
@@ -363,7 +359,10 @@ def _adam_state(
     device: torch.device,
 ) -> AdamState:
     """Return one parameter's state; zeros if it never had a gradient."""
-    if not group.keys() >= _SETTINGS or (entry and not _is_of_adam(entry)):
+    is_of_adam = entry.keys() - {"max_exp_avg_sq"} == _ENTRIES and all(
+        isinstance(entry[key], Tensor) for key in entry if key != "step"
+    )
+    if not group.keys() >= _SETTINGS or (entry and not is_of_adam):
         raise CheckpointError(
             f"The optimizer in {where} is not torch's Adam or AdamW: its groups have {some_of(map(str, group))}, and "
             f"the state of {name} {some_of(map(str, entry))}. Expected {some_of(sorted(_SETTINGS))}, and "
@@ -396,12 +395,6 @@ def _adam_state(
         beta1,
         beta2,
         float(group["eps"]),
-    )
-
-
-def _is_of_adam(entry: Mapping[str, Any]) -> bool:
-    return entry.keys() - {"max_exp_avg_sq"} == _ENTRIES and all(
-        isinstance(entry[key], Tensor) for key in entry if key != "step"
     )
 
 
