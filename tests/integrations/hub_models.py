@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from late import Late
+from modelout_cases import gradients_of
 from torch import Tensor, nn
 
 from trak_lite.methods import TRAK
@@ -145,13 +146,6 @@ def output_of(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
             others = torch.cat([scores[:label], scores[label + 1 :]]) if "label" in row else scores
             total = total + scores[label] - others.logsumexp(0)
     return total
-
-
-def gradients_of(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """The flat gradient of each trained parameter."""
-    kept = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(value, list(kept.values()), allow_unused=True, materialize_grads=True)
-    return {name: grad.flatten() for name, grad in zip(kept, grads, strict=True)}
 
 
 def expected_rows(model: nn.Module, rows: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_runs import adam_scale
 from torch import nn
 
 from trak_lite import named_optimizer_state
@@ -71,12 +72,11 @@ def check(load):
 
     def check(net, optimizer, source, loader=None, **settings):
         _, (row,) = load(net, source, loader, task=total, normalize="adam", **settings)
-        scales = []
-        for p in (p for p in net.parameters() if p.requires_grad):
-            state = optimizer.state.get(p, {"exp_avg_sq": torch.zeros_like(p), "step": 1})
-            second = state.get("max_exp_avg_sq", state["exp_avg_sq"]).double()
-            root = (second / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8
-            scales.append(torch.where(second > 0, root.rsqrt(), 0).flatten())
+        scales = [
+            adam_scale(optimizer.state.get(p, {"exp_avg_sq": torch.zeros_like(p), "step": 1}))
+            for p in net.parameters()
+            if p.requires_grad
+        ]
         np.testing.assert_allclose(row, torch.cat(scales).numpy(), rtol=1e-6)
 
     return check
