@@ -156,21 +156,6 @@ def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path):
     assert found[0] == found[1]
 
 
-def test_files_of_lightning_are_checkpoints_of_the_module_and_of_those_inside(tmp_path):
-    module = built()
-    fit(module, tmp_path, keeping_all(tmp_path))
-    folder = tmp_path / "ckpt"
-    whole = Attributor(module, "image_classification", None, **EXACT)
-    inner = Attributor(module.model, "image_classification", None, **EXACT)
-    whole.featurize(ROWS)
-    inner.featurize(ROWS)
-
-    assert whole.featurize(ROWS, folder).rows_found == 12  # the last one's weights are those of the module
-    files = sorted(folder.glob("*.ckpt"))
-    loader = partial(lightning.ckpt_weights, prefix="model.")
-    assert inner.featurize(ROWS, files, checkpoint_loader=loader).rows_found == 12
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_path):
     def trained_again(start, epochs):

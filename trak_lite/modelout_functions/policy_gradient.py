@@ -85,7 +85,17 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         Raises:
             InvalidInputError: If a setting is out of range.
         """
-        self.clip = _clip_range(clip)
+        self.clip: tuple[float, float] | None = None
+        if clip is not None:
+            ends = [clip, clip] if isinstance(clip, int | float) else list(clip)
+            if len(ends) != 2:
+                raise InvalidInputError(
+                    f"clip must be a number, two numbers (below, above) or None, got {clip!r}."
+                )
+            low, high = (real_at_least(0.0, clip=end) for end in ends)
+            if low > 1:
+                raise InvalidInputError(f"clip must be at most 1 below the ratio 1, got {clip!r}.")
+            self.clip = low, high
         self.kl_weight = real_at_least(0.0, kl_weight=kl_weight)
         self.reduction = one_of(("sum", "mean"), reduction=reduction)
         self.temperature = positive_real(temperature=temperature)
@@ -147,16 +157,3 @@ def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> t
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels
-
-
-def _clip_range(clip: float | Sequence[float] | None) -> tuple[float, float] | None:
-    """Return how far the ratio may be below and above 1."""
-    if clip is None:
-        return None
-    ends = [clip, clip] if isinstance(clip, int | float) else list(clip)
-    if len(ends) != 2:
-        raise InvalidInputError(f"clip must be a number, two numbers (below, above) or None, got {clip!r}.")
-    low, high = (real_at_least(0.0, clip=end) for end in ends)
-    if low > 1:
-        raise InvalidInputError(f"clip must be at most 1 below the ratio 1, got {clip!r}.")
-    return low, high
