@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from late import Late
+from reference import margin
 from tiny_runs import adam_scale, labelled
 from torch import nn
 from torch.utils.data import DataLoader
-from watching import Restless, random_states
+from watching import EXACT, Restless, random_states, stored_rows
 
 from trak_lite import Attributor
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
-from trak_lite.methods import TRAK
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
@@ -27,12 +26,6 @@ from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
 zarr = Late("zarr")
 
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
-EXACT: dict[str, Any] = {
-    "projector": "none",
-    "method": TRAK(damping=None, layout="stored"),
-    "dtype": "float32",
-    "progress": False,
-}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
@@ -96,15 +89,9 @@ def expected_rows(state):
     module.load_state_dict(state)
     found = []
     for x, label in ROWS:
-        logits = module(x[None])[0]
-        others = torch.cat([logits[:label], logits[label + 1 :]])
-        grads = torch.autograd.grad(logits[label] - others.logsumexp(0), list(module.parameters()))
+        grads = torch.autograd.grad(margin(module(x[None]), label[None]).sum(), list(module.parameters()))
         found.append(torch.cat([grad.flatten() for grad in grads]).numpy())
     return np.stack(found)
-
-
-def stored_rows(path, checkpoint):
-    return zarr.open(path, mode="r")[f"ckpt-{checkpoint}/features"][:]
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from modelout_cases import B, T, V, check_gradients, gradients_of, identity_of, prepared, randint, randn
+from reference import margin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,10 +64,6 @@ def flat_gradient(value: Tensor, model: nn.Module) -> np.ndarray:
     return torch.cat(list(gradients_of(value, model).values())).numpy()
 
 
-def margin(logits: Tensor, y: Tensor) -> Tensor:
-    return logits[y] - torch.cat([logits[:y], logits[y + 1 :]]).logsumexp(0)
-
-
 @pytest.fixture(scope="module")
 def plain() -> dict[str, np.ndarray]:
     """Minus the loss gradients of the train rows, and gradients of the gap and of the margin for the targets."""
@@ -75,7 +72,7 @@ def plain() -> dict[str, np.ndarray]:
     return {
         "rows": np.stack([-flat_gradient(loss(model(x[None]), y[None]), model) for x, y in TRAIN]),
         "gap": np.stack([flat_gradient(model(x)[0] - 2 * model(x)[1], model) for x, _ in TARGETS]),
-        "margin": np.stack([flat_gradient(margin(model(x), y), model) for x, y in TARGETS]),
+        "margin": np.stack([flat_gradient(margin(model(x[None]), y[None]), model) for x, y in TARGETS]),
     }
 
 
