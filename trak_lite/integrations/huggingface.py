@@ -184,13 +184,7 @@ def _without_autocast(model: nn.Module) -> nn.Module:
 
 
 def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:
-    """Raise if a row is random or depends on other rows of its batch.
-
-    Args:
-        attributor: Its model is in eval mode.
-        rows: The train rows; two of them are tested.
-        alone: Whether all batches have one row.
-    """
+    """Raise if one of two rows is random, or depends on the other unless all batches have one row (``alone``)."""
     by_length = sorted(range(min(_NUM_PROBES, len(rows))), key=lambda row: _length(rows.dataset[row]))
     pair = list(dict.fromkeys([by_length[0], by_length[-1]]))  # one row if both are the same
     plan = [pair, pair, *([row] for row in pair)]

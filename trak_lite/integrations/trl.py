@@ -237,12 +237,7 @@ def trl_class(trainer: Any) -> str | None:
 
 
 def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
-    """Return the task whose loss is that of a trainer.
-
-    Args:
-        trainer: A trainer of TRL.
-        kind: Its class; see :func:`trl_class`.
-        rows: The train rows.
+    """Return the task whose loss is that of a trainer with a class of TRL, see :func:`trl_class`.
 
     Raises:
         InvalidInputError: If no task is the trainer's loss, or the rows lack what it needs.
@@ -287,11 +282,6 @@ def trl_collate(
     trainer: Any, kind: str, collate: Callable[[list[Any]], Batch]
 ) -> Callable[[list[Any]], Batch]:
     """Return the function that makes batches of the task from samples, with the trainer's own collator.
-
-    Args:
-        trainer: A trainer of TRL.
-        kind: Its class; see :func:`trl_class`.
-        collate: The trainer's collator.
 
     Raises:
         InvalidInputError: If the collator joins texts to one row.
