@@ -31,6 +31,13 @@ def random_states(build: Callable[[], nn.Module], count: int = 2) -> list[dict[s
     return [{name: torch.randn_like(value) for name, value in shapes.items()} for _ in range(count)]
 
 
+def adam_scale(state: Any) -> Tensor:
+    """What ``normalize="adam"`` multiplies the gradients of a parameter by, flat in float64."""
+    second = state.get("max_exp_avg_sq", state["exp_avg_sq"]).double()
+    root = (second / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8
+    return torch.where(second > 0, root.rsqrt(), 0).flatten()
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

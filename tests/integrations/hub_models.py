@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 from late import Late
+from modelout_cases import gradients_of
 from torch import Tensor, nn
+from watching import EXACT, stored_rows
 
-from trak_lite.methods import TRAK
+__all__ = ["EXACT", "gradients_of", "stored_rows"]  # from here, too
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the packages are imported
 WHY = "the Hugging Face integration is tested where its packages are installed: pip install trak-lite[hf]"
 for _needed in ("transformers", "tokenizers", "datasets", "peft", "accelerate"):
     if importlib.util.find_spec(_needed) is None:
         pytest.skip(WHY, allow_module_level=True)
-transformers, peft, zarr = Late("transformers"), Late("peft"), Late("zarr")
+transformers, peft = Late("transformers"), Late("peft")
 tokenizers, datasets = Late("tokenizers"), Late("datasets")
 
 VOCABULARY, PAD = 40, 0
@@ -33,12 +35,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "intermediate_size": 24,
     "max_position_embeddings": 16,
-}
-EXACT: dict[str, Any] = {
-    "projector": "none",
-    "method": TRAK(damping=None, layout="stored"),
-    "dtype": "float32",
-    "progress": False,
 }
 
 
@@ -147,22 +143,11 @@ def output_of(model: nn.Module, row: Mapping[str, Any]) -> Tensor:
     return total
 
 
-def gradients_of(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """The flat gradient of each trained parameter."""
-    kept = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(value, list(kept.values()), allow_unused=True, materialize_grads=True)
-    return {name: grad.flatten() for name, grad in zip(kept, grads, strict=True)}
-
-
 def expected_rows(model: nn.Module, rows: Any) -> np.ndarray:
     """Gradients of f with respect to what is trained, row by row: ``(N, P)``."""
     model.eval()
     found = [torch.cat(list(gradients_of(output_of(model, row), model).values())) for row in rows]
     return torch.stack(found).double().numpy()
-
-
-def stored_rows(path: Path, checkpoint: int = 0) -> np.ndarray:
-    return np.asarray(zarr.open(path, mode="r")[f"ckpt-{checkpoint}/features"][:], dtype=np.float64)
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -8,6 +8,8 @@ import hub_models as hub
 import pytest
 import torch
 from hub_models import peft, transformers
+from modelout_cases import check_gradients
+from reference import samples_of
 from torch import Tensor, nn
 
 from trak_lite import Attributor
@@ -149,18 +151,8 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Tensor]]] = {
     "segmentation": (PIXELS, ("Segformer", "ForSemanticSegmentation", SEGFORMER), images()),
     "contrastive": (CONTRASTIVE, ("Bert", "Model", BERT), queries()),
 }
+EXACT = {"rtol": 1e-8, "atol": 1e-10}
 LOSSES = {"sft": sft_loss, "contrastive": contrastive_loss}
-
-
-def compare(computer, batch, value_of):
-    """Hold q times the gradients of f against those of a value of each row alone."""
-    found: dict[str, Tensor] = {}
-    terms = computer.stream_gradients(batch, lambda block: found.update({block.name: block.dense()}))
-    for i, q in enumerate(terms.out_to_loss_grad):
-        row = {key: column[i : i + 1] for key, column in batch.items()}
-        for key, expected in hub.gradients_of(value_of(row), computer.model).items():
-            ours = found[key][i] if key in found else torch.zeros_like(expected)
-            torch.testing.assert_close(q * ours, expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of attention under vmap
@@ -173,7 +165,8 @@ def test_gradients_are_those_of_the_loss_of_transformers(name, computer):
     if computer is FunctionalGradientComputer and name != "sft":
         batch = {key: part for key, part in batch.items() if "attention_mask" not in key}
 
-    compare(computer(model, task), batch, lambda row: -LOSSES.get(name, summed_loss)(model, row))
+    losses = [-LOSSES.get(name, summed_loss)(model, row) for row in samples_of(batch)]
+    check_gradients(computer(model, task), batch, losses, **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # from peft
@@ -201,7 +194,8 @@ def test_a_layer_of_a_causal_model_is_asked_along_a_direction():
         ids = row["input_ids"][:, kept_of(row)]
         return model(input_ids=ids, output_hidden_states=True).hidden_states[1][0, -1] @ direction
 
-    compare(HookGradientComputer(model, task), texts(13), along)
+    values = [along(row) for row in samples_of(texts(13))]
+    check_gradients(HookGradientComputer(model, task), texts(13), values, **EXACT)
 
 
 TURN = "{% for m in messages %}{{ 'w21 ' if m['role'] == 'assistant' else 'w20 ' }}"

@@ -1,12 +1,28 @@
-"""Whether a training notices that somebody looks on: rows that use up random numbers, and what is left of these."""
+"""Trainings that are looked on: what is stored of them, rows that use up random numbers, and what is left of these."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from late import Late
+
+from trak_lite.methods import TRAK
+
+zarr = Late("zarr")
+EXACT: dict[str, Any] = {
+    "projector": "none",
+    "method": TRAK(damping=None, layout="stored"),
+    "dtype": "float32",
+    "progress": False,
+}
+
+
+def stored_rows(path: Path, checkpoint: int = 0) -> np.ndarray:
+    return np.asarray(zarr.open(path, mode="r")[f"ckpt-{checkpoint}/features"][:], dtype=np.float64)
 
 
 class Restless(torch.utils.data.Dataset[Any]):

@@ -1,6 +1,6 @@
 """Cases for tasks whose f is made of logits and labels; losses are plain loops, independent of the package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -433,3 +433,25 @@ def identity_of(task: Any) -> dict[str, Any]:
     """What tells targets that a task asks from those of another one, for the same data; a task may be a function."""
     asked = tasks.QuestionsModelOutput("regression", {"f": task}).ask("f", TensorDataset(torch.zeros(1, 1)))
     return asked.identity()
+
+
+# Gradients
+
+
+def gradients_of(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """The flat gradient of each trained parameter."""
+    kept = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(
+        value, list(kept.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return {name: grad.flatten() for name, grad in zip(kept, grads, strict=True)}
+
+
+def check_gradients(computer: Any, batch: Any, values: Iterable[Tensor], **close: float) -> None:
+    """Hold q times the gradients of f against those of one value for each row."""
+    found: dict[str, Tensor] = {}
+    terms = computer.stream_gradients(batch, lambda block: found.update({block.name: block.dense()}))
+    for row, (q, value) in enumerate(zip(terms.out_to_loss_grad, values, strict=True)):
+        for name, expected in gradients_of(value, computer.model).items():
+            ours = found[name][row] if name in found else torch.zeros_like(expected)
+            torch.testing.assert_close(q * ours, expected, **close)

@@ -31,7 +31,15 @@ def test_instances_do_not_share_their_negatives_and_the_seed_decides_them():
     same, again, other = ready(seed=0), ready(seed=0), ready(seed=1)
     assert same.state_digest() == again.state_digest() != other.state_digest()
     assert len(same.state_digest()) == 64
-    assert CLIPModelOutput(simulated_batch_size=3).state_digest() is None
+    fresh = CLIPModelOutput(simulated_batch_size=3)
+    for task, before in (
+        (same, again.state_digest()),
+        (fresh, None),
+    ):  # without pairs, prepare changes nothing
+        task.prepare(prepared(PairModel()))
+        assert task.state_digest() == before
+    with_pairs = [CLIPModelOutput(simulated_batch_size=3, pairs=some).settings() for some in ([], PAIRS)]
+    assert with_pairs == [fresh.settings()] * 2
 
 
 def test_negatives_are_distinct_pairs_drawn_uniformly():
@@ -65,6 +73,7 @@ def test_a_later_change_of_the_given_embeddings_changes_nothing():
 @pytest.mark.parametrize(
     "form",
     [
+        lambda phi, psi, s: (phi, psi, s.item()),
         lambda phi, psi, s: [phi, psi, s, "bias"],
         lambda phi, psi, s: {"image_features": phi, "text_features": psi, "logit_scale": s},
         lambda phi, psi, s: {"image_embeds": phi, "text_embeds": psi, "logit_scale": s.reshape(1)},
@@ -161,20 +170,6 @@ def test_every_checkpoint_has_the_same_pairs_as_negatives():
 
     assert torch.equal(evaluate(task, half).output, first)
     assert not torch.equal(evaluate(task, whole).output, first)
-
-
-def test_without_pairs_prepare_keeps_the_negatives_that_were_set():
-    task, fresh = ready(), CLIPModelOutput(simulated_batch_size=3)
-    before = task.state_digest()
-    task.prepare(prepared(PairModel()))
-    fresh.prepare(prepared(PairModel()))
-    assert task.state_digest() == before
-    assert fresh.state_digest() is None
-
-
-def test_pairs_are_told_by_the_state_digest_and_not_by_the_settings():
-    task, other, none = (CLIPModelOutput(simulated_batch_size=3, pairs=some) for some in ([], PAIRS, None))
-    assert task.settings() == other.settings() == none.settings()
 
 
 def test_the_models_modes_come_back_after_an_error():

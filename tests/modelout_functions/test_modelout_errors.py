@@ -323,34 +323,14 @@ class Reshaped(nn.Module):
         return self.form(*self.pair(image, text))
 
 
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        (lambda phi, psi, s: phi, "gave a Tensor"),
-        (lambda phi, psi, s: {"image_features": phi}, "gave a dict"),
-        (lambda phi, psi, s: (phi, psi), "gave no scale.*temperature"),
-        (lambda phi, psi, s: (phi, psi[:, :2], s), r"\(6, 3\) \(image\) and \(6, 2\) \(text\)"),
-        (lambda phi, psi, s: (phi, psi, s.expand(4)), r"a scale of shape \(4,\)"),
-        (lambda phi, psi, s: (phi, psi, -s), r"sample 0: scale\[0\] is -.*Expected a positive factor"),
-        (lambda phi, psi, s: (phi[:, :2], psi[:, :2], s), "width 2, the negatives have width 3"),
-        (lambda phi, psi, s: (phi.long(), psi.long(), s), "image features has dtype torch.int64"),
-    ],
-)
-def test_answers_that_are_no_pair_of_features_are_refused(form: Callable[..., Any], message: str) -> None:
-    task = tasks.CLIPModelOutput(simulated_batch_size=3)
-    task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
-    with pytest.raises(InvalidInputError, match=message):
-        task.evaluate(tasks.ModelCall(Reshaped(form)), PAIRS)
-
-
 def clip(**settings: Any) -> tasks.CLIPModelOutput:
     return tasks.CLIPModelOutput(simulated_batch_size=3, **settings)
 
 
-def clip_batch(batch: Any) -> Any:
+def clip_terms(batch: Any = PAIRS, form: Callable[..., Any] = lambda *answer: answer) -> Any:
     task = clip()
     task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
-    return task.evaluate(tasks.ModelCall(prepared(PairModel())), batch)
+    return task.evaluate(tasks.ModelCall(Reshaped(form)), batch)
 
 
 def embed(*loader: Any, **settings: Any) -> None:
@@ -359,9 +339,18 @@ def embed(*loader: Any, **settings: Any) -> None:
 
 FEW = (PAIRS[0][:2], PAIRS[1][:2])
 CLIP: list[tuple[Callable[[], Any], str]] = [
-    (lambda: clip_batch(PAIRS[:1]), "Expected .images, texts."),
-    (lambda: clip_batch((*PAIRS, PAIRS[1])), "Expected .images, texts."),
-    (lambda: clip_batch(PAIRS[0]), "Expected .images, texts."),
+    (lambda: clip_terms(form=lambda phi, psi, s: phi), "gave a Tensor"),
+    (lambda: clip_terms(form=lambda phi, psi, s: {"image_features": phi}), "gave a dict"),
+    (lambda: clip_terms(form=lambda phi, psi, s: (phi, psi)), "gave no scale.*temperature"),
+    (lambda: clip_terms(form=lambda phi, psi, s: (phi, psi[:, :2], s)), r"\(6, 3\) \(image\) and \(6, 2\) \(text\)"),
+    (lambda: clip_terms(form=lambda phi, psi, s: (phi, psi, s.expand(4))), r"a scale of shape \(4,\)"),
+    (lambda: clip_terms(form=lambda phi, psi, s: (phi, psi, -s)),
+     r"sample 0: scale\[0\] is -.*Expected a positive factor"),
+    (lambda: clip_terms(form=lambda phi, psi, s: (phi[:, :2], psi[:, :2], s)), "width 2, the negatives have width 3"),
+    (lambda: clip_terms(form=lambda phi, psi, s: (phi.long(), psi.long(), s)), "image features has dtype torch.int64"),
+    (lambda: clip_terms(PAIRS[:1]), "Expected .images, texts."),
+    (lambda: clip_terms((*PAIRS, PAIRS[1])), "Expected .images, texts."),
+    (lambda: clip_terms(PAIRS[0]), "Expected .images, texts."),
     (lambda: clip().set_embeddings(zeros(8, 3), zeros(8, 2)), "same .N, d. for both"),
     (lambda: clip().set_embeddings(zeros(8), zeros(8)), "same .N, d. for both"),
     (lambda: clip().set_embeddings(*FEW), "same .N, d. for both"),
@@ -374,7 +363,7 @@ CLIP: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), CLIP)
-def test_negatives_that_cannot_serve_are_refused(call: Callable[[], Any], message: str) -> None:
+def test_pairs_and_negatives_that_do_not_fit_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         call()
     with pytest.raises(StateError, match=r"no negatives yet. Call task.get_embeddings"):

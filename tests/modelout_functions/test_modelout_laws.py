@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from modelout_cases import BUILDERS, Answer, D, identity_of, prepared
+from modelout_cases import BUILDERS, Answer, D, check_gradients, identity_of, prepared
 from post_training_cases import POST_TRAINING, Denoiser, seen_by
 
 from trak_lite.gradient_computers import HookGradientComputer
@@ -27,21 +27,8 @@ class TestBuiltInModelOutputs(ModelOutputTests):
 
     def test_the_hook_computer_gives_the_gradients_of_the_plain_loss(self, case: ModelOutputCase) -> None:
         """Row by row, times minus q."""
-        losses, named = case.loss(case.model, case.batch), dict(case.model.named_parameters())
-        found = {}
-        terms = HookGradientComputer(case.model, case.task).stream_gradients(
-            case.batch, lambda block: found.update({block.name: block.dense()})
-        )
-
-        for row, loss in enumerate(losses):
-            plain = torch.autograd.grad(
-                loss, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for name, expected in zip(named, plain, strict=True):
-                ours = found[name][row] if name in found else torch.zeros(expected.numel()).double()
-                torch.testing.assert_close(
-                    -terms.out_to_loss_grad[row] * ours, expected.flatten(), rtol=1e-9, atol=1e-12
-                )
+        computer = HookGradientComputer(case.model, case.task)
+        check_gradients(computer, case.batch, -case.loss(case.model, case.batch), rtol=1e-9, atol=1e-12)
 
     def test_a_task_made_again_from_its_settings_is_the_same(self, case: ModelOutputCase) -> None:
         """As a store makes its task again."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from modelout_cases import (
     C,
-    LanguageModel,
+    changed,
     image_case,
     mlp,
     prepared,
@@ -78,19 +78,36 @@ def test_usual_answers_of_models_and_usual_batches_are_understood(answer, batch,
     same(terms, terms_of_logits(IMAGES, LOGITS, LABELS))
 
 
-@pytest.mark.parametrize(
-    ("task", "dtypes", "labels"),
-    [
-        (IMAGES, (torch.uint8, torch.int32), [0, 1, 1]),
-        (BINARY, (torch.bool, torch.float32), [1, 0, 1]),
-        (tasks.RegressionModelOutput(), (torch.int64, torch.float32), [3, 2, 1]),
-    ],
+REGRESSION, SQUARES = (
+    tasks.RegressionModelOutput(output=output) for output in ("prediction", "neg_squared_error")
 )
-def test_labels_of_several_dtypes_are_taken(task, dtypes, labels):
-    logits, plain = randn(3, 4, seed=11)[:, : 4 if task is IMAGES else 1], torch.tensor(labels)
-    expected = terms_of_logits(task, logits, plain.double() if task.name == "regression" else plain)
-    for dtype in dtypes:
-        same(terms_of_logits(task, logits, plain.to(dtype)), expected)
+LANGUAGE = tasks.CausalLanguageModelingModelOutput()
+VALUES, WANTED = randn(3, seed=1), randn(3, seed=2)
+TEXT, TOKENS = randn(2, 4, 7, seed=3), randint(7, (2, 4), 8)
+EQUAL: dict[str, list[tuple[Any, Tensor, Tensor]]] = {
+    "dtypes of classes": [(IMAGES, randn(3, 4, seed=11), torch.tensor([0, 1, 1], dtype=dtype))
+                          for dtype in (torch.int64, torch.uint8, torch.int32)],
+    "dtypes of binary labels": [(BINARY, VALUES, torch.tensor([1, 0, 1], dtype=dtype))
+                                for dtype in (torch.int64, torch.bool, torch.float32)],
+    "dtypes of targets": [(REGRESSION, VALUES, torch.tensor([3, 2, 1], dtype=dtype))
+                          for dtype in (torch.float64, torch.int64, torch.float32)],
+    **{f"a last axis of one, {task.output}": [(task, VALUES, WANTED), (task, VALUES[:, None], WANTED),
+                                              (task, VALUES, WANTED[:, None])] for task in (REGRESSION, SQUARES)},
+    **{f"a column of one sample, {task.output}": [(task, VALUES[:1], WANTED[:1]), (task, VALUES[:1, None], WANTED[:1])]
+       for task in (REGRESSION, SQUARES)},
+    # No logit predicts it, so even a value out of range there changes nothing.
+    "first label of a shifted sample": [(LANGUAGE, TEXT, changed(TOKENS, (..., 0), first)) for first in (1, 999)],
+    **{f"{dtype} logits": [(IMAGES, LOGITS.to(dtype).float(), LABELS), (IMAGES, LOGITS.to(dtype), LABELS)]
+       for dtype in (torch.float16, torch.bfloat16)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_forms_of_logits_and_labels_that_mean_the_same_give_the_same_terms(name: str) -> None:
+    first, *others = (terms_of_logits(*given) for given in EQUAL[name])
+    for other in others:
+        same(other, first)
+        assert {term.dtype for term in other} == {term.dtype for term in first}
 
 
 def test_text_parts_can_have_other_names() -> None:
@@ -106,15 +123,6 @@ def test_text_parts_can_have_other_names() -> None:
     terms = task.evaluate(tasks.ModelCall(Model()), (ids, mask, torch.zeros(4, dtype=torch.int64)))
 
     torch.testing.assert_close(terms.output, (ids.sum(1) - mask.sum(1)).double())
-
-
-@pytest.mark.parametrize("output", ["prediction", "neg_squared_error"])
-@pytest.mark.parametrize(("predictions", "targets"), [((3, 1), (3,)), ((3,), (3, 1)), ((1, 1), (1,))])
-def test_a_last_axis_of_one_is_taken_off_the_predictions_or_the_targets(output, predictions, targets):
-    values, wanted = randn(predictions[0], seed=1), randn(predictions[0], seed=2)
-    task = tasks.RegressionModelOutput(output=output)
-    terms = terms_of_logits(task, values.reshape(predictions), wanted.reshape(targets))
-    same(terms, terms_of_logits(task, values, wanted))
 
 
 def test_a_last_axis_of_one_is_taken_off_under_transforms_too() -> None:
@@ -134,17 +142,6 @@ def test_an_invalid_label_is_nan_under_transforms_also_where_torch_does_not_tell
     )(LOGITS, torch.tensor([2, 5]))
     assert found.isnan().tolist() == [False, True]
     torch.testing.assert_close(found[0], terms_of_logits(IMAGES, LOGITS[:1], LABELS[:1]).output[0])
-
-
-def test_the_first_label_of_a_shifted_sample_is_not_used() -> None:
-    """No logit predicts it, so even a value out of range there changes nothing."""
-    model, ids = prepared(LanguageModel()), randint(7, (2, 4), 8)
-    other = ids.clone()
-    other[:, 0] = 999
-    task = tasks.CausalLanguageModelingModelOutput()
-    same(
-        task.evaluate(tasks.ModelCall(model), (ids, other)), task.evaluate(tasks.ModelCall(model), (ids, ids))
-    )
 
 
 def test_neg_squared_error_sums_over_targets_of_any_shape() -> None:
@@ -248,14 +245,6 @@ def test_temperature_changes_q_and_w_and_not_f() -> None:
     assert torch.equal(warm.output, terms_of_logits(IMAGES, logits, labels).output)
     torch.testing.assert_close(warm.out_to_loss_grad, q)
     torch.testing.assert_close(warm.loss_curvature, q * (1 - q))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_give_float32_terms(dtype: torch.dtype) -> None:
-    logits, labels = randn(4, 3, seed=10).to(dtype), torch.tensor([0, 1, 2, 0])
-    terms = terms_of_logits(IMAGES, logits, labels)
-    assert {term.dtype for term in terms} == {torch.float32}
-    same(terms, terms_of_logits(IMAGES, logits.float(), labels))
 
 
 @pytest.mark.cuda

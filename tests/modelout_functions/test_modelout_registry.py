@@ -190,14 +190,6 @@ def own_list(first):
     return held
 
 
-class Scaler:
-    def __call__(self, model_call, batch):
-        return model_call(batch[0])[:, 0]
-
-    def output(self, model_call, batch):
-        return model_call(batch[0])[:, 1]
-
-
 PAIRS = {
     "class": lambda: (Own(), Wide(3)),
     "class without source": lambda: (prompted(2), prompted(3)),
@@ -213,7 +205,7 @@ PAIRS = {
     "function without source": lambda: (prompted_function(2), prompted_function(3)),
     "functions": lambda: (powered, mean_of_squares),
     "built-in functions": lambda: (max, min),
-    "method of an object": lambda: (Scaler(), Scaler().output),
+    "method of an object": lambda: (Weighted(1), Weighted(1).output),
     "class method": lambda: (Weighted.of_class, Heavier.of_class),
     "lambdas of one line": lambda: (
         lambda call, batch: call(batch[0])[:, 0],
@@ -231,7 +223,7 @@ PAIRS = {
     "function that holds itself": lambda: (recursive(1), recursive(2)),
     "object that holds itself": lambda: (scaled(own_list(1)), scaled(own_list(2))),
     "end of a long list": lambda: (scaled([*range(9_999), 0]), scaled([*range(9_999), 1])),
-    "function or object": lambda: (scaled(len), scaled(Scaler())),
+    "function or object": lambda: (scaled(len), scaled(Weighted(1))),
 }  # fmt: skip
 
 

@@ -247,8 +247,9 @@ class Failing(Dataset):
         return self.rows[index]
 
 
-def featurize_part(path: str, model: nn.Module, first: int) -> int:
+def featurize_part(path: str, first: int, sharded: bool = False) -> int:
     """Featurize until a row cannot be read; return 0."""
+    model = shard(transformer()) if sharded else transformer()
     try:
         attributor(model, path).featurize(Rows(Failing(data("transformer"), first), name="rows"))
     except (OSError, TrakLiteError):  # on the rank that reads it, and on those that are told
@@ -256,16 +257,9 @@ def featurize_part(path: str, model: nn.Module, first: int) -> int:
     raise AssertionError("no row was gone")
 
 
-def featurize_rest(path: str, model: nn.Module) -> int:
+def featurize_rest(path: str, sharded: bool = False) -> int:
+    model = shard(transformer()) if sharded else transformer()
     return attributor(model, path).featurize(Rows(data("transformer"), name="rows")).rows_written
-
-
-def sharded_part(path: str, first: int) -> int:
-    return featurize_part(path, shard(transformer()), first)
-
-
-def sharded_rest(path: str) -> int:
-    return featurize_rest(path, shard(transformer()))
 
 
 def trained(model: nn.Module) -> list[Tensor]:
@@ -338,17 +332,11 @@ def a_row_is_infinite(path: str) -> str:
     return "no error"
 
 
-def language_transformer() -> nn.Module:
-    torch.manual_seed(1)
-    return Transformer(17, causal=True)
-
-
-def language_model(path: str) -> None:
+def explain_language_model(path: str, sharded: bool = False) -> None:
     """Featurize, fit and score with the kernel of language models."""
-    explain_language_model(shard(language_transformer()), path)
-
-
-def explain_language_model(model: nn.Module, path: str) -> None:
+    torch.manual_seed(1)
+    model = Transformer(17, causal=True)
+    model = shard(model) if sharded else model
     ids = data("transformer", 20).tensors[0]
     made = Attributor(
         model, "causal_language_modeling", path, proj_dim=4, dtype="float32", progress=False, batch_size=BATCH

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_runs import adam_scale
 from torch import nn
 
 from trak_lite import named_optimizer_state
@@ -36,21 +37,21 @@ def model():
     return Normed().double()
 
 
-def trained(net, optimizer, steps=3):
+def saved(net, optimizer):
+    """What a model and its optimizer are saved as after three steps."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         x = torch.randn(6, 3, dtype=torch.float64, generator=generator)
         (net(x) * torch.randn(6, 3, dtype=torch.float64, generator=generator)).sum().backward()
         optimizer.step()
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def with_optimizer(make=AdamW, net=None):
-    """A model, its optimizer after three steps, and what both are saved as."""
-    net = net or model()
+def with_optimizer(make=AdamW):
+    net = model()
     optimizer = make(net.parameters())
-    trained(net, optimizer)
-    return net, optimizer, {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    return net, optimizer, saved(net, optimizer)
 
 
 def decayed(net, *wanted):
@@ -71,12 +72,11 @@ def check(load):
 
     def check(net, optimizer, source, loader=None, **settings):
         _, (row,) = load(net, source, loader, task=total, normalize="adam", **settings)
-        scales = []
-        for p in (p for p in net.parameters() if p.requires_grad):
-            state = optimizer.state.get(p, {"exp_avg_sq": torch.zeros_like(p), "step": 1})
-            second = state.get("max_exp_avg_sq", state["exp_avg_sq"]).double()
-            root = (second / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8
-            scales.append(torch.where(second > 0, root.rsqrt(), 0).flatten())
+        scales = [
+            adam_scale(optimizer.state.get(p, {"exp_avg_sq": torch.zeros_like(p), "step": 1}))
+            for p in net.parameters()
+            if p.requires_grad
+        ]
         np.testing.assert_allclose(row, torch.cat(scales).numpy(), rtol=1e-6)
 
     return check
@@ -101,11 +101,11 @@ def test_a_dict_or_file_with_model_and_optimizer(make, tmp_path, check):
 
 
 def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path, check):
-    net, optimizer, saved = with_optimizer()
-    weights = {f"net.{name}": value for name, value in saved["model"].items()}
-    content = {"state_dict": weights, "optimizer_states": [saved["optimizer"]], "epoch": 1}
+    net, optimizer, state = with_optimizer()
+    weights = {f"net.{name}": value for name, value in state["model"].items()}
+    content = {"state_dict": weights, "optimizer_states": [state["optimizer"]], "epoch": 1}
     torch.save(content, tmp_path / "a.ckpt")
-    torch.save({**content, "optimizer_states": [saved["optimizer"]] * 2}, tmp_path / "two.ckpt")
+    torch.save({**content, "optimizer_states": [state["optimizer"]] * 2}, tmp_path / "two.ckpt")
 
     check(net, optimizer, tmp_path / "a.ckpt", lambda path: net.state_dict())
     with pytest.raises(CheckpointError, match="2 optimizers"):
@@ -116,10 +116,10 @@ def test_a_folder_of_hugging_face_in_which_only_the_decay_rule_tells_groups_apar
     """The shapes alone do not: nn.BatchNorm1d's weight decays, its bias does not, and both have the same shape."""
     net = model()
     optimizer = decayed(net, "first.weight", "batch.weight", "last.weight")
-    trained(net, optimizer)
+    content = saved(net, optimizer)
     (tmp_path / "checkpoint-3").mkdir()
-    save_file(net.state_dict(), tmp_path / "checkpoint-3" / "model.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "checkpoint-3" / "optimizer.pt")
+    save_file(content["model"], tmp_path / "checkpoint-3" / "model.safetensors")
+    torch.save(content["optimizer"], tmp_path / "checkpoint-3" / "optimizer.pt")
 
     check(net, optimizer, tmp_path / "checkpoint-3")
 
@@ -127,8 +127,7 @@ def test_a_folder_of_hugging_face_in_which_only_the_decay_rule_tells_groups_apar
 def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_have_names(check):
     net = model()
     by_hand = decayed(net, "norm.bias", "batch.weight", "last.bias")
-    trained(net, by_hand)
-    content = {"model": net.state_dict(), "optimizer": by_hand.state_dict()}
+    content = saved(net, by_hand)
 
     with pytest.raises(CheckpointError, match=r"2 groups without names.*named_optimizer_state"):
         check(net, by_hand, content)
@@ -139,18 +138,16 @@ def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_
 def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
     optimizer = AdamW([{"params": net[2].parameters()}, {"params": net[:2].parameters()}])
-    trained(net, optimizer)
 
-    check(net, optimizer, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    check(net, optimizer, saved(net, optimizer))
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "net.inner."])
 def test_names_that_torch_records_are_used_in_any_order_and_behind_a_prefix(prefix, check):
     net = model()
     optimizer = AdamW([(prefix + name, p) for name, p in list(net.named_parameters())[::-1]])
-    trained(net, optimizer)
 
-    check(net, optimizer, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    check(net, optimizer, saved(net, optimizer))
 
 
 def test_named_states_load_into_the_optimizer_and_wrappers_are_opened():
@@ -173,8 +170,7 @@ def test_frozen_parameters_are_skipped_and_those_without_gradient_have_zeros(che
     net.first.requires_grad_(False)
     net.extra = nn.Parameter(torch.ones(2, dtype=torch.float64))  # in the optimizer, but without a gradient
     optimizer = AdamW([p for p in net.parameters() if p.requires_grad])
-    trained(net, optimizer)
-    content = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    content = saved(net, optimizer)
 
     check(net, optimizer, content)
     named = [name for name, p in net.named_parameters() if p.requires_grad]
@@ -217,17 +213,12 @@ def test_other_optimizers_are_refused(make, check):
 def test_states_of_another_model_or_of_maximised_objectives_are_refused(check):
     other, wide = nn.Linear(3, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
     reversed_order = AdamW([*wide[1].parameters(), *wide[0].parameters()])
-    trained(wide, reversed_order)
     net, optimizer, content = with_optimizer(partial(AdamW, maximize=True))
 
     for some, given, message in (
         (net, content, "maximize"),
         (other, {**content, "model": other.state_dict()}, "has 8 parameters, and the Linear has 2"),
-        (
-            wide,
-            {"model": wide.state_dict(), "optimizer": reversed_order.state_dict()},
-            "shapes of the optimizer state",
-        ),
+        (wide, saved(wide, reversed_order), "shapes of the optimizer state"),
     ):
         with pytest.raises(CheckpointError, match=message):
             check(some, optimizer, given)

@@ -119,25 +119,25 @@ def test_other_resharding_and_projectors_change_nothing(tmp_path, ranks, whole):
 
 def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_path, ranks):
     expected = tmp_path / "whole.zarr"
-    cases.featurize_rest(str(expected), cases.transformer())
+    cases.featurize_rest(str(expected))
     begun_whole, begun_sharded = str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr")
 
-    cases.featurize_part(begun_whole, cases.transformer(), 400)
-    written = ranks(2, cases.sharded_rest, begun_whole)
-    ranks(2, cases.sharded_part, begun_sharded, 400)
-    rest = cases.featurize_rest(begun_sharded, cases.transformer())
+    cases.featurize_part(begun_whole, 400)
+    written = ranks(2, cases.featurize_rest, begun_whole, True)
+    ranks(2, cases.featurize_part, begun_sharded, 400, True)
+    rest = cases.featurize_rest(begun_sharded)
 
     assert 0 < sum(written) < cases.N
     assert 0 < rest < cases.N
     for path in (begun_whole, begun_sharded):
         check_same(Path(path), cases.contents(expected))
-        assert cases.featurize_rest(path, cases.transformer()) == 0
+        assert cases.featurize_rest(path) == 0
 
 
 def test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step(tmp_path, ranks):
-    cases.explain_language_model(cases.language_transformer(), str(tmp_path / "whole.zarr"))
+    cases.explain_language_model(str(tmp_path / "whole.zarr"))
 
-    ranks(2, cases.language_model, str(tmp_path / "a.zarr"))
+    ranks(2, cases.explain_language_model, str(tmp_path / "a.zarr"), True)
 
     check_same(tmp_path / "a.zarr", cases.contents(tmp_path / "whole.zarr"))
 

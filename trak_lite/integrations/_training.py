@@ -12,10 +12,11 @@ from torch import nn
 
 from trak_lite._devices import forked_rng
 from trak_lite.attributor import Attributor
+from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import model_device
 
-__all__ = ["featurize_saved", "refuse_other_model", "undisturbed"]
+__all__ = ["SavedFeatures", "refuse_other_model", "undisturbed"]
 
 
 @contextmanager
@@ -56,23 +57,33 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
         )
 
 
-def featurize_saved(
-    attributor: Attributor, data: Any, checkpoints: Any, *, is_resumed: bool, **settings: Any
-) -> None:
-    """Call :meth:`~trak_lite.Attributor.featurize` within :func:`undisturbed`.
+class SavedFeatures:
+    """What callbacks of training libraries have in common: they featurize what the training saves."""
 
-    Args:
-        attributor: The attributor of the trained model.
-        data: The train rows.
-        checkpoints: What the training has just saved.
-        is_resumed: Whether the training was resumed: a file that it saves again with other weights is then a warning,
-            as it is for the files that this attributor has featurized, and not an error.
-        **settings: Further arguments of ``featurize``.
-    """
-    run = attributor._run
-    run.is_resumed = is_resumed
-    try:
-        with undisturbed():
-            attributor.featurize(data, checkpoints, **settings)
-    finally:
-        run.is_resumed = False
+    def __init__(self, attributor: Attributor, data: Any) -> None:
+        """Check the data and store the arguments.
+
+        Args:
+            attributor: Attributor of the trained model.
+            data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
+
+        Raises:
+            InvalidInputError: If the data have no fixed order of rows.
+        """
+        rows_of(data, what="the train data")  # raise here, not after the first checkpoint has been trained
+        self._attributor, self._data = attributor, data
+        self._is_resumed = False
+
+    def _featurize(self, checkpoints: Any, **settings: Any) -> None:
+        """Featurize what has just been saved, within :func:`undisturbed`.
+
+        In a resumed training, a file that is saved again with other weights is a warning and not an error, as it is for
+        the files that this attributor has featurized.
+        """
+        run = self._attributor._run
+        run.is_resumed = self._is_resumed
+        try:
+            with undisturbed():
+                self._attributor.featurize(self._data, checkpoints, **settings)
+        finally:
+            run.is_resumed = False

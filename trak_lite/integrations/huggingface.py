@@ -29,10 +29,10 @@ from transformers.utils import is_peft_available
 
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
-from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.integrations._training import featurize_saved, refuse_other_model, undisturbed
-from trak_lite.integrations._trl import trl_class, trl_collate, trl_task
+from trak_lite.integrations._training import SavedFeatures, refuse_other_model, undisturbed
+from trak_lite.integrations.trl import trl_class, trl_collate, trl_task
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
@@ -46,7 +46,7 @@ _NUM_PROBES = 32
 
 
 @final
-class FeaturizeCallback(TrainerCallback):
+class FeaturizeCallback(SavedFeatures, TrainerCallback):
     """Featurizes the train rows at each checkpoint that a ``transformers.Trainer`` saves.
 
     It runs on the trainer's model in place, after each checkpoint is saved. It restores weights, mode and all random
@@ -54,21 +54,6 @@ class FeaturizeCallback(TrainerCallback):
     again with other weights, it warns, and the store has the rows of both. Scoring new targets later needs the saved
     weights, so keep the checkpoints (``save_total_limit``).
     """
-
-    def __init__(self, attributor: Attributor, data: Any) -> None:
-        """Check the data and store the arguments.
-
-        Args:
-            attributor: Attributor of the trained model: ``attributor_from_trainer(trainer, ...)``.
-            data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
-
-        Raises:
-            InvalidInputError: If the data have no fixed order of rows.
-        """
-        rows_of(data, what="the train data")  # raise here, not after the first checkpoint has been trained
-        self._attributor = attributor
-        self._data = data
-        self._is_resumed = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,7 +74,7 @@ class FeaturizeCallback(TrainerCallback):
         weights = weights_inside(folder)
         checkpoint = Checkpoint(folder.name, None if weights is None else str(weights.absolute()), None)
         # Pass an iterator, so that the attributor does not search the model's changing weights for this checkpoint.
-        featurize_saved(self._attributor, self._data, iter([checkpoint]), is_resumed=self._is_resumed)
+        self._featurize(iter([checkpoint]))
 
 
 def attributor_from_trainer(
@@ -199,13 +184,7 @@ def _without_autocast(model: nn.Module) -> nn.Module:
 
 
 def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:
-    """Raise if a row is random or depends on other rows of its batch.
-
-    Args:
-        attributor: Its model is in eval mode.
-        rows: The train rows; two of them are tested.
-        alone: Whether all batches have one row.
-    """
+    """Raise if one of two rows is random, or depends on the other unless all batches have one row (``alone``)."""
     by_length = sorted(range(min(_NUM_PROBES, len(rows))), key=lambda row: _length(rows.dataset[row]))
     pair = list(dict.fromkeys([by_length[0], by_length[-1]]))  # one row if both are the same
     plan = [pair, pair, *([row] for row in pair)]
@@ -230,8 +209,17 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
             attributor.task.evaluate(call, move_batch(part, attributor.device)).output
             for part in (batch, *single)
         )
-    if not alone:
-        _refuse_neighbours(attributor.model, pair, together.tolist(), torch.cat(apart).tolist(), rows.what)
+    if alone:
+        return
+    dtypes = {p.dtype for p in attributor.model.parameters() if p.is_floating_point()} or {torch.float32}
+    tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
+    for row, beside, own in zip(pair, together.tolist(), torch.cat(apart).tolist(), strict=True):
+        if abs(beside - own) > tolerance * (1 + abs(own)):
+            raise InvalidInputError(
+                f"Row {row} of {rows.what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so "
+                "its gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
+                "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
+            )
 
 
 def _length(sample: Any) -> int:
@@ -239,17 +227,3 @@ def _length(sample: Any) -> int:
     if not isinstance(sample, Mapping):
         return 0
     return sum(len(ids) for name, ids in sample.items() if name.endswith("_ids") and isinstance(ids, Sized))
-
-
-def _refuse_neighbours(
-    model: nn.Module, pair: list[int], together: list[float], apart: list[float], what: str
-) -> None:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    for row, beside, own in zip(pair, together, apart, strict=True):
-        if abs(beside - own) > tolerance * (1 + abs(own)):
-            raise InvalidInputError(
-                f"Row {row} of {what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so its "
-                "gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
-                "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
-            )

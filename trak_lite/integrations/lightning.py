@@ -18,16 +18,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from trak_lite.attributor import Attributor
-from trak_lite.data.datasets import rows_of
 from trak_lite.errors import CheckpointError, InvalidInputError
-from trak_lite.integrations._training import featurize_saved, refuse_other_model
+from trak_lite.integrations._training import SavedFeatures, refuse_other_model
 from trak_lite.models.checkpoints import module_versions, read_weights, with_versions
 
 __all__ = ["FeaturizeCallback", "ckpt_weights"]
 
 
 @final
-class FeaturizeCallback(Callback):
+class FeaturizeCallback(SavedFeatures, Callback):
     """Featurizes the train rows at each checkpoint that a ``ModelCheckpoint`` of the same trainer saves.
 
     A saved file is featurized before the next training batch, or at the end of training. If a path is overwritten in
@@ -46,11 +45,8 @@ class FeaturizeCallback(Callback):
         Raises:
             InvalidInputError: If the data have no fixed order of rows.
         """
-        rows_of(data, what="the train data")  # raise here, not after the first checkpoint has been trained
-        self._attributor = attributor
-        self._data = data
+        super().__init__(attributor, data)
         self._prefix = ""
-        self._is_resumed = False
         self._seen: set[tuple[Path, int]] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,10 +81,7 @@ class FeaturizeCallback(Callback):
     def _featurize_new(self, trainer: Trainer) -> None:
         new = sorted(_saved_files(trainer) - self._seen, key=lambda file: (file[1], file[0]))
         for path, changed in new:
-            loader = partial(ckpt_weights, prefix=self._prefix)
-            featurize_saved(
-                self._attributor, self._data, [path], is_resumed=self._is_resumed, checkpoint_loader=loader
-            )
+            self._featurize([path], checkpoint_loader=partial(ckpt_weights, prefix=self._prefix))
             self._seen.add((path, changed))
 
 

@@ -8,53 +8,34 @@ against the requirements. Source: TRAK (arXiv:2303.14186), sections 2, 3 and 5.1
 
 from __future__ import annotations
 
-from trak_lite.modelout_functions._base import AbstractModelOutput as AbstractModelOutput
-from trak_lite.modelout_functions._base import ModelCall as ModelCall
-from trak_lite.modelout_functions._chat import response_labels as response_labels
-from trak_lite.modelout_functions._registry import MODEL_OUTPUTS as MODEL_OUTPUTS
-from trak_lite.modelout_functions._registry import TASK_TO_MODELOUT as TASK_TO_MODELOUT
-from trak_lite.modelout_functions._registry import resolve_task as resolve_task
-from trak_lite.modelout_functions.binary import (
-    BinaryClassificationModelOutput as BinaryClassificationModelOutput,
-)
-from trak_lite.modelout_functions.binary import MultiLabelModelOutput as MultiLabelModelOutput
-from trak_lite.modelout_functions.callable import CallableModelOutput as CallableModelOutput
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._chat import response_labels
+from trak_lite.modelout_functions._registry import MODEL_OUTPUTS, TASK_TO_MODELOUT, resolve_task
+from trak_lite.modelout_functions.binary import BinaryClassificationModelOutput, MultiLabelModelOutput
+from trak_lite.modelout_functions.callable import CallableModelOutput
 from trak_lite.modelout_functions.classification import (
-    ImageClassificationModelOutput as ImageClassificationModelOutput,
+    ImageClassificationModelOutput,
+    IterativeImageClassificationModelOutput,
+    TextClassificationModelOutput,
 )
-from trak_lite.modelout_functions.classification import (
-    IterativeImageClassificationModelOutput as IterativeImageClassificationModelOutput,
-)
-from trak_lite.modelout_functions.classification import (
-    TextClassificationModelOutput as TextClassificationModelOutput,
-)
-from trak_lite.modelout_functions.clip import CLIPModelOutput as CLIPModelOutput
-from trak_lite.modelout_functions.contrastive import ContrastiveModelOutput as ContrastiveModelOutput
-from trak_lite.modelout_functions.dense import (
-    DenseClassificationModelOutput as DenseClassificationModelOutput,
-)
-from trak_lite.modelout_functions.diffusion import DiffusionModelOutput as DiffusionModelOutput
+from trak_lite.modelout_functions.clip import CLIPModelOutput
+from trak_lite.modelout_functions.contrastive import ContrastiveModelOutput
+from trak_lite.modelout_functions.dense import DenseClassificationModelOutput
+from trak_lite.modelout_functions.diffusion import DiffusionModelOutput
 from trak_lite.modelout_functions.language_modeling import (
-    CausalLanguageModelingModelOutput as CausalLanguageModelingModelOutput,
+    CausalLanguageModelingModelOutput,
+    MaskedLanguageModelingModelOutput,
+    SequenceToSequenceModelOutput,
 )
-from trak_lite.modelout_functions.language_modeling import (
-    MaskedLanguageModelingModelOutput as MaskedLanguageModelingModelOutput,
-)
-from trak_lite.modelout_functions.language_modeling import (
-    SequenceToSequenceModelOutput as SequenceToSequenceModelOutput,
-)
-from trak_lite.modelout_functions.policy_gradient import (
-    PolicyGradientModelOutput as PolicyGradientModelOutput,
-)
+from trak_lite.modelout_functions.policy_gradient import PolicyGradientModelOutput
 from trak_lite.modelout_functions.preferences import (
-    AnswerDifferenceModelOutput as AnswerDifferenceModelOutput,
+    AnswerDifferenceModelOutput,
+    DPOModelOutput,
+    RewardModelOutput,
+    reference_columns,
 )
-from trak_lite.modelout_functions.preferences import DPOModelOutput as DPOModelOutput
-from trak_lite.modelout_functions.preferences import RewardModelOutput as RewardModelOutput
-from trak_lite.modelout_functions.preferences import reference_columns as reference_columns
-from trak_lite.modelout_functions.questions import ActivationModelOutput as ActivationModelOutput
-from trak_lite.modelout_functions.questions import QuestionsModelOutput as QuestionsModelOutput
-from trak_lite.modelout_functions.regression import RegressionModelOutput as RegressionModelOutput
+from trak_lite.modelout_functions.questions import ActivationModelOutput, QuestionsModelOutput
+from trak_lite.modelout_functions.regression import RegressionModelOutput
 
 __all__ = [
     "MODEL_OUTPUTS",

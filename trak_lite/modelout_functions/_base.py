@@ -69,19 +69,18 @@ class ModelCall:
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
         with model_pass(self.model, self._float32_products):
-            return self._replaced_call(*args, **kwargs) if self._replaced else self.model(*args, **kwargs)
-
-    def _replaced_call(self, *args: Any, **kwargs: Any) -> Any:
-        # functional_call does not restore the tensors of a module that is registered under two names.
-        before = [
-            (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
-        ]
-        try:
-            return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
-        finally:
-            for module, parameters, buffers in before:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+            if not self._replaced:
+                return self.model(*args, **kwargs)
+            # functional_call does not restore the tensors of a module that is registered under two names.
+            before = [
+                (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
+            ]
+            try:
+                return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
+            finally:
+                for module, parameters, buffers in before:
+                    module._parameters.update(parameters)
+                    module._buffers.update(buffers)
 
 
 @contextmanager
@@ -154,7 +153,20 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         Raises:
             InvalidInputError: If the batch is not what the task expects.
         """
-        return _terms_of_original(self, model_call, batch)
+        # The two methods of the original TRAK, the first sample by sample; w is zero.
+        count = batch_size(batch)
+        leaves, rebuild = flatten_batch(batch)
+        given = model_call.model, model_call.parameters, model_call.buffers
+        samples = (rebuild([leaf[index] for leaf in leaves]) for index in range(count))
+        outputs = [
+            self.get_output(*given, *(sample if isinstance(sample, tuple | list) else (sample,)))
+            for sample in samples
+        ]
+        output = torch.stack([value.reshape(()) for value in outputs])
+        with torch.no_grad():
+            grad = self.get_out_to_loss_grad(*given, batch)
+        grad = grad.detach().reshape(count)
+        return OutputTerms(output, grad, torch.zeros_like(grad))
 
     def get_output(
         self,
@@ -246,24 +258,6 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 def _definer(cls: type, name: str) -> int:
     """Return the index in ``cls.__mro__`` of the class that provides ``name``."""
     return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
-
-
-def _terms_of_original(task: AbstractModelOutput, call: ModelCall, batch: Batch) -> OutputTerms:
-    """Evaluate a task that defines the original TRAK's two methods, sample by sample; w is zero."""
-    count = batch_size(batch)
-    leaves, rebuild = flatten_batch(batch)
-
-    def parts(index: int) -> tuple[Any, ...]:
-        sample = rebuild([leaf[index] for leaf in leaves])
-        return tuple(sample) if isinstance(sample, tuple | list) else (sample,)
-
-    tensors = call.parameters, call.buffers
-    outputs = [task.get_output(call.model, *tensors, *parts(i)) for i in range(count)]
-    output = torch.stack([value.reshape(()) for value in outputs])
-    with torch.no_grad():
-        grad = task.get_out_to_loss_grad(call.model, *tensors, batch)
-    grad = grad.detach().reshape(count)
-    return OutputTerms(output, grad, torch.zeros_like(grad))
 
 
 TaskFunction: TypeAlias = Callable[[ModelCall, Batch], Tensor]

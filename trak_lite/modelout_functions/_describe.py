@@ -10,31 +10,26 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import hashlib
+import inspect
 import json
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput
-from trak_lite.modelout_functions._digests import (
-    array_json,
-    code_bytes,
-    number_json,
-    sha256,
-    source_bytes,
-    tensor_json,
-)
 from trak_lite.modelout_functions.callable import CallableModelOutput
 
-__all__ = ["describe_task"]
+__all__ = ["array_json", "code_bytes", "describe_task", "is_foreign", "sha256", "source_bytes", "tensor_json"]
 
 _MAX_DEPTH = 32
 """Maximum nesting depth of described objects."""
@@ -145,7 +140,7 @@ class _Description:
         if isinstance(value, Tensor):
             return tensor_json(value) or self._refused(value, path, "it has no plain values")
         if isinstance(value, np.generic) and not value.dtype.hasobject:
-            return number_json(value)
+            return {"scalar": _dtype(value.dtype), "value": str(value)}
         if type(value) is np.ndarray and not value.dtype.hasobject:
             return array_json(value)
         if type(value) in (bytes, bytearray):
@@ -156,20 +151,15 @@ class _Description:
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:
             return self._refused(value, path, f"it is nested in more than {_MAX_DEPTH} objects")
-        with self._inside(value):
+        self._open.append(id(value))
+        try:
             described = self._holder(value, path)
+        finally:
+            self._open.pop()
         text = json.dumps(described)
         if len(text) <= _MAX_TEXT or not self._open:
             return described
         return {"type": _name(type(value)), "sha256": sha256(text.encode())}
-
-    @contextmanager
-    def _inside(self, thing: Any) -> Iterator[None]:
-        self._open.append(id(thing))
-        try:
-            yield
-        finally:
-            self._open.pop()
 
     def _refused(self, value: Any, path: str, why: str) -> dict[str, Any]:
         if self.lenient:
@@ -199,7 +189,24 @@ class _Description:
             return self._class(value)
         if isinstance(value, FunctionType):
             return self._function(value, path)
-        return self._wrapper(value, path) or self._object(value, path)
+        if isinstance(value, functools.partial):
+            described = {
+                "partial": self.value(value.func, path),
+                "args": self._items(value.args, f"{path}.args"),
+                "keywords": {key: self.value(item, key) for key, item in sorted(value.keywords.items())},
+            }
+            return {**described, **self._extra(value, path)}
+        if isinstance(value, functools._lru_cache_wrapper):
+            return {"cached": self.value(value.__wrapped__, path)}
+        if isinstance(value, MethodType):
+            owner = self.value(value.__self__, f"{path}.__self__")
+            return {"method": self.value(value.__func__, path), "self": owner}
+        if isinstance(value, BuiltinFunctionType):
+            held = value.__self__
+            if held is None or isinstance(held, ModuleType | type):
+                return {"callable": _name(value), "self": self.value(held, path)}
+            return {"method": value.__name__, "self": self.value(held, f"{path}.__self__")}
+        return self._object(value, path)
 
     def _items(self, items: Iterable[Any], path: str) -> list[Any]:
         return [self.value(item, f"{path}[{index}]") for index, item in enumerate(items)]
@@ -279,7 +286,12 @@ class _Description:
         carried |= function.__kwdefaults__ or {}
         values = {name: self.value(item, name) for name, item in carried.items()}
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            values[name] = self._cell(cell, name)
+            try:
+                held = cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                values[name] = {"cell": "empty"}
+            else:  # the cell of super() holds the enclosing class, which is being described already
+                values[name] = {"class": _name(held)} if name == "__class__" else self.value(held, name)
         described = {
             "callable": _name(function),
             # Include the code: two lambdas on one line have the same source text.
@@ -288,39 +300,9 @@ class _Description:
         }
         return {**described, **self._extra(function, path)}
 
-    def _cell(self, cell: CellType, name: str) -> Any:
-        try:
-            held = cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            return {"cell": "empty"}
-        if name == "__class__":  # cell of super(): the enclosing class, which is being described already
-            return {"class": _name(held)}
-        return self.value(held, name)
-
     def _extra(self, function: Any, path: str) -> dict[str, Any]:
         attributes = vars(function)
         return {"attributes": self._attributes(attributes, path)} if attributes else {}
-
-    def _wrapper(self, value: Any, path: str) -> dict[str, Any] | None:
-        """Return the description of a partial, cached, bound or built-in callable; ``None`` for other values."""
-        if isinstance(value, functools.partial):
-            described = {
-                "partial": self.value(value.func, path),
-                "args": self._items(value.args, f"{path}.args"),
-                "keywords": {key: self.value(item, key) for key, item in sorted(value.keywords.items())},
-            }
-            return {**described, **self._extra(value, path)}
-        if isinstance(value, functools._lru_cache_wrapper):
-            return {"cached": self.value(value.__wrapped__, path)}
-        if isinstance(value, MethodType):
-            owner = self.value(value.__self__, f"{path}.__self__")
-            return {"method": self.value(value.__func__, path), "self": owner}
-        if isinstance(value, BuiltinFunctionType):
-            held = value.__self__
-            if held is None or isinstance(held, ModuleType | type):
-                return {"callable": _name(value), "self": self.value(held, path)}
-            return {"method": value.__name__, "self": self.value(held, f"{path}.__self__")}
-        return None
 
     def _object(self, value: Any, path: str) -> dict[str, Any]:
         """Return what would reconstruct an object: its class, arguments, attributes and items.
@@ -353,3 +335,63 @@ class _Description:
         if isinstance(state, tuple) and all(isinstance(part, dict | None) for part in state):
             return [self._attributes(part or {}, path) for part in state]
         return self.value(state, path)
+
+
+# Bytes and digests of code, tensors and arrays
+
+
+def sha256(raw: bytes) -> str:
+    """Return the digest in hex."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def tensor_json(tensor: Tensor) -> dict[str, Any] | None:
+    """Return dtype, shape and digest of the values; ``None`` for a tensor without plain values (sparse, meta)."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    raw = plain.view(torch.uint8).numpy().tobytes()
+    return {"tensor": str(tensor.dtype), "shape": list(tensor.shape), "sha256": sha256(raw)}
+
+
+def array_json(array: NDArray[Any]) -> dict[str, Any]:
+    """Return dtype, shape and digest of the values of an array that holds no Python objects."""
+    return {"array": _dtype(array.dtype), "shape": list(array.shape), "sha256": sha256(array.tobytes())}
+
+
+def _dtype(dtype: np.dtype[Any]) -> str:
+    return dtype.str if dtype.names is None else repr(dtype.descr)
+
+
+def source_bytes(thing: type | CodeType) -> bytes:
+    """Return the source text of a class or a function's code; empty if it has none (interactive prompt, exec)."""
+    try:
+        return inspect.getsource(thing).encode()
+    except (OSError, TypeError):
+        return b""
+
+
+def code_bytes(code: CodeType) -> bytes:
+    """Return a function's bytecode and constants, without line numbers and file names."""
+    form = (
+        code.co_argcount,
+        code.co_posonlyargcount,
+        code.co_kwonlyargcount,
+        code.co_flags,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+    )
+    constants = [_constant(value) for value in code.co_consts]
+    parts = [code.co_code, code.co_exceptiontable, repr(form).encode(), *constants]
+    # Prefix each part with its length: with a separator, different parts could give the same bytes.
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def _constant(value: Any) -> bytes:
+    """Return the bytes of a constant; sets are sorted because their order differs between processes."""
+    if isinstance(value, CodeType):
+        return code_bytes(value)
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(repr, value))}".encode()
+    return repr(value).encode()

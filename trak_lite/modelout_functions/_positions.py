@@ -1,11 +1,6 @@
-r"""Sums over the labelled positions of a sample: tokens of a text, pixels of an image, queries of a detector.
+"""Sums over the labelled positions of a sample: tokens of a text, pixels of an image, queries of a detector.
 
-With :math:`p_t` the softmax probability of the label of position t, and n labelled positions:
-
-- ``"log_prob"``: :math:`f = \sum_t \log p_t`, L = -f is the summed cross-entropy, q = 1, w = 0.
-- ``"margin"``: :math:`f = \sum_t \log(p_t / (1 - p_t))`. Each position has a different q, so the gradient of the summed
-  cross-entropy is not a multiple of the gradient of f, and no scalar q exists for it. L is therefore n times the loss
-  at the mean margin, :math:`n \log(1 + e^{-f/n})`: :math:`q = \sigma(-f/n)`, :math:`w = q (1 - q) / n`.
+:class:`CausalLanguageModelingModelOutput` says what f, q and w are.
 
 Shapes: B samples, ``*P`` positions, C classes.
 """

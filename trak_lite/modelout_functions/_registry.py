@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any
 
 from torch import nn
 
@@ -86,41 +85,34 @@ def resolve_task(
         {'output': 'prediction'}
     """
     if isinstance(task, str):
-        return _named(task)
+        if task in MODEL_OUTPUTS:
+            return MODEL_OUTPUTS[task]()
+        near = difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UnknownTaskError(
+            f"Unknown task {task!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
+        )
     if isinstance(task, AbstractModelOutput) and type(task) is not AbstractModelOutput:
         return task
     if isinstance(task, type):
-        return _instance(task)
+        if not issubclass(task, AbstractModelOutput) or task is AbstractModelOutput:
+            raise UnknownTaskError(
+                f"The task is the class {_type_name(task)}. Expected {_ACCEPTED}.{_hint(task)}"
+            )
+        parameters = inspect.signature(task).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+        if needed:
+            raise UnknownTaskError(
+                f"The task class {_type_name(task)} needs the arguments {needed}. Pass an instance instead of the "
+                "class."
+            )
+        return task()
     if callable(task) and not isinstance(task, nn.Module | AbstractModelOutput):
         return CallableModelOutput(task)
     raise UnknownTaskError(
         f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
     )
-
-
-def _named(name: str) -> AbstractModelOutput:
-    if name in MODEL_OUTPUTS:
-        return MODEL_OUTPUTS[name]()
-    near = difflib.get_close_matches(name, MODEL_OUTPUTS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UnknownTaskError(
-        f"Unknown task {name!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
-    )
-
-
-def _instance(cls: type[Any]) -> AbstractModelOutput:
-    if not issubclass(cls, AbstractModelOutput) or cls is AbstractModelOutput:
-        raise UnknownTaskError(f"The task is the class {_type_name(cls)}. Expected {_ACCEPTED}.{_hint(cls)}")
-    parameters = inspect.signature(cls).parameters.values()
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise UnknownTaskError(
-            f"The task class {_type_name(cls)} needs the arguments {needed}. Pass an instance instead of the "
-            "class."
-        )
-    return cls()
 
 
 def _type_name(cls: type) -> str:

@@ -39,15 +39,11 @@ class LossModelOutput(AbstractModelOutput):
     :meth:`AbstractModelOutput.log_likelihood`, that task's :math:`q f`.
     ``"loss_curvature"``: :math:`\sqrt{w} f`; the outer product of its gradient is a sample's term of the Gauss-Newton
     matrix of L as a function of f.
+
+    The caller must call ``prepare`` of the wrapped task.
     """
 
     def __init__(self, task: AbstractModelOutput, *, weight: LossWeight = "out_to_loss_grad") -> None:
-        """Wrap a task.
-
-        Args:
-            task: The task to evaluate. The caller must call its ``prepare``.
-            weight: The term that weights f.
-        """
         likelihood = task.log_likelihood() if weight == "out_to_loss_grad" else None
         self.task = task if likelihood is None else likelihood
         self.weight = weight
@@ -73,15 +69,7 @@ def with_labels(batch: Batch, labels: Tensor) -> Batch:
 
 @torch.no_grad()
 def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
-    """Return one class per position, drawn from the softmax over the last axis.
-
-    Args:
-        logits: ``(B, ..., C)``.
-        noise: Uniform numbers.
-
-    Returns:
-        int64 ``(B, ...)``.
-    """
+    """Return one class per position, int64 ``(B, ...)``, drawn from the softmax of logits ``(B, ..., C)``."""
     drawn = noise(logits.shape[1:-1]).to(float64_device(logits.device))
     if logits.dim() == 2:
         return _classes_of(logits, drawn)

@@ -14,11 +14,10 @@ from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
-    logits_of,
+    logits_and_labels,
     one_column,
     refuse_invalid,
     shape_texts,
-    split_labels,
 )
 from trak_lite.modelout_functions._margins import linear_terms, margin_terms, two_class_margins
 from trak_lite.modelout_functions._sampling import sampled_answers, with_labels
@@ -44,16 +43,16 @@ class BinaryClassificationModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        args, kwargs, labels = split_labels(batch)
-        logits = one_column(logits_of(model_call(*args, **kwargs)), "The logits have shape", hint=_OTHERS)
+        logits, labels = logits_and_labels(model_call, batch)
+        logits = one_column(logits, "The logits have shape", hint=_OTHERS)
         labels = one_column(labels, "The labels have shape", hint=_OTHERS)
         _check_zero_one(logits, labels)
         return margin_terms(two_class_margins(logits, labels))
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw labels from the sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
-        args, kwargs, _ = split_labels(batch)
-        logits = one_column(logits_of(model_call(*args, **kwargs)), "The logits have shape", hint=_OTHERS)
+        logits, _ = logits_and_labels(model_call, batch)
+        logits = one_column(logits, "The logits have shape", hint=_OTHERS)
         return with_labels(batch, sampled_answers(logits, noise))
 
 
@@ -87,8 +86,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        args, kwargs, labels = split_labels(batch)
-        logits = logits_of(model_call(*args, **kwargs))
+        logits, labels = logits_and_labels(model_call, batch)
         if logits.dim() != 2 or logits.shape[1] == 0:
             raise InvalidInputError(
                 f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per "
@@ -102,8 +100,8 @@ class MultiLabelModelOutput(AbstractModelOutput):
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw each label from its sigmoid; see :meth:`AbstractModelOutput.sample_labels`."""
-        args, kwargs, _ = split_labels(batch)
-        return with_labels(batch, sampled_answers(logits_of(model_call(*args, **kwargs)), noise))
+        logits, _ = logits_and_labels(model_call, batch)
+        return with_labels(batch, sampled_answers(logits, noise))
 
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""

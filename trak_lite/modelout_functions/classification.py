@@ -14,6 +14,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
     class_labels,
+    logits_and_labels,
     logits_of,
     positive_real,
     shape_texts,
@@ -47,8 +48,7 @@ class _Classifier(AbstractModelOutput):
         self.temperature = positive_real(temperature=temperature)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
-        args, kwargs, labels = self._inputs(batch)
-        logits = logits_of(model_call(*args, **kwargs))
+        logits, labels = self._logits_and_labels(model_call, batch)
         if logits.dim() != 2:
             raise InvalidInputError(
                 f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per class "
@@ -58,13 +58,11 @@ class _Classifier(AbstractModelOutput):
         return multiclass_terms(logits, labels, temperature=self.temperature)
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
-        args, kwargs, _ = self._inputs(batch)
-        return with_labels(
-            batch, sampled_classes(logits_of(model_call(*args, **kwargs)) / self.temperature, noise)
-        )
+        logits, _ = self._logits_and_labels(model_call, batch)
+        return with_labels(batch, sampled_classes(logits / self.temperature, noise))
 
-    def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-        return split_labels(batch)
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        return logits_and_labels(model_call, batch)
 
 
 @final
@@ -101,14 +99,7 @@ class IterativeImageClassificationModelOutput(_Classifier):
         buffers: Mapping[str, Tensor] | None,
         *batch: Any,
     ) -> Tensor:
-        """Return f of a whole batch, ``(B,)``.
-
-        Args:
-            model: The module to call.
-            weights: Parameters by name that replace the model's; ``None`` for no replacement.
-            buffers: Buffers by name that replace the model's; ``None`` for no replacement.
-            batch: Images and labels, with a batch axis.
-        """
+        """Return f of a whole batch of images and labels, ``(B,)``; see :meth:`AbstractModelOutput.get_output`."""
         return self.evaluate(ModelCall(model, weights, buffers), batch).output
 
 
@@ -147,7 +138,7 @@ class TextClassificationModelOutput(_Classifier):
                 "('input_ids',)."
             )
 
-    def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = split_labels(batch)
         if args:
             if len(args) != len(self.input_names):
@@ -158,4 +149,4 @@ class TextClassificationModelOutput(_Classifier):
                     "model that is called as model(x), task='image_classification'."
                 )
             kwargs = dict(zip(self.input_names, args, strict=True))
-        return (), kwargs, labels
+        return logits_of(model_call(**kwargs)), labels

@@ -98,20 +98,22 @@ class CLIPModelOutput(AbstractModelOutput):
         self.input_names = None if input_names is None else tuple(input_names)
         if self.input_names is not None and len(set(self.input_names)) != 2:
             raise InvalidInputError(f"input_names is {input_names!r}. Expected two distinct names, or None.")
-        self.pairs = None if pairs is None else _rereadable(pairs)
+        # The next checkpoint would have other negatives.
+        if pairs is not None and (isinstance(pairs, Iterator) or not isinstance(pairs, Iterable)):
+            raise InvalidInputError(
+                f"pairs is a {type(pairs).__name__}. Expected a list of batches or a loader, which can be read again "
+                "for every checkpoint."
+            )
+        if isinstance(pairs, DataLoader) and isinstance(pairs.sampler, RandomSampler):
+            raise InvalidInputError(
+                "pairs is a DataLoader that shuffles. Expected the same order each time, so that every checkpoint "
+                "has the same negatives and a stopped run can go on: DataLoader(..., shuffle=False)."
+            )
+        self.pairs = pairs
         self._negatives: tuple[Tensor, Tensor] | None = None
 
     def prepare(self, model: nn.Module) -> None:
-        """Embed ``pairs`` with this model and draw the negatives, the same pairs for every checkpoint.
-
-        Same as ``get_embeddings(model, pairs)``; without ``pairs`` it does nothing.
-
-        Args:
-            model: The contrastive model, with the checkpoint's weights loaded; its modes are restored.
-
-        Raises:
-            InvalidInputError: If ``pairs`` is empty or yields too few pairs.
-        """
+        """Call :meth:`get_embeddings` with ``pairs``, if there are any: the same pairs for every checkpoint."""
         if self.pairs is not None:
             self.get_embeddings(model, self.pairs)
 
@@ -172,7 +174,24 @@ class CLIPModelOutput(AbstractModelOutput):
         del batch_size
         size = positive_int(size=size)
         steps = (preprocess_fn_img, preprocess_fn_txt)
-        image, text = self._embed(model, loader, size=size, steps=steps)
+        tensors = (*model.parameters(), *model.buffers())
+        device = tensors[0].device if tensors else torch.device("cpu")
+        embedded: list[_Pairs] = []
+        with evaluating(model):
+            for batch in loader:
+                if isinstance(batch, tuple | list) and len(batch) == 2:
+                    batch = [
+                        part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
+                    ]
+                embedded.append(_pairs_of(self._call(model, move_batch(batch, device))))
+                if sum(len(pairs.image) for pairs in embedded) >= size:
+                    break
+        if not embedded:
+            raise InvalidInputError(
+                "The loader gave no batch. Expected at least one batch of pairs to embed."
+            )
+        image = torch.cat([pairs.image for pairs in embedded])
+        text = torch.cat([pairs.text for pairs in embedded])
         if embedding_dim is not None and image.shape[1] != embedding_dim:
             raise InvalidInputError(
                 f"The embeddings have width {image.shape[1]}, expected embedding_dim = {embedding_dim}."
@@ -248,51 +267,6 @@ class CLIPModelOutput(AbstractModelOutput):
             scale > 0, scale, expected="a positive factor (exp of the model's parameter)", what="scale"
         )
         return scale.squeeze() if scale.numel() == 1 else scale
-
-    def _embed(
-        self,
-        model: nn.Module,
-        loader: Iterable[Batch],
-        *,
-        size: int,
-        steps: tuple[Callable[[Any], Any] | None, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """Return image and text embeddings of at least ``size`` pairs, or of all pairs if there are fewer."""
-        tensors = (*model.parameters(), *model.buffers())
-        device = tensors[0].device if tensors else torch.device("cpu")
-        images: list[Tensor] = []
-        texts: list[Tensor] = []
-        with evaluating(model):
-            for batch in loader:
-                if isinstance(batch, tuple | list) and len(batch) == 2:
-                    batch = [
-                        part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
-                    ]
-                pairs = _pairs_of(self._call(model, move_batch(batch, device)))
-                images.append(pairs.image)
-                texts.append(pairs.text)
-                if sum(map(len, images)) >= size:
-                    break
-        if not images:
-            raise InvalidInputError(
-                "The loader gave no batch. Expected at least one batch of pairs to embed."
-            )
-        return torch.cat(images), torch.cat(texts)
-
-
-def _rereadable(pairs: Iterable[Batch]) -> Iterable[Batch]:
-    """Raise for an iterator or a shuffling loader, which would give the next checkpoint different negatives."""
-    if isinstance(pairs, Iterator) or not isinstance(pairs, Iterable):
-        raise InvalidInputError(
-            f"pairs is a {type(pairs).__name__}. Expected a list of batches or a loader, which can be read again "
-            "for every checkpoint."
-        )
-    if isinstance(pairs, DataLoader) and isinstance(pairs.sampler, RandomSampler):
-        raise InvalidInputError(
-            "pairs is a DataLoader that shuffles. Expected the same order each time, so that every checkpoint "
-            "has the same negatives and a stopped run can go on: DataLoader(..., shuffle=False)."
-        )
-    return pairs
 
 
 def _pairs_of(answer: Any) -> _Pairs:

@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._columns import columns_of, prefixed
 from trak_lite.modelout_functions._inputs import (
     class_labels,
+    columns_of,
     fields_of,
     labels_tensor,
     positive_real,
+    prefixed,
     shape_texts,
     tensor_of,
 )
@@ -105,8 +106,18 @@ class ContrastiveModelOutput(AbstractModelOutput):
         )
         own = {name.removeprefix(_NEGATIVE) for name in fields if name.startswith(_NEGATIVE)}
         candidates = [positive]
+        counts = {
+            value.shape[1] if isinstance(value, Tensor) and value.dim() >= 2 else 0
+            for name, value in negatives.items()
+            if name in own
+        }
+        if len(counts) != 1 or 0 in counts:
+            raise InvalidInputError(
+                "The columns of negatives do not have the same number of negatives. Expected tensors of shape "
+                "(B, n, ...), with n of at least 1."
+            )
         # One call for each: rows of a batch of B n texts would not be the samples of the batch.
-        for place in range(_num_negatives(negatives, own)):
+        for place in range(counts.pop()):
             candidates.append(
                 {name: value[:, place] if name in own else value for name, value in negatives.items()}
             )
@@ -141,18 +152,3 @@ def _parts(batch: Batch) -> tuple[dict[str, Any], Any]:
                 f"of the model with the prefixes {list(_PREFIXES)}."
             )
     return fields, fields.pop(_LABELS, None)
-
-
-def _num_negatives(negatives: dict[str, Any], own: set[str]) -> int:
-    """Return n, the common size of axis 1 of all columns of negatives."""
-    counts = {
-        value.shape[1] if isinstance(value, Tensor) and value.dim() >= 2 else 0
-        for name, value in negatives.items()
-        if name in own
-    }
-    if len(counts) != 1 or 0 in counts:
-        raise InvalidInputError(
-            "The columns of negatives do not have the same number of negatives. Expected tensors of shape (B, n, ...), "
-            "with n of at least 1."
-        )
-    return counts.pop()

@@ -19,17 +19,13 @@ __all__ = ["DenseClassificationModelOutput"]
 
 @final
 class DenseClassificationModelOutput(PositionwiseModelOutput):
-    r"""Sum over the n labelled positions of a sample of log p, or of the margin.
+    """Sum over the labelled positions of a sample of log p, or of the margin.
 
     For semantic segmentation (one label per pixel: ``class_axis=1``), token classification and the classes of
     detections (one label per token, query or anchor: ``class_axis=-1``). For a detector that matches its queries to
     objects, the labels are the matched class of every query: match once beforehand.
 
-    ``output="log_prob"``: :math:`f = \sum_t \log p_t`, L = -f is the summed cross-entropy, q = 1, w = 0.
-
-    ``output="margin"``: :math:`f = \sum_t \log(p_t / (1 - p_t))`. As for the tokens of a text, no scalar q exists
-    for the summed cross-entropy. L is n times the loss at the mean margin, :math:`n \log(1 + e^{-f/n})`:
-    :math:`q = \sigma(-f/n)`, :math:`w = q (1 - q) / n`.
+    f, q and w are those of :class:`CausalLanguageModelingModelOutput`, with positions in place of tokens.
 
     Batches: ``(*inputs, labels)`` calls ``model(*inputs)``; a mapping or dataclass calls ``model(**others)``. The model
     returns logits, a mapping or object with ``logits``, or a mapping with ``out`` (torchvision). Labels are ``(B, *P)``

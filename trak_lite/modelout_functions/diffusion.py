@@ -15,8 +15,8 @@ from trak_lite._random import seeded_normals, seeded_uniforms
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._columns import columns_of
 from trak_lite.modelout_functions._inputs import (
+    columns_of,
     fields_of,
     nan_unless,
     precise,

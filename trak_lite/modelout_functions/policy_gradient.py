@@ -11,11 +11,17 @@ from torch import Tensor
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
-from trak_lite.modelout_functions._columns import columns_of, real_column, token_column
-from trak_lite.modelout_functions._inputs import labels_tensor, positive_real
+from trak_lite.modelout_functions._inputs import (
+    columns_of,
+    labels_tensor,
+    positive_real,
+    real_column,
+    token_column,
+)
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._positions import IGNORED, aligned_tokens, label_terms
 from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
+from trak_lite.modelout_functions.callable import CallableModelOutput
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["PolicyGradientModelOutput"]
@@ -79,7 +85,17 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         Raises:
             InvalidInputError: If a setting is out of range.
         """
-        self.clip = _clip_range(clip)
+        self.clip: tuple[float, float] | None = None
+        if clip is not None:
+            ends = [clip, clip] if isinstance(clip, int | float) else list(clip)
+            if len(ends) != 2:
+                raise InvalidInputError(
+                    f"clip must be a number, two numbers (below, above) or None, got {clip!r}."
+                )
+            low, high = (real_at_least(0.0, clip=end) for end in ends)
+            if low > 1:
+                raise InvalidInputError(f"clip must be at most 1 below the ratio 1, got {clip!r}.")
+            self.clip = low, high
         self.kl_weight = real_at_least(0.0, kl_weight=kl_weight)
         self.reduction = one_of(("sum", "mean"), reduction=reduction)
         self.temperature = positive_real(temperature=temperature)
@@ -89,12 +105,23 @@ class PolicyGradientModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        fields = columns_of(batch, self._needed())
+        needed = [*_NEEDED, *([] if self.clip is None else [_OLD]), *([_REFERENCE] if self.kl_weight else [])]
+        fields = columns_of(batch, needed)
         logits, labels = _run(model_call, fields, self.temperature)
         log_probs, count = label_terms(logits, labels)
         predicted = labels != IGNORED
-        ratio = self._ratio(fields, log_probs, predicted)
-        terms = self._objective(fields, log_probs, ratio, predicted)
+        # Without the old policy the ratio is 1, with the gradient of l.
+        old = token_column(fields, _OLD, predicted, log_probs) if _OLD in fields else log_probs.detach()
+        ratio = (log_probs - old).exp()
+        if isinstance(fields[_ADVANTAGES], Tensor) and fields[_ADVANTAGES].dim() == 2:
+            advantages = token_column(fields, _ADVANTAGES, predicted, log_probs)
+        else:
+            values, valid = real_column(fields, _ADVANTAGES, log_probs[:, 0])
+            advantages = (values * valid).unsqueeze(1) * predicted
+        terms = (ratio if _OLD in fields else log_probs) * advantages
+        if self.clip is not None:
+            low, high = self.clip
+            terms = torch.minimum(terms, ratio.clamp(1 - low, 1 + high) * advantages)
         if self.kl_weight:
             gap = token_column(fields, _REFERENCE, predicted, log_probs) - log_probs
             divergence = gap.exp() - gap - 1
@@ -115,49 +142,12 @@ class PolicyGradientModelOutput(AbstractModelOutput):
 
     def log_likelihood(self) -> AbstractModelOutput:
         """Return the sum of log p of the tokens, without advantages."""
-        return _AnswerLogLikelihood(self.temperature)
+        return CallableModelOutput(self._log_prob)
 
-    def _needed(self) -> list[str]:
-        old = [] if self.clip is None else [_OLD]
-        return [*_NEEDED, *old, *([_REFERENCE] if self.kl_weight else [])]
-
-    def _ratio(self, fields: dict[str, Any], log_probs: Tensor, predicted: Tensor) -> Tensor:
-        """Return the ratio of every token ``(B, T')``; without ``old_logps`` it is 1, with the gradient of l."""
-        if _OLD in fields:
-            return (log_probs - token_column(fields, _OLD, predicted, log_probs)).exp()
-        return (log_probs - log_probs.detach()).exp()
-
-    def _objective(
-        self, fields: dict[str, Any], log_probs: Tensor, ratio: Tensor, predicted: Tensor
-    ) -> Tensor:
-        """Return the term of every token without the divergence, ``(B, T')``; 0 where none is predicted."""
-        column = fields[_ADVANTAGES]
-        if isinstance(column, Tensor) and column.dim() == 2:
-            advantages = token_column(fields, _ADVANTAGES, predicted, log_probs)
-        else:
-            values, valid = real_column(fields, _ADVANTAGES, log_probs[:, 0])
-            advantages = (values * valid).unsqueeze(1) * predicted
-        if _OLD not in fields:
-            return log_probs * advantages
-        terms = ratio * advantages
-        if self.clip is None:
-            return terms
-        low, high = self.clip
-        return torch.minimum(terms, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-@final
-class _AnswerLogLikelihood(AbstractModelOutput):
-    """Sum of log p of the labelled tokens of a batch of :class:`PolicyGradientModelOutput`."""
-
-    has_curvature: bool = False
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-
-    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+    def _log_prob(self, model_call: ModelCall, batch: Batch) -> Tensor:
+        """Return the sum of log p of the labelled tokens ``(B,)``."""
         logits, labels = _run(model_call, columns_of(batch, _NEEDED), self.temperature)
-        return linear_terms(label_terms(logits, labels)[0].sum(1))
+        return label_terms(logits, labels)[0].sum(1)
 
 
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
@@ -167,16 +157,3 @@ def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> t
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels
-
-
-def _clip_range(clip: float | Sequence[float] | None) -> tuple[float, float] | None:
-    """Return how far the ratio may be below and above 1."""
-    if clip is None:
-        return None
-    ends = [clip, clip] if isinstance(clip, int | float) else list(clip)
-    if len(ends) != 2:
-        raise InvalidInputError(f"clip must be a number, two numbers (below, above) or None, got {clip!r}.")
-    low, high = (real_at_least(0.0, clip=end) for end in ends)
-    if low > 1:
-        raise InvalidInputError(f"clip must be at most 1 below the ratio 1, got {clip!r}.")
-    return low, high

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise, evaluating
-from trak_lite.modelout_functions._columns import columns_of, prefixed, real_column
 from trak_lite.modelout_functions._inputs import (
+    columns_of,
     labels_tensor,
     logits_of,
     nan_unless,
     one_column,
     positive_real,
+    prefixed,
+    real_column,
     refuse_invalid,
 )
 from trak_lite.modelout_functions._positions import aligned_tokens, label_terms
@@ -54,7 +56,10 @@ class _PreferenceModelOutput(AbstractModelOutput):
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         output, margin, preferred = self._parts(model_call, batch)
         if preferred is not None:
-            sign = _signs(preferred, output)
+            values, _ = real_column({_PREFERRED: preferred}, _PREFERRED, output)
+            valid = (values == 0) | (values == 1)
+            refuse_invalid(valid, values, expected="0 or 1", what=_PREFERRED)
+            sign = (2 * values - 1) * nan_unless(valid, values)
             output, margin = output * sign, margin * sign
         logit = self.beta * output.detach() - margin
         wrong, right = torch.sigmoid(-logit), torch.sigmoid(logit)
@@ -214,21 +219,10 @@ def reference_columns(
 def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the summed log p of the labelled tokens of the chosen and of the rejected answers, each ``(B,)``."""
     fields = {name: value for name, value in fields.items() if name not in _REFERENCES}
-    chosen, rejected = (_answer_log_probs(model_call, fields, side, other) for side, other in _SIDES)
-    return chosen, rejected
-
-
-def _answer_log_probs(model_call: ModelCall, fields: dict[str, Any], side: str, other: str) -> Tensor:
-    inputs = prefixed(fields, side, [other])
-    labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
-    answer = model_call(**inputs)
-    logits, labels = aligned_tokens(answer, labels, shift=True, what=f"{side}labels")
-    return label_terms(logits, labels)[0].sum(1)
-
-
-def _signs(preferred: Any, like: Tensor) -> Tensor:
-    """Return 1 where the chosen answer is preferred, -1 where the rejected one is; NaN for other values."""
-    values, _ = real_column({_PREFERRED: preferred}, _PREFERRED, like)
-    valid = (values == 0) | (values == 1)
-    refuse_invalid(valid, values, expected="0 or 1", what=_PREFERRED)
-    return (2 * values - 1) * nan_unless(valid, values)
+    found = []
+    for side, other in _SIDES:
+        inputs = prefixed(fields, side, [other])
+        labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
+        logits, labels = aligned_tokens(model_call(**inputs), labels, shift=True, what=f"{side}labels")
+        found.append(label_terms(logits, labels)[0].sum(1))
+    return found[0], found[1]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -19,8 +18,7 @@ from trak_lite._validate import known_names, one_of
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, UniformNoise
-from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.modelout_functions._digests import tensor_json
+from trak_lite.modelout_functions._describe import describe_task, tensor_json
 from trak_lite.modelout_functions._inputs import (
     LABEL_KEYS,
     fields_of,
@@ -268,7 +266,16 @@ class ActivationModelOutput(AbstractModelOutput):
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, with q = 1 and w = 0; see :meth:`AbstractModelOutput.evaluate`."""
         args, kwargs = _inputs_of(batch)
-        with _watched(model_call.model, self.module) as found:
+        modules = dict(model_call.model.named_modules())
+        known_names([self.module], modules, what="module")
+        found: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple | list) and output else output
+            if isinstance(first, Tensor):
+                found.append(first)
+
+        with modules[self.module].register_forward_hook(keep):
             model_call(*args, **kwargs)
         if not found:
             raise InvalidInputError(f"The model does not call its module {self.module!r} for this batch.")
@@ -305,30 +312,6 @@ class ActivationModelOutput(AbstractModelOutput):
             return values[:, self.position]
         fits = isinstance(mask, Tensor) and mask.shape == values.shape
         return pooled(values.unsqueeze(-1), mask if fits else None, self.position).squeeze(-1)
-
-
-@contextmanager
-def _watched(model: nn.Module, name: str) -> Iterator[list[Tensor]]:
-    """Collect the outputs of a module inside the block.
-
-    Raises:
-        InvalidInputError: If the model has no module of this name.
-    """
-    modules = dict(model.named_modules())
-    if name not in modules:
-        known_names([name], modules, what="module")
-    found: list[Tensor] = []
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple | list) and output else output
-        if isinstance(first, Tensor):
-            found.append(first)
-
-    handle = modules[name].register_forward_hook(keep)
-    try:
-        yield found
-    finally:
-        handle.remove()
 
 
 def _inputs_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

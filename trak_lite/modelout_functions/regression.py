@@ -11,12 +11,11 @@ from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
 from trak_lite.modelout_functions._inputs import (
-    logits_of,
+    logits_and_labels,
     nan_unless,
     one_column,
     refuse_invalid,
     shape_texts,
-    split_labels,
 )
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.modelout_functions._sampling import sampled_values, with_labels
@@ -55,25 +54,27 @@ class RegressionModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        args, kwargs, targets = split_labels(batch)
-        predictions, targets = _aligned(logits_of(model_call(*args, **kwargs)), targets)
-        targets = _checked_targets(predictions, targets)
+        predictions, targets = _aligned(*logits_and_labels(model_call, batch))
+        if targets.is_complex() or targets.dtype == torch.bool:
+            raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
+        targets = targets.to(predictions.dtype)
+        finite = targets.isfinite()
+        refuse_invalid(finite, targets, expected="a finite number", what="targets")
         if self.output == "neg_squared_error":
-            squared = (predictions - targets).square() * nan_unless(targets.isfinite(), targets)
+            squared = (predictions - targets).square() * nan_unless(finite, targets)
             return linear_terms(-0.5 * squared.unsqueeze(-1).flatten(1).sum(1))
         column = one_column(
             predictions,
             "The model gave predictions of shape",
             hint=' for output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").',
         )
-        output = column * nan_unless(targets.isfinite(), targets).reshape(-1)
+        output = column * nan_unless(finite, targets).reshape(-1)
         values = output.detach()
         return OutputTerms(output, targets.reshape(-1) - values, torch.ones_like(values))
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
         """Draw targets from unit Gaussians around the predictions; see :meth:`AbstractModelOutput.sample_labels`."""
-        args, kwargs, targets = split_labels(batch)
-        predictions, _ = _aligned(logits_of(model_call(*args, **kwargs)), targets)
+        predictions, _ = _aligned(*logits_and_labels(model_call, batch))
         return with_labels(batch, sampled_values(predictions, noise))
 
 
@@ -90,12 +91,3 @@ def _aligned(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             "samples on axis 0; reshape the targets or squeeze the model's output."
         )
     return predictions, targets
-
-
-def _checked_targets(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Return finite targets in the predictions' dtype."""
-    if targets.is_complex() or targets.dtype == torch.bool:
-        raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
-    targets = targets.to(predictions.dtype)
-    refuse_invalid(targets.isfinite(), targets, expected="a finite number", what="targets")
-    return targets

@@ -42,19 +42,6 @@ def completed_adapter(
     Raises:
         CheckpointError: If the model has no adapter, or several active ones.
     """
-    adapter = _active_adapter(model)
-    saved_names = {name: _saved_name(name, adapter) for name in held}
-    held_names = {saved_name: name for name, saved_name in saved_names.items()}
-    given = {held_names.get(name, name): value for name, value in saved.items()}
-    frozen = {
-        name: base[name]
-        for name, saved_name in saved_names.items()
-        if name == saved_name and name in base and name not in given
-    }
-    return {**frozen, **given}
-
-
-def _active_adapter(model: nn.Module) -> str:
     adapter: Any = getattr(model, "active_adapter", None)
     if isinstance(adapter, list) and len(adapter) == 1:
         (adapter,) = adapter
@@ -64,7 +51,15 @@ def _active_adapter(model: nn.Module) -> str:
             f"The checkpoint is a PEFT adapter, but {type(model).__name__} has {seen}. Expected a model with one "
             "active adapter: peft.get_peft_model(base, config), or PeftModel.from_pretrained(base, folder)."
         )
-    return adapter
+    saved_names = {name: _saved_name(name, adapter) for name in held}
+    held_names = {saved_name: name for name, saved_name in saved_names.items()}
+    given = {held_names.get(name, name): value for name, value in saved.items()}
+    frozen = {
+        name: base[name]
+        for name, saved_name in saved_names.items()
+        if name == saved_name and name in base and name not in given
+    }
+    return {**frozen, **given}
 
 
 def _saved_name(name: str, adapter: str) -> str:

@@ -14,14 +14,7 @@ from torch.nn.parameter import is_lazy
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.models.checkpoints import entries_digest, more_entries
-from trak_lite.models.sharded import (
-    copied,
-    is_sharded,
-    refuse_other_device,
-    refuse_unsupported_sharding,
-    reset_passes,
-    reshard,
-)
+from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sharding, reset_passes, reshard
 
 __all__ = ["borrow_model", "model_device", "resolve_device"]
 
@@ -111,15 +104,25 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
     """
     refuse_unsupported_sharding(model)
     home = model_device(model)
-    refuse_other_device(model, device, home)
+    sharded = is_sharded(model)
+    if sharded and (device.type != home.type or device.index not in (None, home.index)):
+        raise InvalidInputError(
+            f"device={str(device)!r} was given, but the shards of {class_of(model).__name__} on this rank are on "
+            f"{str(home)!r}. Use device='auto'. Every rank needs its own GPU: call torch.cuda.set_device before the "
+            "model is sharded."
+        )
     reshard(model)
-    saved = {name: copied(tensor) for name, tensor in _tensors(model).items()}
+    saved = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(model).items()}
     others = more_entries(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    attributes = [(module, _plain_attributes(module)) for module in model.modules()]
+    plain = (bool, int, float, str, type(None))
+    attributes = [
+        (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
+        for module in model.modules()
+    ]
     hooks = _take_input_hooks(model)
     try:
-        if not is_sharded(model):
+        if not sharded:
             model.to(device)
         try:
             model.eval()
@@ -136,7 +139,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
         reshard(model)
         for place, key, hook in hooks:
             place[key] = hook
-        if home != device and not is_sharded(model):
+        if home != device and not sharded:
             model.to(home)
         with torch.no_grad():
             for name, tensor in _tensors(model).items():
@@ -147,9 +150,9 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
         for p, flag in flags:
             p.requires_grad_(flag)
-        for module, plain in attributes:
+        for module, values in attributes:
             # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
-            vars(module).update(plain)
+            vars(module).update(values)
 
 
 def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:
@@ -166,11 +169,6 @@ def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:
         if getattr(hook, "__name__", "") in _INPUT_HOOKS
     ]
     return [(place, key, place.pop(key)) for place, key in found]
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    kinds = (bool, int, float, str, type(None))
-    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

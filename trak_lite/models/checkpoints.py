@@ -169,7 +169,13 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
     if path.is_dir():
         inside = weights_inside(path)
         if inside is not None:
-            _refuse_steps_beside(inside)
+            steps = [entry for entry in path.iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
+            steps = sorted((entry for entry in steps if weights_inside(entry)), key=_natural)
+            if steps:
+                raise CheckpointError(
+                    f"{path} holds {inside.name} and {len(steps)} checkpoint folders ({steps[0].name} ...). Expected "
+                    "one or the other. Pass a list of the folders, or the path of the file."
+                )
             yield _from_file(inside, path.name)
             return
         entries = [
@@ -190,17 +196,6 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
     else:
         raise CheckpointError(
             f"There is no checkpoint at {path}. Check the path; it is relative to {Path.cwd()}."
-        )
-
-
-def _refuse_steps_beside(weights: Path) -> None:
-    """Raise if a Trainer folder holds both final weights and checkpoint folders, which is ambiguous."""
-    steps = [entry for entry in weights.parent.iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
-    steps = sorted((entry for entry in steps if weights_inside(entry)), key=_natural)
-    if steps:
-        raise CheckpointError(
-            f"{weights.parent} holds {weights.name} and {len(steps)} checkpoint folders ({steps[0].name} ...). "
-            "Expected one or the other. Pass a list of the folders, or the path of the file."
         )
 
 
@@ -318,11 +313,6 @@ def bare_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def _bare_module(name: str) -> str:
-    """Return a module name without these prefixes; the wrapped model's name is empty."""
-    return bare_name(f"{name}.").removesuffix(".")
-
-
 def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor] | None = None) -> None:
     """Copy a checkpoint's weights into a model.
 
@@ -349,16 +339,21 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     held = model.state_dict(keep_vars=True)
-    given = _under_own_names(model, checkpoint, state, held if own is None else own)
+    base = held if own is None else own
+    given, versions = _under_own_names(state, held)
+    if checkpoint.is_adapter:
+        given = completed_adapter(model, state, held, base)
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
-        _keep_others(given, held if own is None else own, held, checkpoint)
+        _keep_others(given, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.
     given = {
         name: value
         for name, value in given.items()
         if isinstance(value, Tensor) or name in held or name.endswith(_EXTRA_STATE)
     }
-    missing = [name for name in held if name not in given and not _tied_to_given(held, name, given)]
+    loaded = {id(value) for name, value in held.items() if name in given and isinstance(value, Tensor)}
+    # A file may have a tied tensor under another of its names.
+    missing = [name for name, value in held.items() if name not in given and id(value) not in loaded]
     unexpected = [name for name in given if name not in held]
     shapes = [
         f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
@@ -382,7 +377,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
     }
     # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
     # where no version is recorded, use the model's.
-    versions = {**module_versions(held), **_versions_under_own_names(state, held)}
+    versions = {**module_versions(held), **versions}
     model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors omits tied names
 
 
@@ -403,35 +398,24 @@ def _keep_others(
 
 
 def _under_own_names(
-    model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Any], base: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the state dict of a checkpoint under the model's names; for an adapter, with the base weights."""
-    held = model.state_dict(keep_vars=True)
-    return completed_adapter(model, state, held, base) if checkpoint.is_adapter else _renamed(state, held)
+    state: Mapping[str, Any], held: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries and the versions of a state dict under the names of the model and its modules.
 
-
-def _renamed(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict under the model's names; prefixes are ignored only if the names do not match exactly."""
-    if all(name in held for name in state):
-        return dict(state)
-    by_bare = {bare_name(name): name for name in held}
-    return {by_bare.get(bare_name(name), name): value for name, value in state.items()}
-
-
-def _versions_under_own_names(state: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions of a state dict under the model's module names, analogous to :func:`_renamed`."""
+    Prefixes are ignored only if the names do not match exactly.
+    """
     versions = module_versions(state)
     if all(name in held for name in state):
-        return versions
-    by_bare = {_bare_module(name): name for name in module_versions(held)}
-    return {by_bare.get(_bare_module(name), name): version for name, version in versions.items()}
+        return dict(state), versions
 
+    def bare_module(name: str) -> str:
+        return bare_name(f"{name}.").removesuffix(".")  # empty for the wrapped model
 
-def _tied_to_given(own: Mapping[str, Any], name: str, given: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint has the tensor under another of its tied names."""
-    tensor = own[name]
-    return isinstance(tensor, Tensor) and any(
-        other in given and own[other] is tensor for other in own if other != name
+    names = {bare_name(name): name for name in held}
+    modules = {bare_module(name): name for name in module_versions(held)}
+    return (
+        {names.get(bare_name(name), name): value for name, value in state.items()},
+        {modules.get(bare_module(name), name): version for name, version in versions.items()},
     )
 
 

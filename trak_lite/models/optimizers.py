@@ -287,7 +287,9 @@ def _by_order(
 ) -> dict[str, _Slot]:
     """Return the slots of parameters without names: every group lists its parameters in the model's order."""
     shapes = [tuple(p.shape) for p in parameters.values()]
-    slot_shapes = [[_shape(entries.get(key, {})) for key, _ in group] for group in groups]
+    # None for a parameter without state, because it never had a gradient.
+    moments = [[entries.get(key, {}).get("exp_avg") for key, _ in group] for group in groups]
+    slot_shapes = [[tuple(m.shape) if isinstance(m, Tensor) else None for m in group] for group in moments]
     choices = _orders(shapes, slot_shapes)
     if not choices:
         raise CheckpointError(
@@ -296,8 +298,8 @@ def _by_order(
         )
     if len(choices) > 1:
         rules = {tuple(int(name in rule) for name in parameters) for rule in _without_decay(model)}
-        fitting = [rule for rule in rules if len(groups) == 2 and _fits(rule, shapes, slot_shapes)]
-        if len(fitting) != 1:
+        fitting = [way for rule in rules for way in _orders(shapes, slot_shapes, rule)]
+        if len(groups) != 2 or len(fitting) != 1:
             pairs = zip(parameters, *choices, strict=False)
             raise CheckpointError(
                 f"The optimizer state in {where} has {len(groups)} groups without names, and parameters of equal "
@@ -308,22 +310,22 @@ def _by_order(
     return {name: next(following[group]) for name, group in zip(parameters, choices[0], strict=True)}
 
 
-def _shape(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of a parameter's state; ``None`` if it has none, because it never had a gradient."""
-    value = entry.get("exp_avg")
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+def _orders(
+    shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]], rule: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Return up to two ways to divide parameters among groups that keep their order, as the group of each.
 
-
-def _orders(shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]]) -> list[tuple[int, ...]]:
-    """Return up to two ways to divide parameters among groups that keep their order, as the group of each."""
+    A rule names the group of every parameter, so that at most one way is left.
+    """
     # By the number of parameters that each group has received: at most two ways to get there.
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {(0,) * len(groups): [()]}
-    for shape in shapes:
+    for index, shape in enumerate(shapes):
         following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for taken, ways in found.items():
             for number, group in enumerate(groups):
                 place = taken[number]
-                if place < len(group) and group[place] in (None, shape):
+                allowed = rule is None or rule[index] == number
+                if allowed and place < len(group) and group[place] in (None, shape):
                     after = (*taken[:number], place + 1, *taken[number + 1 :])
                     some = following.setdefault(after, [])
                     some.extend((*way, number) for way in ways[: 2 - len(some)])
@@ -331,17 +333,6 @@ def _orders(shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]])
             return [way for ways in following.values() for way in ways][:2]
         found = following
     return next(iter(found.values()), [])
-
-
-def _fits(choice: Sequence[int], shapes: Sequence[_Shape], groups: Sequence[Sequence[_Shape | None]]) -> bool:
-    """Return whether a division of the parameters gives every group the shapes of its slots."""
-    given = [
-        [shape for shape, own in zip(shapes, choice, strict=True) if own == n] for n in range(len(groups))
-    ]
-    return all(
-        len(own) == len(group) and all(slot in (None, shape) for shape, slot in zip(own, group, strict=True))
-        for own, group in zip(given, groups, strict=True)
-    )
 
 
 def _without_decay(model: nn.Module) -> list[set[str]]:
@@ -368,7 +359,10 @@ def _adam_state(
     device: torch.device,
 ) -> AdamState:
     """Return one parameter's state; zeros if it never had a gradient."""
-    if not group.keys() >= _SETTINGS or (entry and not _is_of_adam(entry)):
+    is_of_adam = entry.keys() - {"max_exp_avg_sq"} == _ENTRIES and all(
+        isinstance(entry[key], Tensor) for key in entry if key != "step"
+    )
+    if not group.keys() >= _SETTINGS or (entry and not is_of_adam):
         raise CheckpointError(
             f"The optimizer in {where} is not torch's Adam or AdamW: its groups have {some_of(map(str, group))}, and "
             f"the state of {name} {some_of(map(str, entry))}. Expected {some_of(sorted(_SETTINGS))}, and "
@@ -401,12 +395,6 @@ def _adam_state(
         beta1,
         beta2,
         float(group["eps"]),
-    )
-
-
-def _is_of_adam(entry: Mapping[str, Any]) -> bool:
-    return entry.keys() - {"max_exp_avg_sq"} == _ENTRIES and all(
-        isinstance(entry[key], Tensor) for key in entry if key != "step"
     )
 
 

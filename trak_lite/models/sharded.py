@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trak_lite.errors import InvalidInputError, RankError, UnsupportedModelError
+from trak_lite.errors import RankError, UnsupportedModelError
 from trak_lite.models.tree import ModelTree
 
 __all__ = [
@@ -32,10 +32,8 @@ __all__ = [
     "Turns",
     "Watcher",
     "class_of",
-    "copied",
     "is_sharded",
     "of_all_ranks",
-    "refuse_other_device",
     "refuse_sharded",
     "refuse_sharded_parts",
     "refuse_unsupported_sharding",
@@ -166,20 +164,6 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
             )
 
 
-def refuse_other_device(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Raise if a sharded model would have to be moved.
-
-    Raises:
-        InvalidInputError: If the model is sharded and the device is not this rank's.
-    """
-    if is_sharded(model) and (device.type != home.type or device.index not in (None, home.index)):
-        raise InvalidInputError(
-            f"device={str(device)!r} was given, but the shards of {class_of(model).__name__} on this rank are on "
-            f"{str(home)!r}. Use device='auto'. Every rank needs its own GPU: call torch.cuda.set_device before the "
-            "model is sharded."
-        )
-
-
 def _unsupported(seen: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"The model is sharded in a way that is not supported: {seen}. Expected torch.distributed.fsdp.fully_shard on "
@@ -218,11 +202,6 @@ def _has_flat_shards(model: nn.Module | ModelTree) -> bool:
 def of_all_ranks(tensor: Tensor) -> Tensor:
     """Return a whole tensor, gathered from all ranks if it is sharded; all ranks must call this."""
     return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """Return a CPU copy of a tensor, or of this rank's part if it is sharded."""
-    return tensor.detach().cpu().clone()
 
 
 def shard_like(value: Any, held: Any) -> Any:

@@ -19,7 +19,6 @@ class ModelTree:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Walk through the model."""
         self.model = model
         self.named_modules = tuple(model.named_modules())
 

@@ -10,8 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from trak_lite.modelout_functions._describe import is_foreign
-from trak_lite.modelout_functions._digests import array_json, code_bytes, sha256, source_bytes, tensor_json
+from trak_lite.modelout_functions._describe import (
+    array_json,
+    code_bytes,
+    is_foreign,
+    sha256,
+    source_bytes,
+    tensor_json,
+)
 
 __all__ = ["describe_source"]
 

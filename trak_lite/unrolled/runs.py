@@ -35,7 +35,7 @@ from trak_lite.errors import (
     StateError,
     UnsupportedModelError,
 )
-from trak_lite.modelout_functions._digests import tensor_json
+from trak_lite.modelout_functions._describe import tensor_json
 from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.run.sources import describe_source
