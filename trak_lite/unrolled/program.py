@@ -125,17 +125,23 @@ class TrainingSettings:
         """Return JSON values of everything that a training on a subset depends on, except its seed and rows."""
         trained = [self.grad_wrt] if isinstance(self.grad_wrt, str | type) else self.grad_wrt
         return {
+            **self.common_identity(),
             "model_fn": describe_source(self.model_fn),
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "grad_wrt": None if trained is None else sorted(map(str, trained)),
+        }
+
+    def common_identity(self) -> dict[str, Any]:
+        """Return JSON values of what a training depends on, without its models and the number of its steps."""
+        return {
             "loss": describe_source(self.loss),
             "data": self.rows.identity(),
             "optimizer": {**self.optimizer.to_json(), "class": describe_source(type(self.optimizer))},
             "schedule": describe_source(self.schedule),
-            "epochs": self.epochs,
-            "steps": self.steps,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
-            "grad_wrt": None if trained is None else sorted(map(str, trained)),
             **({} if self.train_id is None else {"train_id": self.train_id}),
         }
 

@@ -47,7 +47,7 @@ from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles, whole_file
 
-__all__ = ["SMOOTH", "Spacing", "SubsetTraining", "TrainingRun", "repeatable", "train"]
+__all__ = ["SMOOTH", "Recipe", "SubsetTraining", "TrainingRun", "repeatable"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,31 @@ class TrainingRun:
         parts = self.parts(number)  # outside the block: a dataset's exceptions are not the model's
         with naming_failures(self.program.model, "train"):
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
+
+    def finish(self, wanted: set[int], progress: bool | None) -> None:
+        """Train from the last stored state on, and store the states with these numbers.
+
+        Raises:
+            NonFiniteError: If a parameter becomes NaN or infinite; names the step.
+        """
+        stored = self.states.numbers()
+        first = last = max(stored, default=0)
+        state = self.states.get(first) if stored else self._first
+        self.program.check(state, self.frozen, self.parts(0)[0])
+        if 0 not in stored:
+            self.states.put(0, self._first)
+        with KeptProgress(self.num_steps, first, label="Training", unit="step", progress=progress) as done:
+            for number in range(first, self.num_steps):
+                state = self.step(state, number)
+                if number + 1 in wanted:
+                    if _non_finite(state) is not None:
+                        state = self.states.get(last)
+                        for repeated in range(last, number + 1):
+                            state = self.step(state, repeated)
+                            _refuse_non_finite(state, repeated)  # the first one
+                    self.states.put(number + 1, state)
+                    last = number + 1
+                done.advance(1)
 
     def require_repeatable(self, first: int, before: State, last: int) -> None:
         """Raise if the steps between two stored states, the last one from ``before``, do not lead to the second.
@@ -304,48 +329,6 @@ class TrainingRun:
             )
 
 
-def train(
-    recipe: TrainingSettings,
-    path: str | PathLike[str] | None = None,
-    *,
-    checkpoints: Spacing = "sqrt",
-    interval: int | None = None,
-    weights: ArrayLike | None = None,
-    progress: bool | None = None,
-) -> TrainingRun:
-    """Train a recipe; see :meth:`~trak_lite.unrolled.Recipe.train`."""
-    one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
-    run = TrainingRun(recipe, _folder(path), _checked_weights(recipe, weights))
-    if weights_digest(recipe.model(recipe.seed)) != run.fingerprint["weights"]:
-        raise InvalidInputError(
-            f"model_fn({recipe.seed}) returned other initial weights in its second call, so the run cannot be "
-            "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
-            "anything else outside model_fn."
-        )
-    if run.path is not None:
-        _claim(run.path, {"fingerprint": run.fingerprint, **_made_by(recipe)})
-        run.require_same()
-    wanted = _wanted(run.num_steps, checkpoints, interval)
-    stored = run.states.numbers()
-    first = max(stored, default=0)
-    state = run.states.get(first) if stored else run._first
-    with repeatable(run.device):
-        run.program.check(state, run.frozen, run.parts(0)[0])
-        if 0 not in stored:
-            run.states.put(0, run._first)
-        with KeptProgress(run.num_steps, first, label="Training", unit="step", progress=progress) as done:
-            last = first
-            for number in range(first, run.num_steps):
-                state = run.step(state, number)
-                if number + 1 in wanted:
-                    if not _is_finite(state):
-                        _refuse_non_finite(*_first_non_finite(run, last))
-                    run.states.put(number + 1, state)
-                    last = number + 1
-                done.advance(1)
-    return run
-
-
 def _folder(path: str | PathLike[str] | None) -> Path | None:
     """Return the path of a run's folder with its links resolved: below it no link is followed."""
     place = None if path is None else resolve_place(path)
@@ -445,6 +428,92 @@ class SubsetTraining:
         return weights
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Recipe(TrainingSettings):
+    r"""A training whose result is a function of the weights of its rows.
+
+    One step takes the gradient of :math:`\frac1B \sum_i w_i L_i` over the rows of a batch, where B counts the rows of
+    weight zero too. Initial weights, order of rows and dropout masks are pure functions of the seed, so the same run
+    can be repeated with other row weights: this is what :func:`~trak_lite.unrolled.unrolled` differentiates.
+
+    The model is trained in the mode in which ``model_fn`` returns it. Dropout draws its masks from the seed. A batch
+    norm that updates running statistics is refused; use it in eval mode, or another normalisation.
+
+    Raises:
+        InvalidInputError: If a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.nn.functional import cross_entropy
+        >>> from torch.utils.data import TensorDataset
+        >>> from trak_lite.unrolled import SGD, Recipe
+        >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+        >>> def loss(model, batch):
+        ...     return cross_entropy(model(batch[0]), batch[1], reduction="none")
+        >>> recipe = Recipe(lambda seed: nn.Linear(4, 2), loss, data, SGD(lr=0.1), batch_size=10, epochs=3)
+        >>> recipe.num_steps
+        6
+    """
+
+    def train(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        checkpoints: Spacing = "sqrt",
+        interval: int | None = None,
+        weights: ArrayLike | None = None,
+        progress: bool | None = None,
+    ) -> TrainingRun:
+        """Train, and store the states that a replay starts from.
+
+        The same call again continues after a kill at the last stored state, with the same bits, and returns the run if
+        it is finished. It first repeats the first and the last stored segment, to check that the training is unchanged.
+
+        Args:
+            path: Folder of the run; ``None`` keeps the states in memory.
+            checkpoints: Which states are stored: ``"sqrt"``, every sqrt(T)-th of T steps; ``"log"``, those 1, 2, 4, ...
+                steps before the end; ``"all"``. Fewer states take less disk, and more time in a replay.
+            interval: Store every ``interval``-th state instead.
+            weights: Row weights ``(N,)``; ``None`` is 1 for every row.
+            progress: Show a bar; ``None`` shows it on a terminal only.
+
+        Returns:
+            The finished run.
+
+        Raises:
+            InvalidInputError: If an argument is invalid, or the loss does not return one number per row.
+            UnsupportedModelError: If the training cannot be repeated (batch statistics, other random numbers).
+            NonFiniteError: If a parameter becomes NaN or infinite; names the step.
+            ManifestMismatchError: If another training is stored at the path; names every difference of settings, or the
+                steps that lead to other weights when they are repeated.
+        """
+        one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
+        run = TrainingRun(self, _folder(path), _checked_weights(self, weights))
+        if weights_digest(self.model(self.seed)) != run.fingerprint["weights"]:
+            raise InvalidInputError(
+                f"model_fn({self.seed}) returned other initial weights in its second call, so the run cannot be "
+                "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
+                "anything else outside model_fn."
+            )
+        if run.path is not None:
+            if not (run.path / RUN).exists():
+                _write_record(run.path, {"fingerprint": run.fingerprint, **_made_by(self)})
+            made = _record(run.path).get("fingerprint", {})
+            remedy = "Train this recipe in another folder."
+            compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
+            run.require_same()
+        with repeatable(run.device):
+            run.finish(_wanted(run.num_steps, checkpoints, interval), progress)
+        return run
+
+    @property
+    def train_fn(self) -> SubsetTraining:
+        """A ``train_fn(rows, seed)`` for :func:`~trak_lite.verify` and ``retrain_many``: trains on the subset alone."""
+        return SubsetTraining(self, keep_order=False)
+
+
 def _alone(recipe: TrainingSettings, weights: Tensor, subset: NDArray[np.int64], seed: int) -> nn.Module:
     """Return a model trained on some rows, with row weights ``(N,)``; nothing is stored."""
     model = recipe.model(seed)
@@ -508,50 +577,33 @@ def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     return {*range(0, num_steps, every), num_steps}
 
 
-def _is_finite(state: State) -> bool:
-    return all(bool(value.isfinite().all()) for value in state.parameters.values())
-
-
-def _first_non_finite(run: TrainingRun, number: int) -> tuple[State, int]:
-    """Return the first state after a stored one that is not finite, and the step that made it."""
-    state = run.step(run.states.get(number), number)
-    while _is_finite(state):
-        number += 1
-        state = run.step(state, number)
-    return state, number
+def _non_finite(state: State) -> str | None:
+    """Return the name of a parameter that is NaN or infinite, if there is one."""
+    return next((name for name, value in state.parameters.items() if not bool(value.isfinite().all())), None)
 
 
 def _refuse_non_finite(state: State, number: int, whose: str = "") -> None:
-    for name, value in state.parameters.items():
-        if not bool(value.isfinite().all()):
-            raise NonFiniteError(
-                f"{name}{whose} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or "
-                "clip gradients (clip_norm)."
-            )
+    name = _non_finite(state)
+    if name is not None:
+        raise NonFiniteError(
+            f"{name}{whose} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or "
+            "clip gradients (clip_norm)."
+        )
 
 
 def _fingerprint(
     recipe: TrainingSettings, model: nn.Module, trained: Sequence[str], weights: Tensor
 ) -> dict[str, Any]:
     """Return JSON values of everything that the training depends on."""
-    uniform = bool((weights == 1).all())
+    ones = bool((weights == 1).all())
     return {
+        **recipe.common_identity(),
         "weights": weights_digest(model),
-        "loss": describe_source(recipe.loss),
-        "data": recipe.rows.identity(),
-        "optimizer": {**recipe.optimizer.to_json(), "class": describe_source(type(recipe.optimizer))},
-        "schedule": describe_source(recipe.schedule),
         "steps": recipe.num_steps,
-        "batch_size": recipe.batch_size,
-        "accumulate": recipe.accumulate,
-        "clip_norm": recipe.clip_norm,
         "trained": list(trained),
         "modules": _modules_digest(model),
         "seed": recipe.seed,
-        **({} if recipe.train_id is None else {"train_id": recipe.train_id}),
-        "row_weights": None
-        if uniform
-        else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
+        "row_weights": None if ones else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
     }
 
 
@@ -615,19 +667,6 @@ def _modules_digest(model: nn.Module) -> str:
         }
         described.append([name, classes[cls], settings])
     return hashlib.sha256(canonical_json(described).encode()).hexdigest()
-
-
-def _claim(path: Path, record: dict[str, Any]) -> None:
-    """Write the record of a new run, or compare the fingerprint in that of a stored one."""
-    if (path / RUN).exists():
-        compare_fingerprints(
-            _record(path).get("fingerprint", {}),
-            record["fingerprint"],
-            where=str(path),
-            remedy="Train this recipe in another folder.",
-        )
-    else:
-        _write_record(path, record)
 
 
 def _record(path: Path) -> dict[str, Any]:
