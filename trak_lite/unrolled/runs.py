@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._devices import full_float32
 from trak_lite._progress import KeptProgress
@@ -47,7 +48,7 @@ from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles, whole_file
 
-__all__ = ["SMOOTH", "Recipe", "SubsetTraining", "TrainingRun", "repeatable"]
+__all__ = ["SMOOTH", "Operations", "Recipe", "SubsetTraining", "TrainingRun", "repeatable"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class TrainingRun:
         self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
         self.identity = run_identity(self.fingerprint)
         self.states = StateFiles(None if path is None else path / "states", self.device, self.identity)
-        self._made = _made_by(recipe)
-        self._smoothness: float | None = None
+        self._held: dict[str, Any] = {}
+        """The record of a run in memory."""
 
     @cached_property
     def digest(self) -> str:
@@ -130,6 +131,31 @@ class TrainingRun:
         parts = self.parts(number)  # outside the block: a dataset's exceptions are not the model's
         with naming_failures(self.program.model, "train"):
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values that are stored with the run beside its states; none before it begins."""
+        if self.path is None:
+            return self._held
+        file = self.path / RUN
+        try:
+            found = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
+        except ValueError as error:
+            raise CorruptStoreError(
+                f"{file} cannot be read ({error}). Delete the folder and train again."
+            ) from error
+        if not isinstance(found, dict):
+            raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
+        return found
+
+    def note(self, **values: Any) -> None:
+        """Add JSON values to the record."""
+        record = {**self.record(), **values}
+        if self.path is None:
+            self._held = record
+            return
+        with whole_file(self.path / RUN) as partial:
+            partial.write_text(json.dumps({**record, SEAL: BLANK}, indent=1) + "\n", encoding="utf-8")
+            seal(str(partial), RUN)
 
     def finish(self, wanted: set[int], progress: bool | None) -> None:
         """Train from the last stored state on, and store the states with these numbers.
@@ -176,7 +202,7 @@ class TrainingRun:
         if self.recipe.train_id is not None or len(numbers) < 2:
             return
         now = _made_by(self.recipe)
-        made = self._made if self.path is None else _record(self.path)
+        made = self.record()
         if made.get("schedule", now["schedule"]) != now["schedule"]:
             raise ManifestMismatchError(
                 f"The schedule of {self.path or 'this run'} had other factors than it has now. Undo the change, or "
@@ -225,7 +251,7 @@ class TrainingRun:
 
     def advice(self) -> str:
         """Return what makes this training smoother: what its first step, model and settings leave to change."""
-        with repeatable(self.device), _Operations() as used:
+        with repeatable(self.device), Operations() as used:
             self.step(self.states.get(0), 0)
         kinks = [
             advice for advice, names in _KINKS.items() if any(one.startswith(names) for one in used.names)
@@ -254,7 +280,7 @@ class TrainingRun:
             ManifestMismatchError: If repeated steps lead to other weights than those of the run.
         """
         usual = h == 0.1 and seed == 0
-        stored = self._smoothness if self.path is None else _record(self.path).get("metasmoothness")
+        stored = self.record().get("metasmoothness")
         self.require_same()  # the value of a random or of another training would mislead
         if usual and stored is not None:
             return float(stored)
@@ -269,9 +295,7 @@ class TrainingRun:
         agree = torch.sign(flat[1] - flat[0]) * torch.sign(flat[2] - flat[1])
         found = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
         if usual:
-            self._smoothness = found
-            if self.path is not None:
-                _write_record(self.path, {**_record(self.path), "metasmoothness": found})
+            self.note(metasmoothness=found)
         return found
 
     def _perturbed(self, weights: Tensor) -> list[nn.Module]:
@@ -357,7 +381,7 @@ def _side_by_side(
             rows = np.stack([subset[where] for subset, where in zip(subsets, positions, strict=True)])
             parts = program.parts(rows)
             with naming_failures(models[0], "train several models side by side of", _ONE_BY_ONE):
-                states = program.many(states, frozen, parts, weights, number, numbers)
+                states = program.step(states, frozen, parts, weights, number, numbers)
     finals = [tree_map(partial(Tensor.select, dim=0, index=place), states) for place in range(len(seeds))]
     for place, state in enumerate(finals):
         _refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {place + 1} of {len(seeds)}")
@@ -497,13 +521,11 @@ class Recipe(TrainingSettings):
                 "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
                 "anything else outside model_fn."
             )
-        if run.path is not None:
-            if not (run.path / RUN).exists():
-                _write_record(run.path, {"fingerprint": run.fingerprint, **_made_by(self)})
-            made = _record(run.path).get("fingerprint", {})
-            remedy = "Train this recipe in another folder."
-            compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
-            run.require_same()
+        if not run.record():
+            run.note(fingerprint=run.fingerprint, **_made_by(self))
+        made, remedy = run.record().get("fingerprint", {}), "Train this recipe in another folder."
+        compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
+        run.require_same()
         with repeatable(run.device):
             run.finish(_wanted(run.num_steps, checkpoints, interval), progress)
         return run
@@ -607,12 +629,17 @@ def _fingerprint(
     }
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Collects the names of all operations, also those of functions that are no modules."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Watches the operations in its context, also those of functions that are no modules."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        """Names of the operations."""
+        self.peak_bytes = 0
+        """Largest sum of bytes of the tensors that they made and that existed at the same time."""
+        self._now = 0
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -621,9 +648,28 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run an operation, and note it."""
         del types
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+        self.names.add(func.__name__)
+        given = {id(storage) for storage in _storages((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for storage in _storages(found):
+            place, size = id(storage), storage.nbytes()
+            if place not in given and place not in self._known:
+                self._known.add(place)
+                self._now += size
+                weakref.finalize(storage, self._freed, place, size)
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        return found
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors in nested values."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _norm(state: State, other: State | None) -> float:
@@ -667,22 +713,3 @@ def _modules_digest(model: nn.Module) -> str:
         }
         described.append([name, classes[cls], settings])
     return hashlib.sha256(canonical_json(described).encode()).hexdigest()
-
-
-def _record(path: Path) -> dict[str, Any]:
-    file = path / RUN
-    try:
-        found = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
-    except ValueError as error:
-        raise CorruptStoreError(
-            f"{file} cannot be read ({error}). Delete the folder and train again."
-        ) from error
-    if not isinstance(found, dict):
-        raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
-    return found
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    with whole_file(path / RUN) as partial:
-        partial.write_text(json.dumps({**record, SEAL: BLANK}, indent=1) + "\n", encoding="utf-8")
-        seal(str(partial), RUN)
