@@ -148,21 +148,18 @@ def one_behind(copies: Iterable[tuple[_Key, _Copy]]) -> Iterator[tuple[_Key, _Co
 
     A copy that was begun before a failure is yielded before the error is raised.
     """
-    waiting: tuple[_Key, _Copy] | None = None
+    waiting: list[tuple[_Key, _Copy]] = []
     try:
         for begun in copies:
-            if waiting is not None:
-                yield waiting
-            waiting = begun
+            yield from waiting
+            waiting = [begun]
             if begun[1].is_done:
-                waiting = None
+                waiting = []
                 yield begun
     except Exception:
-        if waiting is not None:
-            yield waiting
+        yield from waiting
         raise
-    if waiting is not None:
-        yield waiting
+    yield from waiting
 
 
 def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:

@@ -600,8 +600,9 @@ def _peak_bytes(function: Callable[[], Any]) -> int:
     """Return the most bytes of tensors that a function makes and holds at the same time."""
     collected = gc.isenabled()
     gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on the result
+    used = Operations()
     try:
-        with Operations() as used:
+        with used:
             function()
     finally:
         if collected:
