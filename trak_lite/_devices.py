@@ -28,6 +28,7 @@ __all__ = [
     "rng_state",
     "seed_rng",
     "set_rng_state",
+    "switched_off",
     "to_device",
     "wide_dtype",
 ]
@@ -252,24 +253,24 @@ def model_pass(model: nn.Module, products: Float32Products = "ieee") -> Iterator
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
-    with (
-        float32_products(device, products),
-        contextlib.nullcontext() if device.type == "cpu" else _without_cudnn(model),
-    ):
+    recurrent = device.type != "cpu" and any(
+        isinstance(m, nn.RNNBase) and not m.training for m in model.modules()
+    )
+    with float32_products(device, products), switched_off(torch.backends.cudnn, recurrent):
         yield
 
 
 @contextmanager
-def _without_cudnn(model: nn.Module) -> Iterator[None]:
-    recurrent = any(isinstance(m, nn.RNNBase) and not m.training for m in model.modules())
-    if not (recurrent and torch.backends.cudnn.enabled):
+def switched_off(backend: Any, is_needed: bool) -> Iterator[None]:
+    """Switch a backend of torch off in the block if needed; not through its flags(), which also sets its others."""
+    if not (is_needed and backend.enabled):
         yield
         return
-    torch.backends.cudnn.enabled = False  # not through flags(), which also sets all other cuDNN flags
+    backend.enabled = False
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = True
+        backend.enabled = True
 
 
 def rng_state(device: torch.device) -> Tensor:

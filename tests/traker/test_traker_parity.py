@@ -57,7 +57,7 @@ ITERATIVE = {"gradient_computer": IterativeGradientComputer, "task": "iterative_
         ("all", 0.1, ITERATIVE, 1e-4),
         ("all", 0.1, {"use_half_precision": True}, 2e-3),
     ],
-    ids=str,
+    ids=["all-0", "all-0.1", "some-0", "some-0.1", "iterative", "float16"],
 )
 @pytest.mark.parametrize("projector", ["dense", "none"])
 @pytest.mark.parametrize("name", MODELS)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_map
 
-from trak_lite._devices import forked_rng
+from trak_lite._devices import forked_rng, switched_off
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
@@ -233,7 +233,8 @@ class Program:
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
-        with SeededDropout(key), _without_onednn(self._recurrent):
+        # The fused LSTM of oneDNN has no second derivative.
+        with SeededDropout(key), switched_off(torch.backends.mkldnn, self._recurrent):
             return self.recipe.loss(call, batch)
 
     def update(self, state: State, gradients: Named, number: int) -> State:
@@ -362,19 +363,6 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     return map_tensors(  # a tensor without a sample axis is the same for all models
         lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]) if leaf.dim() else leaf.expand(shape[0]), batch
     )
-
-
-@contextmanager
-def _without_onednn(recurrent: bool) -> Iterator[None]:
-    """Switch oneDNN off in the block for recurrent models: its fused LSTM has no second derivative."""
-    before = torch.backends.mkldnn.enabled
-    if recurrent:
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares the property as its class
-    try:
-        yield
-    finally:
-        if recurrent:
-            torch.backends.mkldnn.enabled = before
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:
