@@ -28,6 +28,7 @@ __all__ = [
     "rng_state",
     "seed_rng",
     "set_rng_state",
+    "switched_off",
     "to_device",
     "wide_dtype",
 ]
@@ -148,21 +149,18 @@ def one_behind(copies: Iterable[tuple[_Key, _Copy]]) -> Iterator[tuple[_Key, _Co
 
     A copy that was begun before a failure is yielded before the error is raised.
     """
-    waiting: tuple[_Key, _Copy] | None = None
+    waiting: list[tuple[_Key, _Copy]] = []
     try:
         for begun in copies:
-            if waiting is not None:
-                yield waiting
-            waiting = begun
+            yield from waiting
+            waiting = [begun]
             if begun[1].is_done:
-                waiting = None
+                waiting = []
                 yield begun
     except Exception:
-        if waiting is not None:
-            yield waiting
+        yield from waiting
         raise
-    if waiting is not None:
-        yield waiting
+    yield from waiting
 
 
 def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:
@@ -255,24 +253,24 @@ def model_pass(model: nn.Module, products: Float32Products = "ieee") -> Iterator
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
-    with (
-        float32_products(device, products),
-        contextlib.nullcontext() if device.type == "cpu" else _without_cudnn(model),
-    ):
+    recurrent = device.type != "cpu" and any(
+        isinstance(m, nn.RNNBase) and not m.training for m in model.modules()
+    )
+    with float32_products(device, products), switched_off(torch.backends.cudnn, recurrent):
         yield
 
 
 @contextmanager
-def _without_cudnn(model: nn.Module) -> Iterator[None]:
-    recurrent = any(isinstance(m, nn.RNNBase) and not m.training for m in model.modules())
-    if not (recurrent and torch.backends.cudnn.enabled):
+def switched_off(backend: Any, is_needed: bool) -> Iterator[None]:
+    """Switch a backend of torch off in the block if needed; not through its flags(), which also sets its others."""
+    if not (is_needed and backend.enabled):
         yield
         return
-    torch.backends.cudnn.enabled = False  # not through flags(), which also sets all other cuDNN flags
+    backend.enabled = False
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = True
+        backend.enabled = True
 
 
 def rng_state(device: torch.device) -> Tensor:

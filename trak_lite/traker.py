@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -145,7 +146,12 @@ class TRAKer:
             ManifestMismatchError: If ``save_dir`` has features of other settings; names every difference.
             UnsupportedModelError: If the model is sharded.
         """
-        _refuse_replacements(saver=saver, score_computer=score_computer)
+        for name, value in (("saver", saver), ("score_computer", score_computer)):
+            if value is not None:
+                raise InvalidInputError(
+                    f"{name}={value!r} is not supported: rows are stored in the store and scored in float64. Leave it "
+                    "out."
+                )
         self.device = resolve_device(device, model)
         refuse_sharded(model, "TRAKer", "Use Attributor(gradient_computer='hook')")
         logger.setLevel(logging_level)
@@ -167,7 +173,10 @@ class TRAKer:
         self.gradient_computer = self._make_computer(gradient_computer)
         self.save_dir = Path(save_dir).absolute()
         self._kernel = KernelSettings(weighting="none", lambda_reg=self.lambda_reg, rescale_inverse=True)
-        self._loaded: _LoadedWeights | None = None
+        self._digest: str | None = None
+        """Digest of the weights that were loaded."""
+        self._versions: list[int] = []
+        """Autograd's counters of what is written to them, which tell changes without reading a weight."""
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
         self._singular: dict[int, int] = {}
@@ -282,7 +291,7 @@ class TRAKer:
             logger.warning(
                 "del_grads=True has no effect: the features are the stored gradients, so the rows stay."
             )
-        ids = self._known_ids() if model_ids is None else _ids(model_ids)
+        ids = self._ids(model_ids)
         for model_id in ids:
             self._train_table(model_id)
         for model_id in ids:
@@ -367,7 +376,7 @@ class TRAKer:
             SingularKernelError: If all features of an id are zero.
         """
         self._require_open()
-        ids = self._known_ids() if model_ids is None else _ids(model_ids)
+        ids = self._ids(model_ids)
         ids = self._scorable_ids(_name(exp_name), ids, allow_skip)
         store = self._workspace.store()
         train = [self._train_table(model_id) for model_id in ids]
@@ -467,17 +476,16 @@ class TRAKer:
         self.model.eval()
         self.task.prepare(self.model)
         self.gradient_computer.load_model_params(self.model)
-        self._loaded = _LoadedWeights(self.model)
-        return self._loaded.digest
+        self._digest, self._versions = weights_digest(self.model), _versions(self.model)
+        return self._digest
 
     def _refuse_changed_model(self, cursor: _Cursor) -> None:
-        loaded = self._loaded
-        if loaded is None or loaded.digest != cursor.spec.fingerprint["weights"]:
+        if self._digest != cursor.spec.fingerprint["weights"]:
             raise StateError(
                 f"The model has the weights of another checkpoint, not those for {cursor.label}. Load that checkpoint "
                 "again (load_checkpoint or start_scoring_checkpoint)."
             )
-        if loaded.changed_since(self.model):
+        if _versions(self.model) != self._versions:
             raise StateError(
                 "The weights of the model have changed since the checkpoint was loaded. Load the checkpoint again."
             )
@@ -512,7 +520,9 @@ class TRAKer:
             train = self._train_table(fingerprint["model_id"]).spec.fingerprint
             compare_fingerprints(train, fingerprint, where=f"Model id {fingerprint['model_id']}")
         table = self._workspace.lazy_table(cursor.path, replace(cursor.spec, fingerprint=fingerprint))
-        cursor.attach(table, state)
+        cursor.table, cursor.state = table, state
+        cursor.waiting[:] = False
+        cursor.waiting[table.pending()] = True
 
     def _write(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
         keys = _sample_keys(batch) if cursor is self._target else None
@@ -581,20 +591,17 @@ class TRAKer:
 
     def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> tuple[Tensor, OutputTerms]:
         """Return the features ``(B, K)`` of a batch, not normalised, and f, q and w."""
-
-        def compute() -> tuple[Tensor, OutputTerms]:
-            model_id = int(cursor.spec.fingerprint["model_id"])
-            features, terms, _ = compute_features(
-                *(self.gradient_computer, self.projector, batch),
-                model_id=model_id,
-                rows=rows,
-                what=cursor.label,
-                to_come=int(cursor.waiting.sum()) / len(rows) - 1,
-            )
-            return features, terms
-
+        compute = partial(
+            compute_features,
+            projector=self.projector,
+            batch=batch,
+            model_id=int(cursor.spec.fingerprint["model_id"]),
+            rows=rows,
+            what=cursor.label,
+            to_come=int(cursor.waiting.sum()) / len(rows) - 1,
+        )
         try:
-            return compute()
+            return compute(self.gradient_computer)[:2]
         except SelfCheckError:
             raise
         except UnsupportedModelError as error:
@@ -614,7 +621,7 @@ class TRAKer:
                 "Using %s instead, which is exact for this model. %s", type(chosen.computer).__name__, error
             )
             self.gradient_computer = chosen.computer
-            return compute()
+            return compute(chosen.computer)[:2]
 
     @contextmanager
     def _locks_for_success_only(self) -> Iterator[None]:
@@ -635,8 +642,10 @@ class TRAKer:
 
     # ---------------------------------------------------------------- ids
 
-    def _known_ids(self) -> list[int]:
-        """Return the ids that have rows, ascending."""
+    def _ids(self, given: Iterable[int] | None) -> list[int]:
+        """Return the given ids; without them all that have rows, ascending."""
+        if given is not None:
+            return [_id(model_id) for model_id in given]
         names = self._workspace.store().table_names()
         return sorted(model_id_of(name) for name in names if name.startswith("ckpt-"))
 
@@ -720,21 +729,8 @@ class TRAKer:
             )
 
 
-@final
-class _LoadedWeights:
-    """The loaded weights; detects whether the model still has them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.digest = weights_digest(model)
-        self._versions = self._read(model)
-
-    def changed_since(self, model: nn.Module) -> bool:
-        """Whether a parameter was written to, by autograd's write counters; no weight is read."""
-        return self._read(model) != self._versions
-
-    @staticmethod
-    def _read(model: nn.Module) -> list[int]:
-        return [0 if p.is_inference() else p._version for p in model.parameters()]
+def _versions(model: nn.Module) -> list[int]:
+    return [0 if p.is_inference() else p._version for p in model.parameters()]
 
 
 @final
@@ -753,27 +749,20 @@ class _Cursor:
         self._is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def attach(self, table: LazyTable, state: str | None) -> None:
-        """Store a table and its pending rows."""
-        self.table, self.state = table, state
-        self.waiting[:] = False
-        self.waiting[table.pending()] = True
-
     def take_done(self, rows: NDArray[np.int64]) -> tuple[DoneRows, list[int]] | None:
         """Return a few done rows of ``rows`` with their positions, at the first call that has any; ``None`` later."""
         table = self.attached().table
         done = np.flatnonzero(~self.waiting[rows])
         if self._is_compared or table is None or not len(done):
             return None
-        found, values = table.read_done(int(rows[done[0]]) // self.spec.chunk_rows)
-        place_of = {row: place for place, row in enumerate(rows.tolist()) if not self.waiting[row]}
-        some = [place for place, row in enumerate(found.tolist()) if row in place_of][:PROBED_ROWS]
-        if not some:
+        stored, values = table.read_done(int(rows[done[0]]) // self.spec.chunk_rows)
+        _, there, here = np.intersect1d(stored, rows[done], assume_unique=True, return_indices=True)
+        if not len(there):
             return None
         self._is_compared = True
+        some = there[:PROBED_ROWS]
         chosen = {name: column[some] for name, column in values.items()}
-        places = [place_of[row] for row in found[some].tolist()]
-        return DoneRows(found[some], chosen, table.spec.columns), places
+        return DoneRows(stored[some], chosen, table.spec.columns), done[here[:PROBED_ROWS]].tolist()
 
     def attached(self) -> LazyTable:
         """Return the table."""
@@ -787,7 +776,7 @@ class _Cursor:
                 "Exactly one of num_samples and inds should be specified, got "
                 + ("neither." if inds is None else "both.")
             )
-        rows = self._next(num_samples) if inds is None else _integers(inds)
+        rows = self.position + np.arange(_count(num_samples=num_samples)) if inds is None else _integers(inds)
         if len(rows) != batch_rows:
             raise InvalidInputError(
                 f"The batch has {batch_rows} samples, but {len(rows)} rows were given. Give one row per sample."
@@ -805,15 +794,13 @@ class _Cursor:
             )
         return rows
 
-    def _next(self, num_samples: int | None) -> NDArray[np.int64]:
-        return self.position + np.arange(_count(num_samples=num_samples))
-
     def refuse_other_samples(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
         """Raise if complete stored targets were computed from other samples than those seen so far."""
         seen = self._keys.copy()
         seen[rows] = keys
-        stored = self.attached().read_if_complete(_SAMPLE_KEYS)
-        differing = [] if stored is None else np.flatnonzero(~np.isnan(seen) & (seen != stored)).tolist()
+        table, differing = self.attached().table, list[int]()
+        if table is not None and table.complete:
+            differing = np.flatnonzero(~np.isnan(seen) & (seen != table.read(_SAMPLE_KEYS))).tolist()
         if differing:
             raise InvalidInputError(
                 f"Rows {differing[:5]} of {self.label} were scored before with other samples. One experiment is one "
@@ -832,14 +819,6 @@ def _sample_keys(batch: Batch) -> NDArray[np.float32]:
         rows = array.view(torch.uint8).numpy()
         keys = [zlib.crc32(row.tobytes(), key) for row, key in zip(rows, keys, strict=True)]
     return np.array([key & 0xFFFFFF for key in keys], np.float32)
-
-
-def _refuse_replacements(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise InvalidInputError(
-                f"{name}={value!r} is not supported: rows are stored in the store and scored in float64. Leave it out."
-            )
 
 
 def _refuse_other_weights(model_id: int, table: AbstractRowTable, digest: str) -> None:
@@ -880,10 +859,6 @@ def _id(model_id: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidInputError(f"model_id must be an integer of at least 0, got {model_id!r}.")
     return value
-
-
-def _ids(model_ids: Iterable[int]) -> list[int]:
-    return [_id(model_id) for model_id in model_ids]
 
 
 def _integers(inds: RowIndices) -> NDArray[np.int64]:

@@ -75,12 +75,7 @@ class Terminal(io.StringIO):
         (True, "0", None, True),
         (True, "1", None, False),
         (True, "no number", None, True),
-        (
-            True,
-            "1",
-            0,
-            True,
-        ),  # the rank of an initialised process group counts more than that of the launcher
+        (True, "1", 0, True),  # the rank of a process group counts more than that of the launcher
         (True, "0", 1, False),
         (None, "0", None, True),  # a terminal shows the bar without being asked
         (None, "1", None, False),

@@ -178,10 +178,12 @@ def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(tmp_path, said, 
         assert contents(tmp_path) == {}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("said", "call"),
     [
+        ("ExportedProgram.*Pass the module that was", lambda: attributor(torch.export.export(net(), (X,)))),
+        (r"eval mode.*Pass the module that was exported", lambda: attributor(exported()).featurize(TRAIN)),
+        ("of torch", lambda: attributor(nn.Sequential(exported())).featurize(TRAIN)),
         (r"DataFrame.*TensorDataset\(torch.tensor\(frame", lambda: attributor().featurize(frame())),
         ("DataFrame", lambda: attributor().featurize(frame()[::-1])),
         ("tuple of arrays", lambda: Rows(ARRAYS)),
@@ -202,19 +204,6 @@ def test_the_error_says_what_to_do(said, call):
     with pytest.raises((InvalidInputError, UnsupportedModelError), match=said) as caught:
         call()
     assert isinstance(caught.value, TrakLiteError)
-
-
-@pytest.mark.parametrize(
-    ("said", "call"),
-    [
-        ("ExportedProgram.*Pass the module that was", lambda: attributor(torch.export.export(net(), (X,)))),
-        (r"eval mode.*Pass the module that was exported", lambda: attributor(exported()).featurize(TRAIN)),
-        ("of torch", lambda: attributor(nn.Sequential(exported())).featurize(TRAIN)),
-    ],
-)
-def test_exported_models_are_refused(said, call):
-    with pytest.raises((InvalidInputError, UnsupportedModelError), match=said):
-        call()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""What the processes of the tests in this folder do; imported by each of them.
-
-Alone here are names that the package does not publish: how ranks talk to each other, and the sizes of chunks.
-"""
+"""What the processes of the tests in this folder do; imported by each of them."""
 
 from __future__ import annotations
 
@@ -24,29 +21,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
 from trak_lite.errors import RankError
-from trak_lite.featurizing.rows import RowWork
-from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.linalg.kernel import GramAccumulator, gram
-from trak_lite.linalg.topk import TopK, merged_top
-from trak_lite.models.borrowing import resolve_device
-from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel import ranks as internals
 from trak_lite.parallel.ranks import Ranks, joined_ranks
-from trak_lite.parallel.sharing import SharedRows
-from trak_lite.scoring.grams import _share as share_of_chunks
 from trak_lite.store import ZarrFeatureStore, _grid
-
-__all__ = [
-    "Checkpoint",
-    "FeaturizingSession",
-    "GramAccumulator",
-    "Ranks",
-    "RowWork",
-    "SharedRows",
-    "TopK",
-    "gram",
-]
-__all__ += ["internals", "merged_top", "resolve_device", "share_of_chunks"]
 
 N, R, M, BATCH = 300, 32, 5, 7
 IMAGES, LM = "image_classification", "causal_language_modeling"

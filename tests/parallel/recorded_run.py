@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_cases import RowWork, small_chunks
+from rank_cases import small_chunks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
+from trak_lite.featurizing.rows import RowWork
 
 STORE, LOGS = "run.zarr", "loads"
 BEGUN, SCORING, ENDED = -1, -2, -3

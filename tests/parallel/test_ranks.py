@@ -21,6 +21,13 @@ from rank_cases import IMAGES, LM, N, contents, internals
 
 from trak_lite import Attributor
 from trak_lite.errors import RankError
+from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.linalg.kernel import GramAccumulator, gram
+from trak_lite.linalg.topk import TopK, merged_top
+from trak_lite.models.borrowing import resolve_device
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.parallel.ranks import Ranks
+from trak_lite.scoring.grams import _share as share_of_chunks
 from trak_lite.store import check_store
 from trak_lite.types import FeatureLayout
 
@@ -261,11 +268,11 @@ def test_ranks_merge_in_their_order_sum_alike_and_leave_process_groups_to_the_sc
 def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     visits = iter([False, False])  # both are left to others at first, and then taken up
-    monkeypatch.setattr(cases.Ranks, "agree", lambda self, what, value, wait=True: told.append(what))
-    monkeypatch.setattr(cases.FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
-    monkeypatch.setattr(cases.FeaturizingSession, "_is_left_alone", lambda *_: True)
+    monkeypatch.setattr(Ranks, "agree", lambda self, what, value, wait=True: told.append(what))
+    monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
+    monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
     net = cases.network()
-    same_name = [cases.Checkpoint("final", None, lambda state=state: state) for state in cases.states(net, 2)]
+    same_name = [Checkpoint("final", None, lambda state=state: state) for state in cases.states(net, 2)]
     cases.attributor(None, net).featurize(cases.data(N), same_name)
 
     of_both = [what for what in told if what.startswith("checkpoint 'final'")]
@@ -273,7 +280,7 @@ def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.Monk
 
 
 def test_one_rank_by_itself_says_everything() -> None:
-    ranks, tensor = cases.Ranks(), torch.ones(2)
+    ranks, tensor = Ranks(), torch.ones(2)
     ranks.watch()
     ranks.agree("call", "anything")
     ranks.add_up([tensor])
@@ -413,7 +420,7 @@ def test_every_rank_takes_its_own_gpu_unless_the_script_has_chosen(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr("trak_lite.models.borrowing.model_device", lambda _: torch.device(given))
 
-    assert cases.resolve_device("auto", cases.network()) == torch.device(expected)
+    assert resolve_device("auto", cases.network()) == torch.device(expected)
 
 
 # ------------------------------------------------------------------------ arithmetic
@@ -422,7 +429,7 @@ def test_every_rank_takes_its_own_gpu_unless_the_script_has_chosen(
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
 def test_shares_cover_every_chunk_of_every_part_once(num_ranks: int, num_parts: int, num_chunks: int) -> None:
     num_parts = min(num_parts, num_ranks)
-    shares = [cases.share_of_chunks(rank, num_ranks, num_parts, num_chunks) for rank in range(num_ranks)]
+    shares = [share_of_chunks(rank, num_ranks, num_parts, num_chunks) for rank in range(num_ranks)]
 
     covered = sorted((part, chunk) for part, chunks in shares for chunk in chunks)
     assert covered == [(part, chunk) for part in range(num_parts) for chunk in range(num_chunks)]
@@ -433,23 +440,23 @@ def test_the_best_of_parts_are_the_best_of_all(seed: int, cut: int, k: int, sign
     scores = torch.randint(-2, 3, (13, 2), generator=torch.Generator().manual_seed(seed)).float()
 
     def best(start: int, part: torch.Tensor) -> Any:
-        found = cases.TopK(2, k, sign=sign)
+        found = TopK(2, k, sign=sign)
         found.update(start, part)
         return found.result()
 
     parts = [best(cut, scores[cut:]), best(0, scores[:cut])]
-    for found, expected in zip(cases.merged_top(parts, k, sign=sign), best(0, scores), strict=True):
+    for found, expected in zip(merged_top(parts, k, sign=sign), best(0, scores), strict=True):
         assert torch.equal(found, expected)
 
 
 def test_weights_block_by_block_give_the_gram_of_all_and_a_bad_one_is_named_by_its_row() -> None:
     rows, layout = torch.randn(700, 5, generator=torch.Generator().manual_seed(0)), FeatureLayout.joint(5)
     weights = torch.rand(700, generator=torch.Generator().manual_seed(1))
-    sums = cases.GramAccumulator(layout, torch.device("cpu"), first_row=64)
+    sums = GramAccumulator(layout, torch.device("cpu"), first_row=64)
     for start, stop in ((0, 1), (1, 300), (300, 700)):
         sums.add(rows[start:stop], weights[start:stop])
 
-    assert torch.equal(sums.result()[0], cases.gram([rows], weights, layout=layout)[0])
+    assert torch.equal(sums.result()[0], gram([rows], weights, layout=layout)[0])
     with pytest.raises(ValueError, match="the first at row 765"):
         sums.add(rows[:2], torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match="There are 1 weights"):

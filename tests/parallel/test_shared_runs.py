@@ -221,8 +221,6 @@ def test_whoever_waits_is_told_in_time_which_process_holds_the_rows(
     with monkeypatch.context() as patched:
         patched.setattr(time, "sleep", pause)
         patched.setattr(time, "monotonic", lambda: seconds["now"])
-        if checkpoints == 1:  # rows of one table are waited for elsewhere
-            patched.setitem(cases.SharedRows.__init__.__kwdefaults__, "clock", time.monotonic)
         patched.setattr(logging.Logger, "warning", warned)
         with pytest.raises(StateError, match=missed) if dropped else nullcontext():
             cases.attributor(path).featurize(train, weights)

@@ -298,7 +298,7 @@ def test_a_table_comes_to_be_with_the_first_batch_and_only_one_of_two_first_batc
         for rows in itertools.chain.from_iterable(rounds):
             work.put(rows, values(rows, LONG))
     assert work.written == LONG.num_rows - 3
-    assert late.read_if_complete("q").tolist() == values(range(LONG.num_rows), LONG)["q"].tolist()
+    assert late.table.read("q").tolist() == values(range(LONG.num_rows), LONG)["q"].tolist()
     store.close()
 
 

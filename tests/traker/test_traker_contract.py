@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_runs import contents
 from torch import nn
 from traker_cases import (
     K,
@@ -29,7 +30,6 @@ from traker_cases import (
     run,
     score,
     scores_of_pseudo_inverses,
-    snapshot,
     stored,
     target_batch,
     train_batch,
@@ -181,9 +181,9 @@ def test_a_new_instance_goes_on_where_the_last_one_was(tmp_path, expected):
     score(traker, checkpoints(count=1))
     assert_same(traker.finalize_scores("test"), expected[1])
 
-    before = snapshot(tmp_path)
+    before = contents(tmp_path)
     np.testing.assert_array_equal(made(tmp_path, "new").finalize_scores("test"), traker.scores)
-    assert snapshot(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_of_rows_that_are_done_only_a_few_are_computed_again_and_no_targets(tmp_path, monkeypatch):

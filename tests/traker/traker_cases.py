@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import contents
 from torch import Tensor, nn
 
 import trak_lite
@@ -225,22 +225,13 @@ def scores_of_pseudo_inverses(traker: trak_lite.TRAKer, count: int) -> np.ndarra
     return products / count * q[:, None]
 
 
-def snapshot(folder: Path) -> dict[str, str]:
-    """Return a digest of every file below a folder."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 @contextmanager
 def refused(folder: Path, error: type[Exception], match: str) -> Iterator[None]:
     """Expect an error whose message matches, and not a byte changed on disk."""
-    before = snapshot(folder)
+    before = contents(folder)
     with pytest.raises(error, match=match):
         yield
-    assert snapshot(folder) == before
+    assert contents(folder) == before
 
 
 def part(batch: tuple[Tensor, ...], rows: Any) -> tuple[Tensor, ...]:

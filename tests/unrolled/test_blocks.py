@@ -1,16 +1,13 @@
 """Blocks, memory and spacing of checkpoints do not change scores, and memory stays within its budget."""
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from unrolled_cases import CLASSES, WIDTH, halves, loss, margin, recipe, replayed, targets
 
 from trak_lite.unrolled import SGD, Adam, TrainingRun, unrolled
+from trak_lite.unrolled.runs import Operations
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
@@ -62,48 +59,23 @@ def test_every_spacing_stores_its_states_and_gives_the_same_bits(
     torch.testing.assert_close(other.final.parameters, run.final.parameters, rtol=0, atol=0)
 
 
-class Peak(TorchDispatchMode):
-    """The largest sum of bytes of all tensors that are made in its context and alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = {id(leaf.untyped_storage()) for leaf in leaves}
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in known:
-                self._watch(leaf.untyped_storage())
-        return found
-
-    def _watch(self, storage):
-        if id(storage) not in self._alive:
-            size = storage.nbytes()
-            self.now += size
-            self._alive[id(storage)] = weakref.finalize(storage, self._freed, id(storage), size)
-        self.peak = max(self.peak, self.now)
-
-    def _freed(self, key, size):
-        self.now -= size
-        del self._alive[key]
-
-
 def peak(run, data, **settings):
-    with Peak() as meter:
+    with Operations() as meter:
         unrolled(run, data, margin, **settings)
-    return meter.peak
+    return meter.peak_bytes
 
 
 def test_the_meter_of_memory():
-    with Peak() as meter:
+    """Views and results in place take nothing, and what is gone is not counted."""
+    with Operations() as meter:
         one = torch.zeros(1000)
         for _ in range(3):
             two = one.view(10, 100) + 1
+            two.add_(1).t()
             del two
-    assert (meter.now, meter.peak) == (4000, 8000)
+        three = torch.zeros(500)
+    assert meter.peak_bytes == 8000
+    assert len(three) == 500
 
 
 def wide(seed):

@@ -22,7 +22,7 @@ from unrolled_cases import (
 )
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
-from trak_lite.unrolled import Adam, unrolled
+from trak_lite.unrolled import SGD, Adam, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
@@ -164,67 +164,68 @@ def test_derivatives_that_are_infinite_name_the_targets():
     assert np.isfinite(replayed(recipe(build, optimizer=Adam(lr=0.01)).train())).all()
 
 
-# --- Settings ------------------------------------------------------------------------------------------------
+WITHOUT_ROWS = [
+    lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    lambda model, batch: model(batch[0]),
+    lambda model, batch: loss(model, batch)[:-1],
+    lambda model, batch: 1.0,
+]
+OF_TORCH = torch.optim.Adam(nn.Linear(1, 1).parameters())
+RECIPES = [
+    ({"batch_size": 0}, "batch_size must be an integer"),
+    ({"accumulate": 0}, "accumulate must be an integer"),
+    ({"epochs": None}, "Give either epochs or steps"),
+    ({"steps": 3}, "Give either epochs or steps"),
+    ({"epochs": 0}, "epochs must be an integer"),
+    ({"epochs": None, "steps": 0}, "steps must be an integer"),
+    ({"clip_norm": 0.0}, "clip_norm must be above 0"),
+    ({"clip_norm": -1.0}, "clip_norm"),
+    ({"optimizer": torch.optim.SGD}, "optimizer must be an SGD, Adam or AdamW"),
+    ({"optimizer": OF_TORCH}, "got Adam.*cannot be differentiated"),
+]
+TRAININGS = [
+    ({"weights": np.ones(N - 1)}, "one finite number per train row"),
+    ({"weights": np.ones((N, 1))}, "one finite number per train row"),
+    ({"weights": np.full(N, np.nan)}, "one finite number per train row"),
+    ({"checkpoints": "some"}, "checkpoints"),
+    ({"interval": 0}, "interval"),
+]
+OPTIMIZERS = [
+    (SGD, {"lr": -1.0}, "lr"),
+    (SGD, {"lr": float("nan")}, "lr"),
+    (SGD, {"momentum": -0.1}, "momentum"),
+    (SGD, {"nesterov": True}, "needs momentum"),
+    (SGD, {"weight_decay": -1.0}, "weight_decay"),
+    (Adam, {"betas": (0.9, 1.0)}, "betas"),
+    (Adam, {"betas": (0.9,)}, "betas"),
+    (Adam, {"eps": -1.0}, "eps"),
+    (Adam, {"eps_root": -1.0}, "eps_root"),
+]
+REPLAYS = [
+    ({"block": 0}, "block"),
+    ({"block": 1.5}, "block"),
+    ({"max_bytes": 0}, "max_bytes"),
+    ({"runs": lambda run: run.recipe}, "finished runs"),
+    ({"runs": lambda run: [run, run]}, "different runs"),
+    ({"runs": lambda run: []}, "one run"),
+]
+
+
+def of_a_replay(runs=lambda run: run, **settings):
+    unrolled(runs(recipe().train()), TensorDataset(*vectors(2, 1)), margin, **settings)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "wrong",
+    ("call", "message"),
     [
-        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        lambda model, batch: model(batch[0]),
-        lambda model, batch: loss(model, batch)[:-1],
-        lambda model, batch: 1.0,
+        *((lambda s=s: recipe(loss_fn=s).train(), r'for 4 rows.*reduction="none"') for s in WITHOUT_ROWS),
+        *((lambda s=s: recipe(**s), message) for s, message in RECIPES),
+        *((lambda s=s: recipe().train(**s), message) for s, message in TRAININGS),
+        *((lambda cls=cls, s=s: cls(**{"lr": 0.1, **s}), message) for cls, s, message in OPTIMIZERS),
+        *((lambda s=s: of_a_replay(**s), message) for s, message in REPLAYS),
     ],
 )
-def test_a_loss_without_one_number_per_row_is_refused(wrong):
-    with pytest.raises(InvalidInputError, match=r'for 4 rows.*reduction="none"'):
-        recipe(loss_fn=wrong).train()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be an integer"),
-        ({"accumulate": 0}, "accumulate must be an integer"),
-        ({"epochs": None}, "Give either epochs or steps"),
-        ({"steps": 3}, "Give either epochs or steps"),
-        ({"epochs": 0}, "epochs must be an integer"),
-        ({"epochs": None, "steps": 0}, "steps must be an integer"),
-        ({"clip_norm": 0.0}, "clip_norm must be above 0"),
-        ({"clip_norm": -1.0}, "clip_norm"),
-        ({"optimizer": torch.optim.SGD}, "optimizer must be an SGD, Adam or AdamW"),
-        ({"optimizer": torch.optim.Adam(nn.Linear(1, 1).parameters())}, "got Adam.*cannot be differentiated"),
-    ],
-)
-def test_settings_of_a_recipe_are_checked(settings, message):
+def test_arguments_are_checked(call, message):
     with pytest.raises(InvalidInputError, match=message):
-        recipe(**settings)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weights": np.ones(N - 1)}, "one finite number per train row"),
-        ({"weights": np.ones((N, 1))}, "one finite number per train row"),
-        ({"weights": np.full(N, np.nan)}, "one finite number per train row"),
-        ({"checkpoints": "some"}, "checkpoints"),
-        ({"interval": 0}, "interval"),
-    ],
-)
-def test_arguments_of_a_training_are_checked(settings, message):
-    with pytest.raises(InvalidInputError, match=message):
-        recipe().train(**settings)
-
-
-@pytest.mark.quick
-def test_arguments_of_a_replay_are_checked():
-    run, few = recipe().train(), TensorDataset(*vectors(2, 1))
-    for settings in ({"block": 0}, {"block": 1.5}, {"max_bytes": 0}):
-        with pytest.raises(InvalidInputError, match=next(iter(settings))):
-            unrolled(run, few, margin, **settings)
-    for runs, message in ((run.recipe, "finished runs"), ([run, run], "different runs"), ([], "one run")):
-        with pytest.raises(InvalidInputError, match=message):
-            unrolled(runs, few, margin)
+        call()

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-from trak_lite.errors import InvalidInputError
 from trak_lite.unrolled import SGD, Adam, AdamW
 
 pytestmark = pytest.mark.quick
@@ -44,25 +43,6 @@ def test_eps_root_is_added_under_the_root():
     start = made.start({"a": torch.zeros(3, dtype=torch.float64)})
     found = made.step(start, {"a": gradient}, factor=1.0, number=0).parameters["a"]
     torch.testing.assert_close(found, -gradient / (gradient**2 + 1e-4).sqrt(), rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("cls", "settings", "message"),
-    [
-        (SGD, {"lr": -1.0}, "lr"),
-        (SGD, {"lr": float("nan")}, "lr"),
-        (SGD, {"momentum": -0.1}, "momentum"),
-        (SGD, {"nesterov": True}, "needs momentum"),
-        (SGD, {"weight_decay": -1.0}, "weight_decay"),
-        (Adam, {"betas": (0.9, 1.0)}, "betas"),
-        (Adam, {"betas": (0.9,)}, "betas"),
-        (Adam, {"eps": -1.0}, "eps"),
-        (Adam, {"eps_root": -1.0}, "eps_root"),
-    ],
-)
-def test_settings_out_of_range_are_refused(cls, settings, message):
-    with pytest.raises(InvalidInputError, match=message):
-        cls(**{"lr": 0.1, **settings})
 
 
 def test_settings_are_json_values():

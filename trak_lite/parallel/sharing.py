@@ -9,7 +9,6 @@ Shapes: N rows of a table.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import time
@@ -75,24 +74,14 @@ class Patience:
     automatically, so the warning asks the user to end it.
 
     Example:
-        >>> from itertools import count
-        >>> ticks = count(step=20)
-        >>> patience = Patience(sleep=lambda seconds: None, clock=lambda: next(ticks))
+        >>> patience = Patience(sleep=lambda seconds: None)
         >>> for _ in range(3):
         ...     patience.wait("for chunk 3", lambda: "pid 7 on host a holds it.")
     """
 
-    def __init__(
-        self, *, sleep: Callable[[float], None] | None = None, clock: Callable[[], float] | None = None
-    ) -> None:
-        """Start a wait.
-
-        Args:
-            sleep: Sleeps for some seconds; ``None`` is ``time.sleep``.
-            clock: Returns seconds; ``None`` is ``time.monotonic``.
-        """
+    def __init__(self, sleep: Callable[[float], None] | None = None) -> None:
+        """Start a wait; ``sleep`` sleeps for some seconds, ``None`` is ``time.sleep``."""
         self._sleep = time.sleep if sleep is None else sleep
-        self._clock = time.monotonic if clock is None else clock
         self.reset()
 
     def reset(self) -> None:
@@ -108,7 +97,7 @@ class Patience:
             purpose: Purpose of the wait, to follow the word "Waiting".
             holder: Returns the holder, as in the message of a ``BusyError``; called only for logging.
         """
-        now = self._clock()
+        now = time.monotonic()
         if self._began is None:
             self._began = now
             logger.info("Waiting %s: %s", purpose, holder())
@@ -126,25 +115,19 @@ class Patience:
 
 def has_free_rows(table: AbstractRowTable) -> bool:
     """Return whether a table has uncommitted rows in a chunk that no process holds."""
-    committed = set(table.committed_chunks())
-    for chunk in range(table.num_chunks):
-        if chunk not in committed:
-            with contextlib.suppress(BusyError), table.claim(chunk):
-                return True
-    return False
+    return not table.complete and holder_of(table) is None
 
 
 def holder_of(table: AbstractRowTable) -> str | None:
-    """Return the holder of the first uncommitted chunk of a table; ``None`` if no process holds it."""
-    committed = set(table.committed_chunks())
-    first = next((chunk for chunk in range(table.num_chunks) if chunk not in committed), None)
-    try:
-        if first is not None:
-            with table.claim(first):
+    """Return the holder of the first uncommitted chunk of a table; ``None`` unless all of them are held."""
+    holder = None
+    for chunk in sorted({*range(table.num_chunks)} - {*table.committed_chunks()}):
+        try:
+            with table.claim(chunk):
                 return None
-    except BusyError as error:
-        return str(error)
-    return None
+        except BusyError as error:
+            holder = holder or str(error)
+    return holder
 
 
 @dataclass(eq=False)
@@ -164,11 +147,6 @@ class LazyTable:
         """Return whether the table exists; open it if another process has created it."""
         if self.table is None:
             self.table = self.find()
-        return self.exists
-
-    @property
-    def exists(self) -> bool:
-        """Whether the table is known to exist."""
         return self.table is not None
 
     def pending(self) -> NDArray[np.int64]:
@@ -189,10 +167,6 @@ class LazyTable:
     def has_column(self, name: str) -> bool:
         """Return whether the table has a column of this name."""
         return any(column.name == name for column in self.spec.columns)
-
-    def read_if_complete(self, column: str) -> NDArray[Any] | None:
-        """Return a whole column, or ``None`` while rows are pending."""
-        return self.table.read(column) if self.table is not None and self.table.complete else None
 
     def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
         """Claim a chunk. Creates the table if it does not exist. See :meth:`AbstractRowTable.claim`."""
@@ -240,7 +214,6 @@ class SharedRows:
         progress: bool | None,
         ranks: Ranks | None = None,
         pause: Callable[[float], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
         unit: str = "row",
     ) -> None:
         """Determine the pending rows.
@@ -253,16 +226,14 @@ class SharedRows:
             ranks: The ranks that fill the table, or ``None`` for a process that knows of no other. Their failures are
                 checked while rows are put and while waiting. The first of them to arrive creates the table.
             pause: Sleeps for some seconds while other processes hold all remaining chunks; ``None`` is ``time.sleep``.
-            clock: Returns the time in seconds.
             unit: Name of a row in the progress bar.
         """
         self._ranks = Ranks() if ranks is None else ranks
         self._label = label
-        self._clock = clock
-        self._patience = Patience(sleep=pause, clock=clock)
+        self._pause = time.sleep if pause is None else pause
+        self._patience = Patience(self._pause)
         self._busy: BusyError | None = None
         """The error of the last claim that failed; names the holder."""
-        self._pause = time.sleep if pause is None else pause
         self.spec = table.spec
         self.written = 0
         """Number of rows that this process put."""
@@ -279,7 +250,7 @@ class SharedRows:
         self._put: dict[int, int] = {}
         """Number of rows put in this round, by chunk."""
         self._next = 0
-        self._looked = self._clock()
+        self._looked = time.monotonic()
         self._done = KeptProgress(
             self.spec.num_rows,
             self.spec.num_rows - self.pending_at_first,
@@ -343,7 +314,7 @@ class SharedRows:
         self._note(chunk, self._left[chunk] - len(rows))
         self._put[chunk] = self._put.get(chunk, 0) + len(rows)
         self.written += len(rows)
-        if self._clock() - self._looked > _LOOK_EVERY:
+        if time.monotonic() - self._looked > _LOOK_EVERY:
             self._ranks.watch()
             self._look()
 
@@ -364,15 +335,15 @@ class SharedRows:
     def _follow(self, table: LazyTable) -> bool:
         """Wait for the table if another process creates it; return whether the table exists."""
         if table.look() or self._ranks.comes_first(self._label):
-            return table.exists
+            return table.table is not None
         self._next = 1  # chunk 0 is for the creator, which claims it only when the table exists
-        end = self._clock() + _LONGEST_FOLLOWING  # the other process may have been killed
+        end = time.monotonic() + _LONGEST_FOLLOWING  # the other process may have been killed
         for pause in pauses():
-            if table.look() or self._clock() > end:
+            if table.look() or time.monotonic() > end:
                 break
             self._ranks.watch()
             self._pause(pause)
-        return table.exists
+        return table.table is not None
 
     def _batches(self, pending: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:
         while pending is not None:
@@ -414,7 +385,7 @@ class SharedRows:
 
     def _look(self) -> bool:
         """Update the bar with newly committed chunks; return whether any chunk is left."""
-        self._looked = self._clock()
+        self._looked = time.monotonic()
         for chunk in self._left.keys() & set(self._table.committed_chunks()):
             self._note(chunk, 0)
             del self._left[chunk]

@@ -4,8 +4,8 @@ from trak_lite.unrolled.optimizers import SGD as SGD
 from trak_lite.unrolled.optimizers import AbstractOptimizer as AbstractOptimizer
 from trak_lite.unrolled.optimizers import Adam as Adam
 from trak_lite.unrolled.optimizers import AdamW as AdamW
-from trak_lite.unrolled.recipe import Recipe as Recipe
 from trak_lite.unrolled.replay import unrolled as unrolled
+from trak_lite.unrolled.runs import Recipe as Recipe
 from trak_lite.unrolled.runs import SubsetTraining as SubsetTraining
 from trak_lite.unrolled.runs import TrainingRun as TrainingRun
 

@@ -22,14 +22,16 @@ __all__ = ["SeededDropout", "step_key"]
 
 _WHOLE = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
 """Functions that drop whole channels, and the axes of a batched input."""
-_ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
-"""Functions that drop attention weights, and the position of their argument ``dropout_p``."""
-_UNSUPPORTED = frozenset(
-    {F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, torch.bernoulli}
-)
-_TRAINING = {F.alpha_dropout: 2, F.feature_alpha_dropout: 2, F.rrelu: 3}
-"""Functions that draw random numbers only in training, and the position of this argument."""
-_HANDLED = frozenset({F.dropout, *_WHOLE, *_ATTENTION}) | _UNSUPPORTED
+_RANDOM: dict[Callable[..., Any], tuple[str, int] | None] = {
+    F.scaled_dot_product_attention: ("dropout_p", 4),
+    F.multi_head_attention_forward: ("dropout_p", 10),
+    F.alpha_dropout: ("training", 2),
+    F.feature_alpha_dropout: ("training", 2),
+    F.rrelu: ("training", 3),
+    F.gumbel_softmax: None,
+    torch.bernoulli: None,
+}
+"""Functions that draw from torch's generator; name and position of the argument that must be set for it, if any."""
 
 
 def step_key(seed: Tensor | int, step: int, part: int, device: torch.device) -> Tensor:
@@ -60,17 +62,15 @@ class SeededDropout(TorchFunctionMode):
         """Run a function of torch; dropout uses the mask of the key."""
         del types
         kwargs = dict(kwargs or {})
-        if func not in _HANDLED:
-            return func(*args, **kwargs)
         if func is F.dropout or func in _WHOLE:
             return self._dropout(func, *args, **kwargs)
-        if func in _ATTENTION and _attention_dropout(func, args, kwargs) > 0:
-            raise UnsupportedModelError(
-                f"{func.__name__} with dropout_p above 0 draws its mask from torch's generator, so the training cannot "
-                "be replayed. Set the attention's dropout to 0, or use an attention that calls nn.Dropout (Hugging "
-                "Face: attn_implementation='eager')."
-            )
-        if func in _UNSUPPORTED and _is_random(func, args, kwargs):
+        if func in _RANDOM and _is_random(func, args, kwargs):
+            if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
+                raise UnsupportedModelError(
+                    f"{func.__name__} with dropout_p above 0 draws its mask from torch's generator, so the training "
+                    "cannot be replayed. Set the attention's dropout to 0, or use an attention that calls nn.Dropout "
+                    "(Hugging Face: attn_implementation='eager')."
+                )
             raise UnsupportedModelError(
                 f"{func.__name__} draws from torch's generator, so the training cannot be replayed. Of the random "
                 "operations, dropout, dropout1d, dropout2d and dropout3d are supported."
@@ -100,13 +100,6 @@ class SeededDropout(TorchFunctionMode):
         return shifted(bits, 40).to(torch.float32) * 2.0**-24
 
 
-def _attention_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    place = _ATTENTION[func]
-    if func is F.multi_head_attention_forward and not kwargs.get("training", True):
-        return 0.0
-    return float(args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
-
-
 def _masked_axes(func: Callable[..., Any], dims: int) -> int:
     """Return how many leading axes of an input the mask has: all, or without those of a channel."""
     if func not in _WHOLE:
@@ -117,8 +110,11 @@ def _masked_axes(func: Callable[..., Any], dims: int) -> int:
 
 
 def _is_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers; some functions do so only with ``training=True``."""
-    place = _TRAINING.get(func)
-    if place is None:
+    """Return whether a call of one of these functions draws random numbers."""
+    argument = _RANDOM[func]
+    if argument is None:
         return True
-    return bool(args[place] if len(args) > place else kwargs.get("training", False))
+    if func is F.multi_head_attention_forward and not kwargs.get("training", True):
+        return False
+    name, place = argument
+    return bool(args[place] if len(args) > place else kwargs.get(name, False))

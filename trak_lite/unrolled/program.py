@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_map
 
-from trak_lite._devices import forked_rng, rng_state
+from trak_lite._devices import forked_rng, switched_off
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
@@ -33,6 +33,7 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import model_device
 from trak_lite.run.sources import describe_source
@@ -125,17 +126,23 @@ class TrainingSettings:
         """Return JSON values of everything that a training on a subset depends on, except its seed and rows."""
         trained = [self.grad_wrt] if isinstance(self.grad_wrt, str | type) else self.grad_wrt
         return {
+            **self.common_identity(),
             "model_fn": describe_source(self.model_fn),
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "grad_wrt": None if trained is None else sorted(map(str, trained)),
+        }
+
+    def common_identity(self) -> dict[str, Any]:
+        """Return JSON values of what a training depends on, without its models and the number of its steps."""
+        return {
             "loss": describe_source(self.loss),
             "data": self.rows.identity(),
             "optimizer": {**self.optimizer.to_json(), "class": describe_source(type(self.optimizer))},
             "schedule": describe_source(self.schedule),
-            "epochs": self.epochs,
-            "steps": self.steps,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
-            "grad_wrt": None if trained is None else sorted(map(str, trained)),
             **({} if self.train_id is None else {"train_id": self.train_id}),
         }
 
@@ -226,7 +233,8 @@ class Program:
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
-        with SeededDropout(key), _without_onednn(self._recurrent):
+        # The fused LSTM of oneDNN has no second derivative.
+        with SeededDropout(key), switched_off(torch.backends.mkldnn, self._recurrent):
             return self.recipe.loss(call, batch)
 
     def update(self, state: State, gradients: Named, number: int) -> State:
@@ -246,50 +254,26 @@ class Program:
         return State(*tree_map(Tensor.contiguous, tuple(found)))
 
     def step(
-        self, state: State, frozen: Frozen, parts: Sequence[Part], weights: Tensor, number: int, seed: int
-    ) -> State:
-        """Return the state after step ``number``.
-
-        Args:
-            state: Parameters and the optimizer's averages.
-            frozen: The other tensors of the model.
-            parts: The samples of the step.
-            weights: Row weights ``(N,)``.
-            number: Number of the step, from 0.
-            seed: Seed of the run, for the dropout masks.
-        """
-        return self.update(
-            state, self._gradients(self._losses, state, frozen, parts, weights, number, seed), number
-        )
-
-    def many(
         self,
-        states: State,
-        frozen: Frozen,
-        parts: Sequence[Part],
-        weights: Tensor,
-        number: int,
-        seeds: Tensor,
-    ) -> State:
-        """Return the states of R models after step ``number``; all tensors have R as first axis."""
-        total = self._gradients(vmap(self._losses), states, frozen, parts, weights, number, seeds)
-        if self.recipe.clip_norm is not None:
-            total = vmap(self._clipped)(total)
-        update = partial(self._optimized, number=number)
-        # vmap costs as much as the arithmetic of small models.
-        return update(states, total) if self.recipe.optimizer.elementwise else vmap(update)(states, total)
-
-    def _gradients(
-        self,
-        losses: Callable[..., Tensor],
         state: State,
         frozen: Frozen,
         parts: Sequence[Part],
         weights: Tensor,
         number: int,
-        seed: Tensor | int,
-    ) -> Named:
-        """Return the summed gradients of the parts of a step, for weights ``(N,)`` or, with R models, ``(R, N)``."""
+        seed: int | Tensor,
+    ) -> State:
+        """Return the state after step ``number``, of one model or of R models side by side.
+
+        Args:
+            state: Parameters and the optimizer's averages; R is the first axis of all tensors of R models.
+            frozen: The other tensors of the model.
+            parts: The samples of the step.
+            weights: Row weights ``(N,)`` or ``(R, N)``.
+            number: Number of the step, from 0.
+            seed: Seed of the run, for the dropout masks, or seeds ``(R,)``.
+        """
+        many = isinstance(seed, Tensor)
+        losses = vmap(self._losses) if many else self._losses
         size = sum(part.rows.shape[-1] for part in parts)
         total: Named = {}
         for place, part in enumerate(parts):
@@ -297,7 +281,13 @@ class Program:
             given = (frozen, part.batch, step_key(seed, number, place, self.device))
             found = _gradient(losses, state.parameters, given, weights.gather(-1, rows), size)
             total = {name: total[name] + g for name, g in found.items()} if total else found
-        return total
+        if not many:
+            return self.update(state, total, number)
+        if self.recipe.clip_norm is not None:
+            total = vmap(self._clipped)(total)
+        update = partial(self._optimized, number=number)
+        # vmap costs as much as the arithmetic of small models.
+        return update(state, total) if self.recipe.optimizer.elementwise else vmap(update)(state, total)
 
     def check(self, state: State, frozen: Frozen, part: Part) -> None:
         """Run the loss once, and raise if the training could not be repeated or differentiated.
@@ -312,8 +302,7 @@ class Program:
             parameters[name].requires_grad_()
         copies = {**parameters, **buffers}
         versions = {name: copy._version for name, copy in copies.items()}
-        generators = {torch.device("cpu"), self.device}
-        random = {device: rng_state(device) for device in generators}
+        random = RandomState.on({torch.device("cpu"), self.device})
         changed: set[str] = set()
 
         def compare(model: nn.Module, args: Any, output: Any) -> None:
@@ -343,7 +332,7 @@ class Program:
                 f"The training pass changes {sorted(changed)[:5]} of {type(self.model).__name__}, which a "
                 "replay does not follow. Return the model from model_fn with these layers in eval mode."
             )
-        if not all(torch.equal(state, rng_state(device)) for device, state in random.items()):
+        if random.has_moved():
             raise UnsupportedModelError(
                 f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
@@ -374,19 +363,6 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     return map_tensors(  # a tensor without a sample axis is the same for all models
         lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]) if leaf.dim() else leaf.expand(shape[0]), batch
     )
-
-
-@contextmanager
-def _without_onednn(recurrent: bool) -> Iterator[None]:
-    """Switch oneDNN off in the block for recurrent models: its fused LSTM has no second derivative."""
-    before = torch.backends.mkldnn.enabled
-    if recurrent:
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares the property as its class
-    try:
-        yield
-    finally:
-        if recurrent:
-            torch.backends.mkldnn.enabled = before
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

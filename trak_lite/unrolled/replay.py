@@ -24,9 +24,9 @@ import hashlib
 import logging
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -35,7 +35,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._progress import KeptProgress
@@ -58,7 +57,7 @@ from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.parallel.sharing import SharedRows
-from trak_lite.run.repeats import compare, conditions, outputs_of_model
+from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
@@ -73,7 +72,7 @@ from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
 from trak_lite.unrolled.program import Part, naming_failures
-from trak_lite.unrolled.runs import SMOOTH, TrainingRun, repeatable
+from trak_lite.unrolled.runs import SMOOTH, Operations, TrainingRun, repeatable
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
 __all__ = ["MAX_BYTES", "unrolled"]
@@ -185,9 +184,8 @@ def _scores_of_run(
         return Scores(HeldMatrix(replay().scores(block)), source, settings=settings, location=None)
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
-    spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
     path = score_path(name, method, method)
-    folder = run.path / "replays" / hashlib.sha256(canonical_json(fingerprint).encode()).hexdigest()[:16]
+    spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
     outputs = outputs_of_model(run.model(), resolved, data, run.device)
     now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
     with workspace.opened(made):
@@ -197,21 +195,15 @@ def _scores_of_run(
                 f"{workspace.path}:{path} was made with another task: f of the targets at the trained weights has "
                 "changed. Undo the change, or pass another name."
             )
-        shared = _SharedBlocks(workspace, f"replays/{folder.name}", fingerprint, folder, now)
-        if not _has_outputs(workspace, f"replays/{folder.name}", now, run.recipe.train_id):
-            logger.info("The replay starts again, because f of the targets has changed.")
-            with contextlib.suppress(MissingStoreError):  # another process was first
-                # Raises while another process replays the task of before: its blocks must not become these scores.
-                workspace.store().drop_table(f"replays/{folder.name}")
-            shared.forget()
+        blocks = _SharedBlocks(run, workspace, path, spec, now)
         if lazy.table is None or not lazy.table.complete:
-            found = shared.scores(replay(), block, lambda: _is_complete(workspace, path))
+            found = blocks.scores(replay(), block)
             if found is not None:
                 with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
                         work.put(rows, {SCORES: found[rows]})
-        if _is_complete(workspace, path):
-            shared.forget()
+        if blocks.are_scores():
+            blocks.forget()
     reader = workspace.reader()
     table = reader.open_table(path)
     if not table.complete:
@@ -231,21 +223,11 @@ def _has_outputs(workspace: Workspace, path: str, now: Mapping[str, Any], train_
     if train_id is not None or _OUTPUTS not in made:
         return True
     before, after = np.asarray(made[_OUTPUTS]), np.asarray(now[_OUTPUTS])
-    size = float(np.linalg.norm(before)) or 1.0
-    exact = made["conditions"] == now["conditions"]
-    return compare(
-        before, lambda _: after, lambda one, other: float(np.linalg.norm(one - other)) / size, exact=exact
-    ).is_same
-
-
-def _is_complete(workspace: Workspace, path: str) -> bool:
-    """Return whether a table of scores is stored and complete."""
-    with workspace.reading() as store:
-        return path in store.table_names() and store.open_table(path).complete
+    apart = float(np.linalg.norm(before - after)) / (float(np.linalg.norm(before)) or 1.0)
+    return Comparison(apart, 0.0, made["conditions"] == now["conditions"]).is_same
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
 class _SharedBlocks:
     """Finished blocks of targets, which several processes compute together.
 
@@ -253,57 +235,57 @@ class _SharedBlocks:
     cotangents of a block that is not finished are in a file, with which the process that claims it next continues.
     """
 
-    workspace: Workspace
-    path: str
-    """Of the table."""
-    fingerprint: Mapping[str, Any]
-    folder: Path
-    """Of the files."""
-    attributes: Mapping[str, Any]
+    def __init__(
+        self, run: TrainingRun, workspace: Workspace, scores: str, spec: TableSpec, now: Mapping[str, Any]
+    ) -> None:
+        """Find the blocks for a table of scores; those of another task are removed."""
+        assert run.path is not None  # the scores are stored
+        name = hashlib.sha256(canonical_json(spec.fingerprint).encode()).hexdigest()[:16]
+        self._workspace, self._scores, self._spec, self._now = workspace, scores, spec, now
+        self._path, self._folder = f"replays/{name}", run.path / "replays" / name
+        if not _has_outputs(workspace, self._path, now, run.recipe.train_id):
+            logger.info("The replay starts again, because f of the targets has changed.")
+            with contextlib.suppress(MissingStoreError):  # another process was first
+                # Raises while another process replays the task of before: its blocks must not become these scores.
+                workspace.store().drop_table(self._path)
+            self.forget()
 
-    def scores(
-        self, replay: _Replay, block: int | None, made: Callable[[], bool]
-    ) -> NDArray[np.float32] | None:
-        """Return the scores ``(N, M)``, when all blocks are finished.
+    def are_scores(self) -> bool:
+        """Return whether the scores are stored, by this process or another one."""
+        with self._workspace.reading() as store:
+            return self._scores in store.table_names() and store.open_table(self._scores).complete
 
-        Args:
-            replay: Computes blocks.
-            block: Targets of a block; ``None`` is the number that memory allows, divided among the ranks.
-            made: Returns whether another process has stored the scores; then the result is ``None``.
+    def scores(self, replay: _Replay, block: int | None) -> NDArray[np.float32] | None:
+        """Return the scores ``(N, M)``, when all blocks are finished; ``None`` if another process has stored them.
+
+        Blocks of another size are removed, unless a process works on them. ``block`` is as in :func:`unrolled`.
         """
-        store = self.workspace.created()
-        size = self._agreed(replay.size(block))
-        columns = (Column(SCORES, replay.shape[0], "float32"),)
-        spec = TableSpec(replay.shape[1], columns, size, self.fingerprint)
-        table = store.create_table(self.path, spec, self.attributes)
+        store, size = self._workspace.created(), replay.size(block)
+        existing = self._workspace.table(self._path)
+        if existing is not None and existing.spec.chunk_rows != size:
+            try:
+                store.drop_table(self._path)
+            except BusyError:
+                size = existing.spec.chunk_rows
+                logger.info("Another process replays blocks of %d targets. So does this one.", size)
+            else:
+                existing = None
+                logger.info(
+                    "The replay starts again, because its blocks have another size now: %d targets.", size
+                )
+        if existing is None:
+            self._forget_files()
+        columns = (Column(SCORES, self._spec.num_rows, "float32"),)
+        spec = TableSpec(replay.shape[1], columns, size, self._spec.fingerprint)
+        table = store.create_table(self._path, spec, self._now)
         try:
             with replay.progress(table.num_chunks) as done:
                 self._fill(table, replay, done)
             return np.ascontiguousarray(table.read(SCORES).T)
         except StoreError:
-            if made():  # and has removed the blocks
+            if self.are_scores():  # and the blocks were removed
                 return None
             raise
-
-    def _agreed(self, size: int) -> int:
-        """Return the targets of a block; blocks of another size are removed, unless a process works on them."""
-        existing = self.workspace.table(self.path)
-        if existing is None:
-            self._forget_files()
-        elif existing.spec.chunk_rows != size:
-            try:
-                self.workspace.store().drop_table(self.path)
-            except BusyError:
-                logger.info(
-                    "Another process replays blocks of %d targets. So does this one.",
-                    existing.spec.chunk_rows,
-                )
-                return existing.spec.chunk_rows
-            logger.info(
-                "The replay starts again, because its blocks have another size now: %d targets.", size
-            )
-            self._forget_files()
-        return size
 
     def _fill(self, table: AbstractRowTable, replay: _Replay, done: KeptProgress) -> None:
         """Compute the blocks that no other process holds, and wait for the others."""
@@ -320,7 +302,7 @@ class _SharedBlocks:
             for pending in (rows for batches in work.rounds() for rows in batches):
                 chunk = int(pending[0]) // size
                 targets = np.arange(*table.chunk_range(chunk))
-                file = self.folder / f"block-{targets[0]:09d}.safetensors"
+                file = self._folder / f"block-{targets[0]:09d}.safetensors"
                 found = replay.block(targets, file, done)
                 work.put(pending, {SCORES: found[pending - targets[0]]})
                 counted.add(chunk)
@@ -331,20 +313,20 @@ class _SharedBlocks:
     def forget(self) -> None:
         """Remove the blocks of a finished replay, also those of a process that was killed."""
         self._forget_files()
-        if self.workspace.table(self.path) is not None:
+        if self._workspace.table(self._path) is not None:
             # Another process looks at them at this moment, or removes them too.
             with contextlib.suppress(BusyError, MissingStoreError):
-                self.workspace.store().drop_table(self.path)
+                self._workspace.store().drop_table(self._path)
 
     def _forget_files(self) -> None:
-        if not self.folder.exists():
+        if not self._folder.exists():
             return
-        with named_errors("Removing", str(self.folder)):
-            for name in names_in(str(self.folder)):
+        with named_errors("Removing", str(self._folder)):
+            for name in names_in(str(self._folder)):
                 with contextlib.suppress(FileNotFoundError):  # another process was first
-                    remove_file(f"{self.folder}/{name}")
+                    remove_file(f"{self._folder}/{name}")
         with contextlib.suppress(OSError):  # another process makes the same replay
-            self.folder.rmdir()
+            self._folder.rmdir()
 
 
 @final
@@ -528,9 +510,7 @@ class _Replay:
         parts = run.parts(number)
         size = sum(len(part.rows) for part in parts)
 
-        def gradient(place: int, part: Part) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
-            return self._gradient(number, state, place, part, size)
-
+        gradient = partial(self._gradient, number, state, size)
         single = len(parts) == 1  # several are computed again below: together they would not fit in memory
         first = gradient(0, parts[0])
         total = first[0]
@@ -550,7 +530,7 @@ class _Replay:
         return State(*tree_map(Tensor.contiguous, tuple(result)))
 
     def _gradient(
-        self, number: int, state: State, place: int, part: Part, size: int
+        self, number: int, state: State, size: int, place: int, part: Part
     ) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
         """Return the gradient of a part of a step, and its product with the derivatives by parameters and weights."""
         run, program = self._run, self._run.program
@@ -570,7 +550,7 @@ class _Replay:
         """
         run = self._run
         part = run.parts(0)[0]
-        found, back = self._gradient(0, run.states.get(0), 0, part, len(part.rows))
+        found, back = self._gradient(0, run.states.get(0), len(part.rows), 0, part)
         expected = float(sum(g.double().square().sum() for g in found.values()))
         weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
         product = float((weights.double() * back(found)[1].double()).sum())
@@ -589,16 +569,12 @@ class _Replay:
         found: list[Named] = []
         for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
             moved = move_batch(batch, run.device)
-
-            def output(values: Named, moved: Any = moved) -> Tensor:
-                call = ModelCall(model, {**run.frozen.parameters, **values}, run.frozen.buffers)
-                return self._task.evaluate(call, moved).output.sum()
-
             with torch.enable_grad():
                 leaves = {name: p.detach().requires_grad_() for name, p in final.parameters.items()}
-                grads = torch.autograd.grad(output(leaves), list(leaves.values()), allow_unused=True)
-            pairs = zip(leaves.items(), grads, strict=True)
-            found.append({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs})
+                call = ModelCall(model, {**run.frozen.parameters, **leaves}, run.frozen.buffers)
+                output = self._task.evaluate(call, moved).output.sum()
+                grads = torch.autograd.grad(output, list(leaves.values()), materialize_grads=True)
+            found.append(dict(zip(leaves, grads, strict=True)))
         stacked = {name: torch.stack([one[name] for one in found]) for name in final.parameters}
         count = len(places)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
@@ -620,53 +596,15 @@ def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], A
     return value, back
 
 
-class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Measures the largest sum of bytes of the tensors that operations make and that exist at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        given = {id(storage) for storage in _storages((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for storage in _storages(found):
-            place, size = id(storage), storage.nbytes()
-            if place not in given and place not in self._known:
-                self._known.add(place)
-                self._now += size
-                weakref.finalize(storage, self._freed, place, size)
-        self.peak = max(self.peak, self._now)
-        return found
-
-    def _freed(self, place: int, size: int) -> None:
-        self._known.discard(place)
-        self._now -= size
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Return the memory of all tensors in nested values."""
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _peak_bytes(function: Callable[[], Any]) -> int:
     """Return the most bytes of tensors that a function makes and holds at the same time."""
     collected = gc.isenabled()
     gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on the result
-    alive = _Alive()
+    used = Operations()
     try:
-        with alive:
+        with used:
             function()
     finally:
         if collected:
             gc.enable()
-    return alive.peak
+    return used.peak_bytes

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._devices import full_float32
 from trak_lite._progress import KeptProgress
@@ -47,7 +48,7 @@ from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
 from trak_lite.unrolled.states import StateFiles, whole_file
 
-__all__ = ["SMOOTH", "Spacing", "SubsetTraining", "TrainingRun", "repeatable", "train"]
+__all__ = ["SMOOTH", "Operations", "Recipe", "SubsetTraining", "TrainingRun", "repeatable"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class TrainingRun:
         self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
         self.identity = run_identity(self.fingerprint)
         self.states = StateFiles(None if path is None else path / "states", self.device, self.identity)
-        self._made = _made_by(recipe)
-        self._smoothness: float | None = None
+        self._held: dict[str, Any] = {}
+        """The record of a run in memory."""
 
     @cached_property
     def digest(self) -> str:
@@ -131,6 +132,56 @@ class TrainingRun:
         with naming_failures(self.program.model, "train"):
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
 
+    def record(self) -> dict[str, Any]:
+        """Return JSON values that are stored with the run beside its states; none before it begins."""
+        if self.path is None:
+            return self._held
+        file = self.path / RUN
+        try:
+            found = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
+        except ValueError as error:
+            raise CorruptStoreError(
+                f"{file} cannot be read ({error}). Delete the folder and train again."
+            ) from error
+        if not isinstance(found, dict):
+            raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
+        return found
+
+    def note(self, **values: Any) -> None:
+        """Add JSON values to the record."""
+        record = {**self.record(), **values}
+        if self.path is None:
+            self._held = record
+            return
+        with whole_file(self.path / RUN) as partial:
+            partial.write_text(json.dumps({**record, SEAL: BLANK}, indent=1) + "\n", encoding="utf-8")
+            seal(str(partial), RUN)
+
+    def finish(self, wanted: set[int], progress: bool | None) -> None:
+        """Train from the last stored state on, and store the states with these numbers.
+
+        Raises:
+            NonFiniteError: If a parameter becomes NaN or infinite; names the step.
+        """
+        stored = self.states.numbers()
+        first = last = max(stored, default=0)
+        state = self.states.get(first) if stored else self._first
+        self.program.check(state, self.frozen, self.parts(0)[0])
+        if 0 not in stored:
+            self.states.put(0, self._first)
+        with KeptProgress(self.num_steps, first, label="Training", unit="step", progress=progress) as done:
+            for number in range(first, self.num_steps):
+                state = self.step(state, number)
+                if number + 1 in wanted:
+                    if _non_finite(state) is not None:
+                        state = self.states.get(last)
+                        for repeated in range(last, number + 1):
+                            state = self.step(state, repeated)
+                            _refuse_non_finite(state, repeated)  # the first one
+                    self.states.put(number + 1, state)
+                    last = number + 1
+                done.advance(1)
+
     def require_repeatable(self, first: int, before: State, last: int) -> None:
         """Raise if the steps between two stored states, the last one from ``before``, do not lead to the second.
 
@@ -151,7 +202,7 @@ class TrainingRun:
         if self.recipe.train_id is not None or len(numbers) < 2:
             return
         now = _made_by(self.recipe)
-        made = self._made if self.path is None else _record(self.path)
+        made = self.record()
         if made.get("schedule", now["schedule"]) != now["schedule"]:
             raise ManifestMismatchError(
                 f"The schedule of {self.path or 'this run'} had other factors than it has now. Undo the change, or "
@@ -200,7 +251,7 @@ class TrainingRun:
 
     def advice(self) -> str:
         """Return what makes this training smoother: what its first step, model and settings leave to change."""
-        with repeatable(self.device), _Operations() as used:
+        with repeatable(self.device), Operations() as used:
             self.step(self.states.get(0), 0)
         kinks = [
             advice for advice, names in _KINKS.items() if any(one.startswith(names) for one in used.names)
@@ -229,7 +280,7 @@ class TrainingRun:
             ManifestMismatchError: If repeated steps lead to other weights than those of the run.
         """
         usual = h == 0.1 and seed == 0
-        stored = self._smoothness if self.path is None else _record(self.path).get("metasmoothness")
+        stored = self.record().get("metasmoothness")
         self.require_same()  # the value of a random or of another training would mislead
         if usual and stored is not None:
             return float(stored)
@@ -244,9 +295,7 @@ class TrainingRun:
         agree = torch.sign(flat[1] - flat[0]) * torch.sign(flat[2] - flat[1])
         found = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
         if usual:
-            self._smoothness = found
-            if self.path is not None:
-                _write_record(self.path, {**_record(self.path), "metasmoothness": found})
+            self.note(metasmoothness=found)
         return found
 
     def _perturbed(self, weights: Tensor) -> list[nn.Module]:
@@ -304,48 +353,6 @@ class TrainingRun:
             )
 
 
-def train(
-    recipe: TrainingSettings,
-    path: str | PathLike[str] | None = None,
-    *,
-    checkpoints: Spacing = "sqrt",
-    interval: int | None = None,
-    weights: ArrayLike | None = None,
-    progress: bool | None = None,
-) -> TrainingRun:
-    """Train a recipe; see :meth:`~trak_lite.unrolled.Recipe.train`."""
-    one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
-    run = TrainingRun(recipe, _folder(path), _checked_weights(recipe, weights))
-    if weights_digest(recipe.model(recipe.seed)) != run.fingerprint["weights"]:
-        raise InvalidInputError(
-            f"model_fn({recipe.seed}) returned other initial weights in its second call, so the run cannot be "
-            "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
-            "anything else outside model_fn."
-        )
-    if run.path is not None:
-        _claim(run.path, {"fingerprint": run.fingerprint, **_made_by(recipe)})
-        run.require_same()
-    wanted = _wanted(run.num_steps, checkpoints, interval)
-    stored = run.states.numbers()
-    first = max(stored, default=0)
-    state = run.states.get(first) if stored else run._first
-    with repeatable(run.device):
-        run.program.check(state, run.frozen, run.parts(0)[0])
-        if 0 not in stored:
-            run.states.put(0, run._first)
-        with KeptProgress(run.num_steps, first, label="Training", unit="step", progress=progress) as done:
-            last = first
-            for number in range(first, run.num_steps):
-                state = run.step(state, number)
-                if number + 1 in wanted:
-                    if not _is_finite(state):
-                        _refuse_non_finite(*_first_non_finite(run, last))
-                    run.states.put(number + 1, state)
-                    last = number + 1
-                done.advance(1)
-    return run
-
-
 def _folder(path: str | PathLike[str] | None) -> Path | None:
     """Return the path of a run's folder with its links resolved: below it no link is followed."""
     place = None if path is None else resolve_place(path)
@@ -374,7 +381,7 @@ def _side_by_side(
             rows = np.stack([subset[where] for subset, where in zip(subsets, positions, strict=True)])
             parts = program.parts(rows)
             with naming_failures(models[0], "train several models side by side of", _ONE_BY_ONE):
-                states = program.many(states, frozen, parts, weights, number, numbers)
+                states = program.step(states, frozen, parts, weights, number, numbers)
     finals = [tree_map(partial(Tensor.select, dim=0, index=place), states) for place in range(len(seeds))]
     for place, state in enumerate(finals):
         _refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {place + 1} of {len(seeds)}")
@@ -445,6 +452,90 @@ class SubsetTraining:
         return weights
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Recipe(TrainingSettings):
+    r"""A training whose result is a function of the weights of its rows.
+
+    One step takes the gradient of :math:`\frac1B \sum_i w_i L_i` over the rows of a batch, where B counts the rows of
+    weight zero too. Initial weights, order of rows and dropout masks are pure functions of the seed, so the same run
+    can be repeated with other row weights: this is what :func:`~trak_lite.unrolled.unrolled` differentiates.
+
+    The model is trained in the mode in which ``model_fn`` returns it. Dropout draws its masks from the seed. A batch
+    norm that updates running statistics is refused; use it in eval mode, or another normalisation.
+
+    Raises:
+        InvalidInputError: If a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.nn.functional import cross_entropy
+        >>> from torch.utils.data import TensorDataset
+        >>> from trak_lite.unrolled import SGD, Recipe
+        >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+        >>> def loss(model, batch):
+        ...     return cross_entropy(model(batch[0]), batch[1], reduction="none")
+        >>> recipe = Recipe(lambda seed: nn.Linear(4, 2), loss, data, SGD(lr=0.1), batch_size=10, epochs=3)
+        >>> recipe.num_steps
+        6
+    """
+
+    def train(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        checkpoints: Spacing = "sqrt",
+        interval: int | None = None,
+        weights: ArrayLike | None = None,
+        progress: bool | None = None,
+    ) -> TrainingRun:
+        """Train, and store the states that a replay starts from.
+
+        The same call again continues after a kill at the last stored state, with the same bits, and returns the run if
+        it is finished. It first repeats the first and the last stored segment, to check that the training is unchanged.
+
+        Args:
+            path: Folder of the run; ``None`` keeps the states in memory.
+            checkpoints: Which states are stored: ``"sqrt"``, every sqrt(T)-th of T steps; ``"log"``, those 1, 2, 4, ...
+                steps before the end; ``"all"``. Fewer states take less disk, and more time in a replay.
+            interval: Store every ``interval``-th state instead.
+            weights: Row weights ``(N,)``; ``None`` is 1 for every row.
+            progress: Show a bar; ``None`` shows it on a terminal only.
+
+        Returns:
+            The finished run.
+
+        Raises:
+            InvalidInputError: If an argument is invalid, or the loss does not return one number per row.
+            UnsupportedModelError: If the training cannot be repeated (batch statistics, other random numbers).
+            NonFiniteError: If a parameter becomes NaN or infinite; names the step.
+            ManifestMismatchError: If another training is stored at the path; names every difference of settings, or the
+                steps that lead to other weights when they are repeated.
+        """
+        one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
+        run = TrainingRun(self, _folder(path), _checked_weights(self, weights))
+        if weights_digest(self.model(self.seed)) != run.fingerprint["weights"]:
+            raise InvalidInputError(
+                f"model_fn({self.seed}) returned other initial weights in its second call, so the run cannot be "
+                "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
+                "anything else outside model_fn."
+            )
+        if not run.record():
+            run.note(fingerprint=run.fingerprint, **_made_by(self))
+        made, remedy = run.record().get("fingerprint", {}), "Train this recipe in another folder."
+        compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
+        run.require_same()
+        with repeatable(run.device):
+            run.finish(_wanted(run.num_steps, checkpoints, interval), progress)
+        return run
+
+    @property
+    def train_fn(self) -> SubsetTraining:
+        """A ``train_fn(rows, seed)`` for :func:`~trak_lite.verify` and ``retrain_many``: trains on the subset alone."""
+        return SubsetTraining(self, keep_order=False)
+
+
 def _alone(recipe: TrainingSettings, weights: Tensor, subset: NDArray[np.int64], seed: int) -> nn.Module:
     """Return a model trained on some rows, with row weights ``(N,)``; nothing is stored."""
     model = recipe.model(seed)
@@ -508,59 +599,47 @@ def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     return {*range(0, num_steps, every), num_steps}
 
 
-def _is_finite(state: State) -> bool:
-    return all(bool(value.isfinite().all()) for value in state.parameters.values())
-
-
-def _first_non_finite(run: TrainingRun, number: int) -> tuple[State, int]:
-    """Return the first state after a stored one that is not finite, and the step that made it."""
-    state = run.step(run.states.get(number), number)
-    while _is_finite(state):
-        number += 1
-        state = run.step(state, number)
-    return state, number
+def _non_finite(state: State) -> str | None:
+    """Return the name of a parameter that is NaN or infinite, if there is one."""
+    return next((name for name, value in state.parameters.items() if not bool(value.isfinite().all())), None)
 
 
 def _refuse_non_finite(state: State, number: int, whose: str = "") -> None:
-    for name, value in state.parameters.items():
-        if not bool(value.isfinite().all()):
-            raise NonFiniteError(
-                f"{name}{whose} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or "
-                "clip gradients (clip_norm)."
-            )
+    name = _non_finite(state)
+    if name is not None:
+        raise NonFiniteError(
+            f"{name}{whose} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or "
+            "clip gradients (clip_norm)."
+        )
 
 
 def _fingerprint(
     recipe: TrainingSettings, model: nn.Module, trained: Sequence[str], weights: Tensor
 ) -> dict[str, Any]:
     """Return JSON values of everything that the training depends on."""
-    uniform = bool((weights == 1).all())
+    ones = bool((weights == 1).all())
     return {
+        **recipe.common_identity(),
         "weights": weights_digest(model),
-        "loss": describe_source(recipe.loss),
-        "data": recipe.rows.identity(),
-        "optimizer": {**recipe.optimizer.to_json(), "class": describe_source(type(recipe.optimizer))},
-        "schedule": describe_source(recipe.schedule),
         "steps": recipe.num_steps,
-        "batch_size": recipe.batch_size,
-        "accumulate": recipe.accumulate,
-        "clip_norm": recipe.clip_norm,
         "trained": list(trained),
         "modules": _modules_digest(model),
         "seed": recipe.seed,
-        **({} if recipe.train_id is None else {"train_id": recipe.train_id}),
-        "row_weights": None
-        if uniform
-        else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
+        "row_weights": None if ones else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
     }
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Collects the names of all operations, also those of functions that are no modules."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Watches the operations in its context, also those of functions that are no modules."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        """Names of the operations."""
+        self.peak_bytes = 0
+        """Largest sum of bytes of the tensors that they made and that existed at the same time."""
+        self._now = 0
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -569,9 +648,28 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run an operation, and note it."""
         del types
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+        self.names.add(func.__name__)
+        given = {id(storage) for storage in _storages((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for storage in _storages(found):
+            place, size = id(storage), storage.nbytes()
+            if place not in given and place not in self._known:
+                self._known.add(place)
+                self._now += size
+                weakref.finalize(storage, self._freed, place, size)
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        return found
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors in nested values."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _norm(state: State, other: State | None) -> float:
@@ -615,35 +713,3 @@ def _modules_digest(model: nn.Module) -> str:
         }
         described.append([name, classes[cls], settings])
     return hashlib.sha256(canonical_json(described).encode()).hexdigest()
-
-
-def _claim(path: Path, record: dict[str, Any]) -> None:
-    """Write the record of a new run, or compare the fingerprint in that of a stored one."""
-    if (path / RUN).exists():
-        compare_fingerprints(
-            _record(path).get("fingerprint", {}),
-            record["fingerprint"],
-            where=str(path),
-            remedy="Train this recipe in another folder.",
-        )
-    else:
-        _write_record(path, record)
-
-
-def _record(path: Path) -> dict[str, Any]:
-    file = path / RUN
-    try:
-        found = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
-    except ValueError as error:
-        raise CorruptStoreError(
-            f"{file} cannot be read ({error}). Delete the folder and train again."
-        ) from error
-    if not isinstance(found, dict):
-        raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
-    return found
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    with whole_file(path / RUN) as partial:
-        partial.write_text(json.dumps({**record, SEAL: BLANK}, indent=1) + "\n", encoding="utf-8")
-        seal(str(partial), RUN)
