@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ __all__ = [
     "group_sums",
     "top_and_bottom",
     "top_and_bottom_of",
-    "top_rows",
 ]
 
 Sign = Literal["helpful", "harmful"]
@@ -75,10 +74,8 @@ class AbstractScoreMatrix(ABC):
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
 
-    @property
-    @abstractmethod
-    def stored(self) -> bool:
-        """Whether the scores are stored, so that reading them computes nothing."""
+    stored: ClassVar[bool] = True
+    """Whether the scores are in a store or in memory, so that reading them computes nothing."""
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield ``(first row, (b, M) scores)`` of all train rows in order.
@@ -127,8 +124,6 @@ class StoredMatrix(AbstractScoreMatrix):
         """``(N, M)``."""
         return self._table.spec.num_rows, self._table.column(SCORES).width or 0
 
-    stored = True
-
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the table's chunks, or those with a wanted row."""
         for chunk in range(self._table.num_chunks):
@@ -155,12 +150,12 @@ class StreamedMatrix(AbstractScoreMatrix):
     _top: NDArray[np.float64] | None = None
     """The result of :func:`top_and_bottom`, if it is known."""
 
+    stored: ClassVar[bool] = False
+
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
         return self._source.num_rows, self._source.num_targets
-
-    stored = False
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield tiles, or those with a wanted row, bitwise equal to those of a stored matrix."""
@@ -191,8 +186,6 @@ class HeldMatrix(AbstractScoreMatrix):
         num_rows, num_targets = self._scores.shape
         return num_rows, num_targets
 
-    stored = True
-
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._scores[np.asarray(indices, dtype=np.int64)]
@@ -214,8 +207,6 @@ class PartialMatrix(AbstractScoreMatrix):
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
         return self._num_rows, len(self._known)
-
-    stored = True
 
     def require_all_rows(self) -> None:
         """Raise if some rows have no score, because sums and choices among all rows would leave them out."""
@@ -314,17 +305,6 @@ def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
     return np.stack([np.stack([part.cpu().double().numpy() for part in end]) for end in ends])
 
 
-def top_rows(
-    tiles: Iterable[tuple[int, NDArray[np.float32] | Tensor]], num_targets: int, k: int, *, sign: Sign
-) -> TopRows:
-    """Return the k strongest rows of every target in a stream of tiles. Of equal scores the lower row is first."""
-    best = TopK(num_targets, k, sign=sign)
-    for start, tile in tiles:
-        best.update(start, tile if isinstance(tile, Tensor) else torch.from_numpy(np.array(tile)))
-    indices, scores = (tensor.cpu().numpy() for tensor in best.result())
-    return TopRows(indices, scores)
-
-
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class RowChoice:
@@ -381,7 +361,7 @@ def group_sums(
     matrix: AbstractScoreMatrix,
     train_labels: Column | None,
     target_labels: Column | None,
-    choice: RowChoice | None = None,
+    choice: RowChoice,
 ) -> GroupSums:
     """Return scores summed over groups, in one pass and float64.
 
@@ -396,7 +376,6 @@ def group_sums(
     Raises:
         InvalidInputError: If the matrix has the scores of some rows only.
     """
-    choice = RowChoice() if choice is None else choice
     matrix.require_all_rows()
     num_rows, num_targets = matrix.shape
     train = _wanted_groups(_each(num_rows) if train_labels is None else train_labels, choice.wanted)
@@ -432,24 +411,15 @@ def _wanted_groups(column: Column, wanted: NDArray[np.bool_] | None) -> Column:
 class DampingPath:
     """Scores at several dampings, from one eigendecomposition per checkpoint and segment.
 
+    ``source`` gives rows and settings; the method's damping is ignored. See :meth:`trak_lite.Scores.damping_path`.
+
     Every access reads the train rows once for all dampings. Memory: the targets multiplied by (H + lambda I)^-1 at
     every damping, ``C * L * M * K`` numbers, and one tile.
     """
 
     def __init__(
-        self, source: ScoreSource, name: str, dampings: Sequence[float | None], targets: slice = slice(None)
+        self, source: ScoreSource, name: str, dampings: Sequence[float | None], targets: slice
     ) -> None:
-        """Compute the preconditioned targets at every damping.
-
-        Args:
-            source: Rows and settings; the method's damping is ignored.
-            name: Name of the target set, for messages.
-            dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.
-            targets: Targets to select. The result numbers them from 0.
-
-        Raises:
-            InvalidInputError: If there is no damping, one is negative, or the scores have no kernel.
-        """
         self.dampings = tuple(
             None if damping is None else real_at_least(0.0, damping=float(damping)) for damping in dampings
         )
@@ -501,7 +471,9 @@ class DampingPath:
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, num_targets, self._name)
-        found = top_rows(self._source.tiles(self._terms), num_dampings * num_targets, k, sign=sign)
-        indices = found.indices.reshape(num_dampings, num_targets, -1)
-        scores = found.scores.reshape(num_dampings, num_targets, -1)
-        return TopRows(indices, scores) if place is None else TopRows(indices[:, place], scores[:, place])
+        best = TopK(num_dampings * num_targets, k, sign=sign)
+        for start, tile in self._source.tiles(self._terms):
+            best.update(start, tile)
+        shape = (num_dampings, num_targets, -1)
+        found = TopRows(*(part.cpu().numpy().reshape(shape) for part in best.result()))
+        return found if place is None else TopRows(found.indices[:, place], found.scores[:, place])
