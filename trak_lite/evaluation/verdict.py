@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from html import escape
 from textwrap import indent
 from types import UnionType
-from typing import Any, Final, NamedTuple, Self, final, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, Self, cast, final, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,6 +247,6 @@ def _read(kind: Any, value: Any) -> Any:
         return tuple(_read(part, one) for part, one in zip(parts, value, strict=True))
     if not is_dataclass(kind):
         return kind(value)
-    kinds = get_type_hints(kind)
+    kinds, cls = get_type_hints(kind), cast("type[Any]", kind)
     stored = (one.name for one in fields(kind) if one.default is MISSING or one.name in value)
-    return kind(**{name: _read(kinds[name], value[name]) for name in stored})
+    return cls(**{name: _read(kinds[name], value[name]) for name in stored})

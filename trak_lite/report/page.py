@@ -293,10 +293,7 @@ def fragment(template: str, **values: Any) -> str:
 def _write_page(path: str | PathLike[str], template: str, **values: Any) -> Path:
     """Write a page piece by piece and return its path; an existing file is replaced when the new one is complete.
 
-    Args:
-        path: Path of the file.
-        template: Name of the template.
-        **values: Values of the template. Iterators are consumed while the page is written.
+    Iterators among the values of the template are consumed while the page is written.
 
     Raises:
         InvalidInputError: If the path is a folder.

@@ -250,8 +250,9 @@ class _Index:
         array = self._source.ranks.broadcast(
             "measured targets", lambda: self._store.entry(self._pool_path, self._key)
         )
-        known = array is not None and array.shape[1] > 2 * k
-        return _Pool.of(array if known else np.empty((0, 1 + 2 * k), np.int64))
+        if array is None or array.shape[1] <= 2 * k:
+            return _Pool.of(np.empty((0, 1 + 2 * k), np.int64))
+        return _Pool.of(array)
 
     def keep(self, pool: _Pool) -> None:
         """Store the measured targets, if the store is writable."""

@@ -149,21 +149,24 @@ class StreamedMatrix(AbstractScoreMatrix):
     _source: ScoreSource
     _top: NDArray[np.float64] | None = None
     """The result of :func:`top_and_bottom`, if it is known."""
+    _terms: Sequence[ScoreTerm] | None = None
+    """One term per checkpoint, with M targets; ``None`` computes those of all targets on every read."""
 
     stored: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
-        return self._source.num_rows, self._source.num_targets
+        num_targets = self._source.num_targets if self._terms is None else len(self._terms[0].targets)
+        return self._source.num_rows, num_targets
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield tiles, or those with a wanted row, bitwise equal to those of a stored matrix."""
-        yield from copied_ahead(self._source.tiles(wanted=wanted))
+        yield from copied_ahead(self._source.tiles(self._terms, wanted=wanted))
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
-        return self._source.scores_of(np.asarray(indices, dtype=np.int64)).cpu().numpy()
+        return self._source.scores_of(np.asarray(indices, dtype=np.int64), self._terms).cpu().numpy()
 
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
         """Return the k strongest rows of every target if at least k are cached, else ``None``."""
@@ -365,13 +368,8 @@ def group_sums(
 ) -> GroupSums:
     """Return scores summed over groups, in one pass and float64.
 
-    Memory: one tile in float64, and the sums.
-
-    Args:
-        matrix: The scores.
-        train_labels: Label of each train row; ``None`` makes each wanted row a group.
-        target_labels: Label of each target; ``None`` makes each target a group.
-        choice: The rows to sum, and their weights; groups without a wanted row are left out.
+    Memory: one tile in float64, and the sums. Without labels, each wanted row or each target is a group; groups without
+    a wanted row are left out.
 
     Raises:
         InvalidInputError: If the matrix has the scores of some rows only.
@@ -425,15 +423,14 @@ class DampingPath:
         )
         if not self.dampings:
             raise InvalidInputError("dampings is empty. Give at least one, such as [0.1, 1, 10].")
-        self._source = source
         self._name = name
-        self._terms = source.path_terms(self.dampings, targets)
-        self._num_targets = len(range(source.num_targets)[targets])
+        self._matrix = StreamedMatrix(source, _terms=source.path_terms(self.dampings, targets))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(L, N, M)``: dampings, train rows, targets."""
-        return len(self.dampings), self._source.num_rows, self._num_targets
+        num_rows, num_columns = self._matrix.shape
+        return len(self.dampings), num_rows, num_columns // len(self.dampings)
 
     def __repr__(self) -> str:
         """Return sizes and dampings."""
@@ -453,7 +450,7 @@ class DampingPath:
         column = slice(None) if target is None else target_number(target, num_targets, self._name)
         shape = self.shape if target is None else (num_dampings, num_rows)
         out = np.empty(shape, np.float32)
-        for start, tile in copied_ahead(self._source.tiles(self._terms)):
+        for start, tile in self._matrix.tiles():
             scores = tile.reshape(len(tile), num_dampings, num_targets)
             out[:, start : start + len(tile)] = scores[:, :, column].swapaxes(0, 1)
         return out
@@ -461,7 +458,7 @@ class DampingPath:
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows at every damping, ``(L, len(indices), M)``."""
         num_dampings, _, num_targets = self.shape
-        tile = self._source.scores_of(np.asarray(indices, dtype=np.int64), self._terms).cpu().numpy()
+        tile = self._matrix.rows(indices)
         found: NDArray[np.float32] = tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
         return found
 
@@ -471,9 +468,6 @@ class DampingPath:
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, num_targets, self._name)
-        best = TopK(num_dampings * num_targets, k, sign=sign)
-        for start, tile in self._source.tiles(self._terms):
-            best.update(start, tile)
-        shape = (num_dampings, num_targets, -1)
-        found = TopRows(*(part.cpu().numpy().reshape(shape) for part in best.result()))
+        best, shape = chosen_top(self._matrix, k, RowChoice(), sign=sign), (num_dampings, num_targets, -1)
+        found = TopRows(best.indices.reshape(shape), best.scores.reshape(shape))
         return found if place is None else TopRows(found.indices[:, place], found.scores[:, place])

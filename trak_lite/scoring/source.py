@@ -164,10 +164,7 @@ class ScoreSource:
         return [self._targets(table).content_key() for table in self.train]
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
-        """Return one term per checkpoint, with the targets multiplied by (H + lambda I)^-1 and the weight.
-
-        Args:
-            targets: Targets to select.
+        """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight.
 
         Raises:
             SingularKernelError: If a kernel is singular at the method's damping.
@@ -193,9 +190,7 @@ class ScoreSource:
     def terms_of_rows(self, rows: NDArray[np.int64], coefficients: Tensor) -> list[ScoreTerm]:
         """Return one term per checkpoint for combinations of the rows of :meth:`gram_of_rows` as targets.
 
-        Args:
-            rows: Train rows.
-            coefficients: ``(rows, R)``, one column per target.
+        A target is a column of ``coefficients``, ``(rows, R)``.
         """
         terms = []
         parts = zip(self.train, self.weights, self._metric_rows(rows), strict=True)
@@ -205,11 +200,7 @@ class ScoreSource:
         return terms
 
     def path_terms(self, dampings: Sequence[float | None], targets: slice = slice(None)) -> list[ScoreTerm]:
-        """Return one term per checkpoint, with the targets at every damping, ``(L * M, K)``, dampings first.
-
-        Args:
-            dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.
-            targets: Targets to select.
+        """Return one term per checkpoint, with some targets at every damping, ``(L * M, K)``, dampings first.
 
         Raises:
             InvalidInputError: If the method has no kernel.
@@ -238,7 +229,6 @@ class ScoreSource:
         self,
         terms: Sequence[ScoreTerm] | None = None,
         *,
-        chunk_rows: int | None = None,
         share: tuple[int, int] = (0, 1),
         wanted: NDArray[np.bool_] | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
@@ -246,13 +236,11 @@ class ScoreSource:
 
         Args:
             terms: One term per checkpoint; ``None`` calls :meth:`terms`.
-            chunk_rows: Rows per chunk of the score table; ``None`` is that of a table of all targets.
             share: ``(r, n)`` yields the r-th of n parts of the chunks.
             wanted: ``(N,)`` leaves out tiles without a wanted row; their train rows are not read.
         """
         terms = self.terms() if terms is None else terms
-        if chunk_rows is None:
-            chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
+        chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
         for rows in tile_ranges(self.num_rows, chunk_rows, share=share):
             if wanted is None or wanted[rows.start : rows.stop].any():
                 yield rows.start, self.scores_of(rows, terms)

@@ -138,14 +138,8 @@ def _scores(
 ) -> Scores:
     """Return the scores in a complete table; without one, scores that are computed on access.
 
-    Args:
-        workspace: Location of the store.
-        settings: Layout and default method.
-        source: Computes the scores.
-        run: The model, settings and store of the scores; ``None`` without a model.
-        table: The table.
-        ends: The most helpful and most harmful rows of every target, if known and without a table.
-        shown: JSON values to show with scores without a table; those of a table are its attributes.
+    ``ends``, their strongest rows, and ``shown``, JSON values to show, are those of scores without a table: a table has
+    attributes.
     """
     fields = source.method.to_json()
     if table is None:
@@ -219,12 +213,7 @@ def _finished_table(
 
 
 def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = False) -> None:
-    """Permanently remove the scores of a target set, of all methods.
-
-    Args:
-        store: Open for writing.
-        name: Name of the target set.
-        features: Also remove the features of the targets, which a set may have without scores.
+    """Permanently remove the scores of a target set, of all methods, and its ``features``, which it may have alone.
 
     Raises:
         StateError: If there are no such scores.
@@ -258,13 +247,7 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
 def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, paths: Mapping[str, str]
 ) -> list[str]:
-    """Return the weights digests of the checkpoints with features of a target set that a method uses.
-
-    Args:
-        store: The store.
-        name: Name of the target set.
-        method: The method of the scores.
-        paths: Paths of the train tables by weights digest.
+    """Return the digests in ``paths`` (of train tables) of the checkpoints with targets that the method uses.
 
     Raises:
         StateError: If no checkpoint has such features.
@@ -346,12 +329,7 @@ class ScoreResult:
         errors: NDArray[np.float32] | None,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Store scores ``(N, M)`` that were computed elsewhere.
-
-        Args:
-            matrix: The scores.
-            errors: Their standard errors over runs, ``(N, M)``; ``None`` unless they are a mean over runs.
-            attributes: JSON values that are shown with the scores.
+        """Store scores ``(N, M)`` that were computed elsewhere, and their standard errors if they are a mean over runs.
 
         Raises:
             InvalidInputError: If their shape is not that of the table.

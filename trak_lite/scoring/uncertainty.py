@@ -117,9 +117,7 @@ class Repeats:
     def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
         """Return the Spearman correlations of every two rankings, ``(G, G)``, averaged over targets.
 
-        Args:
-            max_rows: Number of evenly spaced train rows to rank.
-            max_targets: Number of evenly spaced targets to average over.
+        Rows that are ranked, and targets, are evenly spaced.
         """
         rows = spread_rows(self._source.num_rows, max_rows)
         own = self._scores(rows, every_nth(self._source.num_targets, max_targets))

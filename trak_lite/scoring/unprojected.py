@@ -157,10 +157,10 @@ def refined_scores(
 
     Args:
         run: The model, settings and store.
-        session: The open session.
-        tables: Tables of the train rows by the digest of the checkpoint's weights.
+        session: Open, on the same store.
+        tables: Of the train rows, by the digest of the checkpoint's weights.
         targets: The targets.
-        name: Name of the target set.
+        name: Of the target set.
         refine: The settings.
         ends: ``(2, 2, M, c)``, the result of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
 
