@@ -180,15 +180,13 @@ def indexed(folder: str) -> dict[str, Any]:
     """Build the index, measure it, and search it with a stated recall and with given numbers of candidates."""
     first = source_of(folder, "measured")
     with memory_growth() as growth:
-        build = cpu_seconds(lambda: index._built(first.store, first, identity(first)))
+        build = cpu_seconds(lambda: index._built(first, identity(first)))
     figures: dict[str, Any] = {"build": build, "build_mib": growth.mib}
-    figures["measuring"] = cpu_seconds(
-        lambda: index.indexed_top(first.store, first, identity(first), 100, 0.99)
-    )
+    figures["measuring"] = cpu_seconds(lambda: index.indexed_top(first, identity(first), 100, 0.99))
     source = source_of(folder, "test")
     terms = source.terms()
-    found = index._built(source.store, source, identity(source))
-    of_first = index._built(first.store, first, identity(first))
+    found = index._built(source, identity(source))
+    of_first = index._built(first, identity(first))
     assert found is not None
     assert of_first is not None
     row_bytes = found.rows.column(FEATURES).row_bytes

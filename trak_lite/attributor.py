@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -30,7 +31,7 @@ from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, 
 from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores, streamed_scores
+from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
 from trak_lite.scoring.unprojected import (
     MAX_BYTES,
     Refine,
@@ -386,6 +387,7 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen, run = self._settings.scored_by(method), self._run.asking(task)
+        given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
         if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
             raise InvalidInputError(
                 f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
@@ -396,9 +398,15 @@ class Attributor:
                 raise InvalidInputError(
                     f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
                 )
-            return self._score_matrix(
-                run, data, name, chosen, task, checkpoints, checkpoint_loader, batch_size
-            )
+            if isinstance(checkpoints, Iterator):  # the parts of the method read them too
+                given["checkpoints"] = list(checkpoints)
+            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
+
+            def made() -> _MadeMatrix:
+                rows = run.rows(data, "the targets", batch_size)
+                return self._made_matrix(chosen, run, rows, name, score)
+
+            return self._score_matrix(chosen, run, run.targets(data, batch_size), name, made, given)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -410,17 +418,8 @@ class Attributor:
                 f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
             )
         targets = run.targets(data, batch_size)
-        with (
-            run.joined(f"score {name!r}") as ranks,
-            run.session(ranks=ranks, train=self._held) as session,
-            naming_dropped(session.store) as paths,
-        ):
-            target_set = session.target_set(targets, name, chosen)
-            train = _train_tables(session, target_set, paths, checkpoints, checkpoint_loader)
-            result = ScoreResult(
-                session.store, train, name, chosen, self.method, target_set.identity, len(targets)
-            )
-            chosen.weights(len(train))
+        with self._scoring(run, targets, name, chosen, **given) as (session, target_set, train, result):
+            ranks = result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
             finished = session.agreed(is_there)
@@ -428,94 +427,87 @@ class Attributor:
                 session.fit(chosen, train)
                 session.find_targets(target_set, train)
             session.compare_targets(target_set, train)
-            source = score_source(
-                session.store, list(train.values()), name, chosen, self._settings, ranks=ranks
-            )
             if dense and not finished:
-                result.fill(source, device=self.device, progress=run.progress)
-            ends, shown = (None, {}) if k is None else result.top_and_bottom(source, k, recall)
+                result.fill(progress=run.progress)
+            ends, shown = (None, {}) if k is None else result.top_and_bottom(k, recall)
             if refine is not None and ends is not None:
                 return refined_scores(run, session, train, targets, name, refine, ends)
             return result.scores(run, dense=dense, ends=ends, shown=shown)
 
-    def _score_matrix(
-        self,
-        run: Run,
-        data: Any,
-        name: str,
-        method: AbstractMatrixMethod,
-        task: Task | None,
-        checkpoints: CheckpointSource,
-        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
-        batch_size: int | None,
-    ) -> Scores:
-        """Return the scores of a method that does not multiply stored rows; compute and store them if needed."""
-        if isinstance(checkpoints, Iterator):
-            checkpoints = list(checkpoints)
-        given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
-        targets = run.targets(data, batch_size)
-        stored = self._stored_matrix(run, targets, name, method, **given)
-        if stored is None:
-            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
-            made = self._matrix_of(method, name, score, run, run.rows(data, "the targets", batch_size))
-            stored = self._stored_matrix(run, targets, name, method, made=made, **given)
-        assert stored is not None  # it was just stored
-        return stored
-
-    def _matrix_of(
-        self, method: AbstractMethod, name: str, score: Callable[..., Scores], run: Run, targets: Rows
-    ) -> _MadeMatrix:
-        """Compute the scores of a method; ``score`` returns those of a part that multiplies stored rows."""
-        if isinstance(method, Mean):
-            parts = [self._matrix_of(part, name, score, run, targets) for part in method.methods]
-            smoothness = [value for part in parts for value in part.smoothness]
-            return _MadeMatrix(method.combined([part.scores for part in parts]), None, smoothness)
-        if not isinstance(method, Unrolled):
-            return _MadeMatrix(score(method=method).numpy(), None, [])
-        runs = cast("tuple[TrainingRun, ...]", method.runs)
-        self._refuse_other_rows(runs)
-        smoothness = [round(one.metasmoothness(), 4) for one in runs]
-        scores = unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
-        errors = scores.standard_error() if len(runs) > 1 else None
-        return _MadeMatrix(scores.numpy(), errors, smoothness)
-
-    def _stored_matrix(
+    @contextmanager
+    def _scoring(
         self,
         run: Run,
         targets: Rows,
         name: str,
-        method: AbstractMatrixMethod,
+        method: AbstractMethod,
         *,
         checkpoints: CheckpointSource,
         checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
-        made: _MadeMatrix | None = None,
-    ) -> Scores | None:
-        """Return the stored scores; without them store those that were made first, or return ``None`` without these."""
+    ) -> Iterator[tuple[FeaturizingSession, TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
+        """Open a session with all ranks, the targets, the complete train tables by weights digest, and the scores.
+
+        Checkpoints that are given are loaded, and their missing target features are computed.
+        """
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
             naming_dropped(session.store) as paths,
         ):
             target_set = session.target_set(targets, name, method)
-            train = _train_tables(session, target_set, paths, checkpoints, checkpoint_loader)
-            session.find_targets(target_set, train)
-            session.compare_targets(target_set, train)
-            result = ScoreResult(
-                session.store, train, name, method, self.method, target_set.identity, len(targets)
-            )
-            if not ranks.broadcast("whether they are there", result.is_finished):
-                if made is None:
-                    return None
-                shown = {"metasmoothness": made.smoothness} if made.smoothness else {}
-                ranks.broadcast("the scores", lambda: result.put(made.scores, made.errors, shown))
-            return result.scores(run, dense=True)
+            used: list[str] | None = None
+            if checkpoints is not None:
+                found = iterate_checkpoints(checkpoints, checkpoint_loader)
+                used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
+            # Given ones may not be in paths: an iterable of the caller may have featurized them meanwhile.
+            train = complete_tables(session.store, used, paths if used is None else None)
+            source = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
+            result = ScoreResult(source, self.method, target_set.identity, len(targets))
+            yield session, target_set, train, result
 
-    def _refuse_other_rows(self, runs: tuple[TrainingRun, ...]) -> None:
-        """Raise if a run was not trained on the train rows of the store."""
+    def _score_matrix(
+        self,
+        method: AbstractMatrixMethod,
+        run: Run,
+        targets: Rows,
+        name: str,
+        made: Callable[[], _MadeMatrix],
+        given: Mapping[str, Any],
+    ) -> Scores:
+        """Return the stored scores of a method that does not multiply stored rows; without them, store those made."""
+        matrix: _MadeMatrix | None = None
+        while True:
+            with self._scoring(run, targets, name, method, **given) as (session, target_set, train, result):
+                session.find_targets(target_set, train)
+                session.compare_targets(target_set, train)
+                ranks = result.source.ranks
+                finished = ranks.broadcast("whether they are there", result.is_finished)
+                if not finished and matrix is not None:
+                    shown = {"metasmoothness": matrix.smoothness} if matrix.smoothness else {}
+                    ranks.broadcast("the scores", partial(result.put, matrix.scores, matrix.errors, shown))
+                if finished or matrix is not None:
+                    return result.scores(run, dense=True)
+            matrix = made()  # opens sessions of its own
+
+    def _made_matrix(
+        self, method: AbstractMethod, run: Run, targets: Rows, name: str, score: Callable[..., Scores]
+    ) -> _MadeMatrix:
+        """Compute the scores of a method; ``score`` returns those of a part that multiplies stored rows."""
+        if isinstance(method, Mean):
+            parts = [self._made_matrix(part, run, targets, name, score) for part in method.methods]
+            smoothness = [value for part in parts for value in part.smoothness]
+            return _MadeMatrix(method.combined([part.scores for part in parts]), None, smoothness)
+        if not isinstance(method, Unrolled):
+            return _MadeMatrix(score(method=method).numpy(), None, [])
+        runs = cast("tuple[TrainingRun, ...]", method.runs)
         with self._workspace.reading() as store:
             stored = store.manifest.fingerprint.get("dataset", {})
-        for run in runs:
-            run.require_train_rows(stored)
+        for one in runs:
+            one.require_train_rows(stored)
+        smoothness = [round(one.metasmoothness(), 4) for one in runs]
+        scores = unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
+        errors = scores.standard_error() if len(runs) > 1 else None
+        return _MadeMatrix(scores.numpy(), errors, smoothness)
 
     def stream_scores(
         self,
@@ -614,9 +606,8 @@ class Attributor:
             ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
         """
         check_name(name, what="target set")
-        read = stored_scores if dense else streamed_scores
-        run = self._run.asking(task)
-        return read(self._workspace, self._settings, name, self._settings.scored_by(method), run=run)
+        run, chosen = self._run.asking(task), self._settings.scored_by(method)
+        return stored_scores(self._workspace, self._settings, name, chosen, dense=dense, run=run)
 
     def gradient_norms(self) -> NDArray[np.float32]:
         """Return the stored norms of the train rows' gradients before normalisation.
@@ -689,22 +680,3 @@ class Attributor:
 
         with self._run.joined(call) as ranks:
             ranks.broadcast("what is dropped", dropped)
-
-
-def _train_tables(
-    session: FeaturizingSession,
-    targets: TargetSet,
-    paths: Mapping[str, str],
-    checkpoints: CheckpointSource,
-    checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
-) -> dict[str, AbstractRowTable]:
-    """Return the complete train tables of the checkpoints to score by weights digest; ``None`` selects those in paths.
-
-    Checkpoints that are given are loaded, and their missing target features are computed.
-    """
-    if checkpoints is None:
-        return complete_tables(session.store, None, paths)
-    found = iterate_checkpoints(checkpoints, checkpoint_loader)
-    used = [session.add_targets(targets, checkpoint) for checkpoint in found]
-    # Not in paths: an iterable of the caller may have featurized its checkpoints meanwhile.
-    return complete_tables(session.store, used, None)

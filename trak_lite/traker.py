@@ -71,7 +71,7 @@ from trak_lite.run.tables import (
     traker_score_path,
 )
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.grams import has_kernel, kernels_of
+from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
@@ -323,7 +323,7 @@ class TRAKer:
         self._target = None
         model_id, num_targets = _id(model_id), _count(num_targets=num_targets)
         train = self._train_table(model_id)
-        if not has_kernel(self._workspace.store(), checkpoint_path(model_id), self._kernel, self._layout):
+        if not self._grams().are_stored(checkpoint_path(model_id)):
             raise StateError(
                 f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
             )
@@ -397,7 +397,7 @@ class TRAKer:
                 for model_id, rows, table in zip(ids, train, targets, strict=True)
             ]
             with self._locks_for_success_only():
-                score_rows(scores, terms, device=self.device, label=f"Scoring {exp_name!r}")
+                score_rows(scores, terms, label=f"Scoring {exp_name!r}")
             self._warn_of_singular_kernels()
         self.scores = scores.read(SCORES)
         if store.writable:
@@ -698,16 +698,12 @@ class TRAKer:
         rows = torch.from_numpy(targets.read(FEATURES)).to(self.device)
         return precondition(rows, self._kernels(model_id), layout=self._layout).float()
 
+    def _grams(self) -> Grams:
+        return Grams(self._workspace.store(), self._kernel, self._layout, self.device)
+
     def _kernels(self, model_id: int) -> list[SegmentKernel]:
         """Return the kernel of an id, one per segment; record the rank of a pseudo-inverse."""
-        kernels = kernels_of(
-            self._workspace.store(),
-            checkpoint_path(model_id),
-            self._kernel,
-            self._layout,
-            device=self.device,
-            allow_singular=True,
-        )
+        kernels = self._grams().kernels(checkpoint_path(model_id), allow_singular=True)
         if any(kernel.is_pseudo_inverse for kernel in kernels):
             self._singular[model_id] = sum(kernel.factor.shape[1] for kernel in kernels if kernel.multiplier)
         return kernels

@@ -14,8 +14,8 @@ from trak_lite import Scores
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict, Predictions
 from trak_lite.methods import AbstractMethod, GaussNewton
-from trak_lite.report._template import environment
 from trak_lite.report.content import rendered
+from trak_lite.report.page import environment
 from trak_lite.report.survey import Histogram
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix

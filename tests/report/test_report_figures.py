@@ -129,16 +129,6 @@ def test_agreement_takes_evenly_spaced_rows_and_targets():
             drawn_scores().checkpoint_agreement(**{name: 0})
 
 
-def test_a_path_of_some_targets_is_that_of_the_whole():
-    scores = drawn_scores(num_targets=5)
-    whole = scores.damping_path([0.1, 3.0])
-    some = scores.damping_path([0.1, 3.0], targets=slice(None, None, 2))
-    assert some.shape == (2, 40, 3)
-    np.testing.assert_allclose(some.numpy(), whole.numpy()[:, :, ::2], rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(some.rows([5, 1]), whole.numpy()[:, [5, 1], ::2], rtol=1e-6)
-    np.testing.assert_array_equal(some.top(2).indices, whole.top(2).indices[:, ::2])
-
-
 def test_the_damping_path_passes_through_the_rank_correlations(tmp_path):
     scores = drawn_scores(method=GaussNewton(damping=0.5))
     dampings = (0.01, 0.1, 0.5, 1.0, 10.0, 100.0)

@@ -92,13 +92,17 @@ def test_a_path_of_dampings_equals_separate_solves(made, name, layout):
         expected = with_q(products, rows, scores.method.q)
         close(found, expected, 1e-5 * np.abs(expected).max())
     close(path.rows([3, 19]), path.numpy()[:, [3, 19]])
-    close(scores.damping_path([0.7], targets=slice(1, 3)).numpy()[0], path.numpy()[1][:, 1:3])
 
 
 def test_a_path_answers_for_one_target_and_for_the_best_rows(made):
-    path = scores_of(made, drawn().targets).damping_path([0.1, 10])
+    scores = scores_of(made, drawn().targets)
+    path, some = scores.damping_path([0.1, 10]), scores.damping_path([0.1, 10], targets=slice(None, None, 2))
     dense = path.numpy()
 
+    assert some.shape == (2, 20, 2)
+    close(some.numpy(), dense[:, :, ::2])
+    close(some.rows([5, 1]), dense[:, [5, 1], ::2])
+    np.testing.assert_array_equal(some.top(2).indices, path.top(2).indices[:, ::2])
     assert dense.shape == path.shape == (2, 20, 4)
     assert "20 train rows x 4 targets at" in repr(path)
     np.testing.assert_array_equal(path.numpy(target=-1), dense[:, :, 3])

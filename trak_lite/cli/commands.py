@@ -32,7 +32,7 @@ from trak_lite.run.settings import StoredSettings, versions
 from trak_lite.run.tables import scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import stored_scores, streamed_scores
+from trak_lite.scoring.stored import stored_scores
 from trak_lite.store import RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
@@ -325,8 +325,8 @@ def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Ite
         if name != _DEFAULT_NAME or len(known) > 1:
             raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
         name = known[0]
-    read = stored_scores if chosen["dense"] else streamed_scores
-    scores = read(Workspace(config.path), settings, name, settings.scored_by(chosen["method"]))
+    method, dense = settings.scored_by(chosen["method"]), chosen["dense"]
+    scores = stored_scores(Workspace(config.path), settings, name, method, dense=dense)
     render, render_target = (
         None
         if recipe is None

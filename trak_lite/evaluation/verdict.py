@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from html import escape
 from textwrap import indent
-from typing import Any, Final, NamedTuple, Self, final
+from types import UnionType
+from typing import Any, Final, NamedTuple, Self, cast, final, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import printable
+from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
 
 __all__ = ["Baseline", "Calibration", "Estimate", "OneRunVerdict", "Predictions", "Verdict"]
 
@@ -41,6 +43,11 @@ class Estimate:
     """Lower end of the interval."""
     high: float
     """Upper end of the interval."""
+
+    @classmethod
+    def of(cls, found: LinearDatamodelingScore | ScoreDifference) -> Self:
+        """Return the mean and the interval of a score."""
+        return cls(found.mean, *found.interval)
 
     def __str__(self) -> str:
         """Return mean and interval."""
@@ -96,9 +103,33 @@ class Calibration:
         )
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class _Stored:
+    """What a store keeps as JSON and a notebook displays."""
+
+    def __repr__(self) -> str:
+        """Return the verdict on a few lines."""
+        return indent(f"{type(self).__name__}\n{self}", "  ")[2:]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the verdict that :meth:`to_json` serialised.
+
+        Raises:
+            KeyError: If a value is missing.
+            TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
+        """
+        found: Self = _read(cls, values)
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Verdict(_Stored):
     """Evaluation of the scores of one target set against retrained models."""
 
     lds: Estimate
@@ -124,10 +155,6 @@ class Verdict:
     compared: str = field(default="", compare=False)
     """Which stored outputs of models were used, and how they were compared with the present training."""
 
-    def __repr__(self) -> str:
-        """Return the verdict on a few lines."""
-        return indent(f"Verdict\n{self}", "  ")[2:]
-
     def __str__(self) -> str:
         """Return the verdict on a few lines."""
         ceiling = "" if self.ceiling is None else f", a perfect method about {self.ceiling:.3f}"
@@ -150,40 +177,10 @@ class Verdict:
             notes=[str(self).partition("\n")[0], *more],
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the verdict that :meth:`to_json` serialised.
-
-        Raises:
-            KeyError: If a value is missing.
-            TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
-        """
-        ceiling, calibration = values["ceiling"], values["calibration"]
-        return cls(
-            lds=_estimate(values["lds"]),
-            baselines=tuple(
-                Baseline(str(one["name"]), _estimate(one["lds"]), _estimate(one["lead"]))
-                for one in values["baselines"]
-            ),
-            num_subsets=int(values["num_subsets"]),
-            num_seeds=int(values["num_seeds"]),
-            alpha=float(values["alpha"]),
-            num_targets=int(values["num_targets"]),
-            num_constant=int(values["num_constant"]),
-            confidence=float(values["confidence"]),
-            ceiling=None if ceiling is None else float(ceiling),
-            calibration=None if calibration is None else _calibration(calibration),
-            compared=str(values.get("compared", "")),
-        )
-
 
 @final
-@dataclass(frozen=True, slots=True)
-class OneRunVerdict:
+@dataclass(frozen=True, slots=True, repr=False)
+class OneRunVerdict(_Stored):
     """Evaluation of scores against repetitions of one run with random rows left out.
 
     It answers: how well do the scores predict what leaving rows out of this run changes, with the same seed and order
@@ -203,10 +200,6 @@ class OneRunVerdict:
     run: str
     """Digest of the run."""
 
-    def __repr__(self) -> str:
-        """Return the verdict on a few lines."""
-        return indent(f"OneRunVerdict\n{self}", "  ")[2:]
-
     def __str__(self) -> str:
         """Return the verdict on a few lines."""
         lines = [
@@ -223,27 +216,6 @@ class OneRunVerdict:
             ("left out", "LDS"),
             [(f"{share:.0%}", str(found)) for share, found in self.lds],
             notes=[str(self).partition("\n")[0]],
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the verdict that :meth:`to_json` serialised.
-
-        Raises:
-            KeyError: If a value is missing.
-            TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
-        """
-        return cls(
-            lds=tuple((float(share), _estimate(found)) for share, found in values["lds"]),
-            num_subsets=int(values["num_subsets"]),
-            num_targets=int(values["num_targets"]),
-            metasmoothness=float(values["metasmoothness"]),
-            confidence=float(values["confidence"]),
-            run=str(values["run"]),
         )
 
 
@@ -265,16 +237,16 @@ def _escaped(text: str) -> str:
     return escape(printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."))
 
 
-def _estimate(values: Mapping[str, Any]) -> Estimate:
-    return Estimate(*(float(values[name]) for name in ("mean", "low", "high")))
-
-
-def _calibration(values: Mapping[str, Any]) -> Calibration:
-    given: dict[str, Any] = dict(values)
-    for name in ("default", "calibrated", "gain"):
-        given[name] = _estimate(given[name])
-    given["num_held_out"] = int(given["num_held_out"])
-    for name in ("views", "checkpoints", "dampings", "weights"):
-        given[name] = tuple(given[name])
-    given["segments"] = tuple((int(start), int(stop)) for start, stop in given["segments"])
-    return Calibration(**given)
+def _read(kind: Any, value: Any) -> Any:
+    """Return a JSON value as a dataclass, a tuple, an optional value or a plain type, with everything in it."""
+    parts = get_args(kind)
+    if isinstance(kind, UnionType):  # X | None
+        return None if value is None else _read(parts[0], value)
+    if get_origin(kind) is tuple:
+        parts = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return tuple(_read(part, one) for part, one in zip(parts, value, strict=True))
+    if not is_dataclass(kind):
+        return kind(value)
+    kinds, cls = get_type_hints(kind), cast("type[Any]", kind)
+    stored = (one.name for one in fields(kind) if one.default is MISSING or one.name in value)
+    return cls(**{name: _read(kinds[name], value[name]) for name in stored})

@@ -67,8 +67,6 @@ class Unrolled(AbstractMatrixMethod):
                 "Unrolled takes finished runs: run = Recipe(...).train(path), then Unrolled(run). A name is not enough."
             )
         object.__setattr__(self, "runs", runs)
-        object.__setattr__(self, "q", "off")
-        object.__setattr__(self, "checkpoint_weights", None)
 
     def check(self, task: AbstractModelOutput) -> None:
         """Raise if a training has changed since, because stored scores would not be those of the present one."""
@@ -111,8 +109,6 @@ class Mean(AbstractMatrixMethod):
             )
         object.__setattr__(self, "methods", methods)
         object.__setattr__(self, "method_weights", tuple(number / sum(numbers) for number in numbers))
-        object.__setattr__(self, "q", "off")
-        object.__setattr__(self, "checkpoint_weights", None)
 
     def check(self, task: AbstractModelOutput) -> None:
         """Check the task with every method."""

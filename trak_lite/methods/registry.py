@@ -10,16 +10,9 @@ from typing import Final, TypeAlias
 from trak_lite._validate import known_names
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractMethod
-from trak_lite.methods.cg import CG
-from trak_lite.methods.ekfac import EKFAC
-from trak_lite.methods.fisher import Fisher
-from trak_lite.methods.gauss_newton import GaussNewton
-from trak_lite.methods.grad_cos import GradCos
-from trak_lite.methods.grad_dot import GradDot
-from trak_lite.methods.less import LESS
-from trak_lite.methods.lissa import LiSSA
-from trak_lite.methods.tracin import TracIn
-from trak_lite.methods.trak import TRAK
+from trak_lite.methods.inverse import CG, EKFAC, LiSSA
+from trak_lite.methods.kernels import TRAK, Fisher, GaussNewton
+from trak_lite.methods.products import LESS, GradCos, GradDot, TracIn
 
 __all__ = ["METHODS", "Method", "as_method"]
 

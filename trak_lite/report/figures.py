@@ -74,12 +74,7 @@ _Drawing: TypeAlias = tuple[str, str]
 def drawn_figures(
     scores: ReportedScores, histogram: Histogram, names: Sequence[str]
 ) -> Iterator[tuple[str, str | None, str]]:
-    """Yield title, SVG and caption of figures; where the SVG is ``None``, the caption is the reason.
-
-    Args:
-        scores: Scores of a target set.
-        histogram: Histogram of the scores.
-        names: Some of ``FIGURES``.
+    """Yield title, SVG and caption of some of ``FIGURES``; where the SVG is ``None``, the caption is the reason.
 
     Raises:
         MissingPackageError: If matplotlib is not installed.

@@ -1,23 +1,39 @@
-"""The report on scores, the gallery, and the summary for notebooks."""
+"""The report on scores, the gallery, and the summary for notebooks; Jinja2 escapes every value of their templates."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from trak_lite._validate import known_names, require_packages
+from trak_lite._version import __version__
 from trak_lite.data.columns import Where
+from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopRows
-from trak_lite.report._template import fragment, write_page
-from trak_lite.report.content import PairRender, Render, Renders, ReportedScores, cut
+from trak_lite.report.content import LEVELS, PairRender, Render, Renders, ReportedScores, cut
 from trak_lite.report.figures import FIGURES, drawn_figures
 from trak_lite.report.survey import Survey
 
-__all__ = ["Gallery", "notebook_summary", "notebook_table", "write_report"]
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = [
+    "Gallery",
+    "environment",
+    "fragment",
+    "notebook_summary",
+    "notebook_table",
+    "visible",
+    "write_report",
+]
 
 _SETTING_LENGTH: Final = 600
 _NOTEBOOK_LENGTH: Final = 200
@@ -27,6 +43,19 @@ _SUMMARY_TARGETS: Final = 5
 _SUMMARY_ROWS: Final = 3
 _SUMMARY_SCORES: Final = 1 << 24
 """Largest number of scores that the summary reads."""
+_FILES: Final = {
+    "style": "style.css",
+    "script": "script.js",
+    "serve_style": "serve.css",
+    "serve_script": "serve.js",
+}
+"""Files of inline styles and scripts by their names in templates."""
+_SYMBOLS: Final = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD),
+}
+"""Visible characters for control characters, and for lone surrogates, which UTF-8 cannot encode."""
 
 
 def write_report(
@@ -74,7 +103,7 @@ def write_report(
         "jinja2", *(["matplotlib"] if names else []), extra="report"
     )  # before the scores are read
     survey = Survey.of(scores, targets, k=k, where=where)
-    return write_page(
+    return _write_page(
         out,
         "report.html",
         title=f"Attribution of {scores.name!r}" if title is None else title,
@@ -120,7 +149,7 @@ class Gallery:
             MissingPackageError: If a package of the extra ``report`` is not installed.
         """
         values = {"title": f"Targets {self.name!r}", "searchable": False, "layout": "page.html"}
-        return write_page(path, "gallery.html", cards=_cards(self.survey, self.renders), **values)
+        return _write_page(path, "gallery.html", cards=_cards(self.survey, self.renders), **values)
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks."""
@@ -229,3 +258,69 @@ def _which(shown: int, num_targets: int, where: Where | None) -> str:
     if where is None:
         return said
     return f"{said} Only the train rows of {_value(dict(where)) if isinstance(where, Mapping) else 'a mask'}."
+
+
+@functools.cache
+def environment() -> Environment:
+    """Return the Jinja2 environment of the templates.
+
+    Raises:
+        MissingPackageError: If Jinja2 is not installed.
+    """
+    require_packages("jinja2", extra="report")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    made = Environment(
+        loader=PackageLoader("trak_lite.report"),
+        autoescape=True,
+        finalize=visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name, file in _FILES.items():
+        made.globals[name] = Markup(made.get_template(file).render(levels=LEVELS))
+    made.globals.update(digest=_digest, version=__version__)
+    return made
+
+
+def fragment(template: str, **values: Any) -> str:
+    """Return a filled template."""
+    return environment().get_template(template).render(values)
+
+
+def _write_page(path: str | PathLike[str], template: str, **values: Any) -> Path:
+    """Write a page piece by piece and return its path; an existing file is replaced when the new one is complete.
+
+    Iterators among the values of the template are consumed while the page is written.
+
+    Raises:
+        InvalidInputError: If the path is a folder.
+        MissingPackageError: If Jinja2 is not installed.
+    """
+    out = Path(path)
+    if out.is_dir():
+        raise InvalidInputError(f"{out} is a folder. Name a file in it, such as {out / 'report.html'}.")
+    pieces = environment().get_template(template).generate(values)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    try:
+        with unfinished.open("x", encoding="utf-8", newline="\n") as file:
+            file.writelines(pieces)
+        unfinished.replace(out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return out
+
+
+def visible(value: Any) -> Any:
+    """Return a value of a template; in text, line ends become newlines and control characters visible."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return value.replace("\r\n", "\n").replace("\r", "\n").translate(_SYMBOLS)
+
+
+def _digest(text: str) -> str:
+    """Return the source expression of an inline style or script in a content security policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -116,13 +116,7 @@ class Survey:
         k: int,
         where: Where | None = None,
     ) -> Self:
-        """Read the scores once. Memory: one tile, and ``4 k`` numbers per target.
-
-        Args:
-            scores: The scores.
-            targets: Targets on the page; ``None`` takes the first ones.
-            k: Number of helpful and of harmful rows per target.
-            where: Show some train rows only, as in :meth:`trak_lite.Scores.top`. The histogram is that of these rows.
+        """Read the scores once; arguments as in :func:`write_report`. Memory: one tile, ``4 k`` numbers per target.
 
         Raises:
             InvalidInputError: If ``k`` is not a positive integer, a target does not exist, or no row satisfies

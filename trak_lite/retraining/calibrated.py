@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 import numpy as np
 import torch
@@ -29,9 +29,11 @@ from trak_lite.evaluation.calibration import fit_weights
 from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
 from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
+from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import Array, ScoredRows, scored_rows
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.stored import source_of_stored
 from trak_lite.store import AbstractRowTable
 
 __all__ = [
@@ -42,10 +44,12 @@ __all__ = [
     "fitted_to_subsets",
     "lds_of",
     "lead_of",
+    "require_kernel",
     "summed_over",
-    "to_estimate",
     "unit_rows",
 ]
+
+Array: TypeAlias = NDArray[np.float64]
 
 VIEWS: Final = ("outside", "inside", "off")
 """Train rows weighted by their mean q over checkpoints, by the q of each checkpoint, or not weighted."""
@@ -65,15 +69,15 @@ _NUM_RESAMPLES: Final = 1000
 class SubsetSums:
     """Sums of train features over subsets, for each checkpoint."""
 
-    def __init__(self, rows: ScoredRows, masks: NDArray[np.bool_]) -> None:
+    def __init__(self, rows: ScoreSource, masks: NDArray[np.bool_]) -> None:
         members = torch.from_numpy(masks.astype(np.float64)).to(rows.device)
         mean = torch.from_numpy(rows.mean_out_to_loss()).to(rows.device)
         self.by_checkpoint: list[dict[str, Tensor]] = []
         """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` sums rows scaled to norm 1."""
-        for table in rows.train.values():
+        for table in rows.train:
             own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
             weights = {"outside": members * mean, "inside": members * own, "off": members}
-            self.by_checkpoint.append(_sums(table, weights, rows.layout.width, rows.device))
+            self.by_checkpoint.append(_sums(table, weights, rows.width, rows.device))
 
     def predict(self, targets: Sequence[Tensor], view: str) -> Array:
         """Return ``train row @ target``, summed over each subset and over checkpoints, ``(S, M)``.
@@ -151,7 +155,7 @@ def calibrate(
     outputs = summed_over(teacher, masks)
     settings = scores.run.settings
     with scores.run.workspace.reading() as store:
-        rows = scored_rows(store, scores, settings)
+        rows = source_of_stored(store, scores, settings)
         made = _Fit(rows, SubsetSums(rows, masks), chosen)
     fitted, held_out = np.arange(0, count, 2), np.arange(1, count, 2)
     weights = fit_weights(made.parts[:, :, fitted], outputs[:, fitted], made.prior, across="targets")
@@ -169,13 +173,13 @@ def calibrate(
 class _Fit:
     """What weights are fitted to: the predictions of every part of the scores, and the default weights."""
 
-    def __init__(self, rows: ScoredRows, sums: SubsetSums, chosen: NDArray[np.int64]) -> None:
-        own = rows.require_kernel().damping
+    def __init__(self, rows: ScoreSource, sums: SubsetSums, chosen: NDArray[np.int64]) -> None:
+        own = require_kernel(rows).damping
         self._rows = rows
         self._dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
         self._segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
         if len(VIEWS) * len(rows.train) * len(self._segments) * len(self._dampings) > _MOST_PARTS:
-            self._segments = ((0, rows.layout.width),)
+            self._segments = ((0, rows.width),)
         self.parts = _parts(rows, sums, self._segments, self._dampings, chosen)
         prior = np.zeros((len(VIEWS), len(rows.train), len(self._segments), len(self._dampings)))
         default = np.asarray(rows.method.weights(len(rows.train)))
@@ -192,7 +196,7 @@ class _Fit:
             gain=none,
             num_held_out=num_held_out,
             views=VIEWS,
-            checkpoints=tuple(self._rows.train),
+            checkpoints=tuple(self._rows.digests),
             segments=self._segments,
             dampings=self._dampings,
             weights=tuple(map(float, weights)),
@@ -200,8 +204,19 @@ class _Fit:
         )
 
 
+def require_kernel(rows: ScoreSource) -> KernelSettings:
+    """Return the kernel settings of the method of scores; raise if it has none."""
+    kernel = rows.method.kernel
+    if kernel is None:
+        raise InvalidInputError(
+            f"Scores of {rows.method.name} have no kernel to calibrate. Verify them with calibrate=False, or "
+            "calibrate those of GaussNewton, Fisher or TRAK."
+        )
+    return kernel
+
+
 def fitted_to_subsets(
-    rows: ScoredRows, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
+    rows: ScoreSource, sums: SubsetSums, predicted: Array, outputs: Array, confidence: float
 ) -> Calibration:
     """Return weights fitted on every other subset and tested on the rest."""
     fitted, held_out = np.arange(0, len(outputs), 2), np.arange(1, len(outputs), 2)
@@ -221,18 +236,13 @@ def _tested(
     calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
 ) -> Calibration:
     """Return the calibration with its LDS and gain on the held-out subsets."""
-    gain = to_estimate(lead_of(better, default, outputs, confidence))
-    return replace(
-        calibration,
-        kept=gain.low > 0.0,
-        default=to_estimate(lds_of(default, outputs, confidence)),
-        calibrated=to_estimate(lds_of(better, outputs, confidence)),
-        gain=gain,
-    )
+    gain = Estimate.of(lead_of(better, default, outputs, confidence))
+    default_lds, better_lds = (Estimate.of(lds_of(one, outputs, confidence)) for one in (default, better))
+    return replace(calibration, kept=gain.low > 0.0, default=default_lds, calibrated=better_lds, gain=gain)
 
 
 def _parts(
-    rows: ScoredRows,
+    rows: ScoreSource,
     sums: SubsetSums,
     segments: Sequence[tuple[int, int]],
     dampings: Sequence[float | None],
@@ -242,9 +252,9 @@ def _parts(
     num_subsets = len(sums.by_checkpoint[0]["off"])
     shape = (len(VIEWS), len(rows.train), len(segments), len(dampings), num_subsets, len(chosen))
     parts = np.empty(shape)
-    for c, table in enumerate(rows.train.values()):
+    for c, table in enumerate(rows.train):
         for d, damping in enumerate(dampings):
-            targets = rows.preconditioned(table, damping)[torch.from_numpy(chosen).to(rows.device)]
+            targets = rows.at_damping(table, damping)[torch.from_numpy(chosen).to(rows.device)]
             for s, (start, stop) in enumerate(segments):
                 for v, view in enumerate(VIEWS):
                     part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
@@ -253,16 +263,18 @@ def _parts(
 
 
 def _calibrated_targets(
-    rows: ScoredRows, calibration: Calibration, weights: Array
+    rows: ScoreSource, calibration: Calibration, weights: Array
 ) -> dict[str, list[Tensor]]:
     """Return, per view and checkpoint, the weighted sum over dampings of (H + lambda I)^-1 targets, ``(M, K)``."""
     shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
     weight = weights.reshape(shape)
     mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
-    for c, table in enumerate(rows.train.values()):
-        totals = [torch.zeros_like(rows.targets(table)) for _ in VIEWS]
+    for c, table in enumerate(rows.train):
+        totals = [
+            torch.zeros(rows.num_targets, rows.width, dtype=torch.float64, device=rows.device) for _ in VIEWS
+        ]
         for d, damping in enumerate(calibration.dampings):
-            targets = rows.preconditioned(table, damping)
+            targets = rows.at_damping(table, damping)
             for s, (start, stop) in enumerate(calibration.segments):
                 for v, total in enumerate(totals):
                     total[:, start:stop] += float(weight[v, c, s, d]) * targets[:, start:stop]
@@ -271,13 +283,13 @@ def _calibrated_targets(
     return mixed
 
 
-def calibrated_matrix(rows: ScoredRows, calibration: Calibration) -> NDArray[np.float32]:
+def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np.float32]:
     """Return the scores with the calibrated kernel, ``(N, M)``.
 
     Raises:
         StateError: If the calibrated kernel was not better, so that it was not stored.
     """
-    if calibration.checkpoints != tuple(rows.train):
+    if calibration.checkpoints != tuple(rows.digests):
         raise InvalidInputError(
             "The weights were fitted to scores of other checkpoints. Calibrate these scores."
         )
@@ -289,7 +301,7 @@ def calibrated_matrix(rows: ScoredRows, calibration: Calibration) -> NDArray[np.
     targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
     mean = rows.mean_out_to_loss()
     scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
-    for place, table in enumerate(rows.train.values()):
+    for place, table in enumerate(rows.train):
         own = table.read(OUT_TO_LOSS)
         for start, chunk in table.blocks(FEATURES):
             tile = as_tensor(chunk, rows.device).float()
@@ -313,11 +325,6 @@ def lead_of(first: Array, second: Array, outputs: Array, confidence: float) -> S
     return compare_datamodeling_scores(
         first, second, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
     )
-
-
-def to_estimate(found: LinearDatamodelingScore | ScoreDifference) -> Estimate:
-    """Return a mean with its interval."""
-    return Estimate(found.mean, *found.interval)
 
 
 def unit_rows(rows: Tensor) -> Tensor:

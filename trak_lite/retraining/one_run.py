@@ -103,7 +103,7 @@ def verify_run(
         lds = linear_datamodeling_score(
             summed_over(scores, masks), None, retrained.mean, confidence=confidence
         )
-        found.append((share, Estimate(lds.mean, *lds.interval)))
+        found.append((share, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict

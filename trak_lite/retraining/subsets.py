@@ -12,7 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, TypeAlias, final
 
@@ -111,12 +111,17 @@ class _Job:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """All models of a retraining, and the fingerprint of its results."""
+    """All models of a retraining, how they are trained, and the fingerprint of its results."""
 
     masks: NDArray[np.bool_]
     seeds: tuple[int, ...]
     fingerprint: dict[str, Any]
     train_id: str | None
+    train: Callable[[Iterable[_Job]], Iterator[tuple[_Job, NDArray[np.float64]]]]
+    """Trains models, and yields each with its outputs."""
+    at_once: int = 1
+    """Number of models that are trained side by side."""
+    _repeated: dict[tuple[int, int], NDArray[np.float32]] = field(init=False, default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -135,10 +140,17 @@ class _Plan:
         # Processes claim whole chunks: use one model per chunk, unless that makes too many files.
         return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
 
+    def again(self, row: int, number: int) -> NDArray[np.float32]:
+        """Return the outputs of a row of the table, trained again for the first (0) or the second time (1)."""
+        if (row, number) not in self._repeated:
+            ((_, outputs),) = self.train(self.jobs([row]))
+            self._repeated[row, number] = outputs.astype(np.float32)
+        return self._repeated[row, number]
 
-_Trained: TypeAlias = tuple[_Job, NDArray[np.float64]]
-_Run: TypeAlias = Callable[[Iterable[_Job]], Iterator[_Trained]]
-"""Trains models, and yields each with its outputs."""
+    def side_by_side(self, training: SubsetTraining, output_fn: OutputFunction, at_once: int) -> _Plan:
+        """Return the plan that trains several models at once."""
+        train = functools.partial(_side_by_side, training, output_fn, positive_int(models_at_once=at_once))
+        return replace(self, train=train, at_once=at_once)
 
 
 def retrain(
@@ -185,8 +197,7 @@ def retrain(
         >>> retrain(lambda rows, seed: values[rows].sum() + seed, masks, lambda model: [model]).mean.tolist()
         [[3.5], [6.5]]
     """
-    plan = _plan(train_fn, masks, output_fn, seeds, train_id)
-    return _filled(path, plan, functools.partial(_one_by_one, train_fn, output_fn), progress)
+    return _filled(path, _plan(train_fn, masks, output_fn, seeds, train_id), progress)
 
 
 def retrain_many(
@@ -222,8 +233,7 @@ def retrain_many(
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
     plan = _plan(training, masks, output_fn, seeds, train_id)
-    run = functools.partial(_side_by_side, training, output_fn, models_at_once)
-    return _filled(path, plan, run, progress, models_at_once=models_at_once)
+    return _filled(path, plan.side_by_side(training, output_fn, models_at_once), progress)
 
 
 def retrain_run(
@@ -242,12 +252,11 @@ def retrain_run(
     ``digest`` identifies the results. Stored ones are compared with a repetition, unless the recipe has a ``train_id``.
     """
     plan = replace(_plan(training, masks, output_fn, (seed,), digest), train_id=training.recipe.train_id)
-    run = functools.partial(_side_by_side, training, output_fn, models_at_once)
     try:
-        return _filled(path, plan, run, progress, models_at_once=models_at_once)
+        return _filled(path, plan.side_by_side(training, output_fn, models_at_once), progress)
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
-    return _filled(path, plan, functools.partial(_one_by_one, training, output_fn), progress)
+    return _filled(path, plan, progress)
 
 
 def retrain_into(
@@ -267,9 +276,15 @@ def retrain_into(
     In a group, each combination of masks, seeds, functions and ``settings`` (JSON values) has its own table.
     """
     plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
-    run = functools.partial(_one_by_one, train_fn, output_fn)
-    path, compared = _own_table(workspace, group, plan, run)
-    return _fill(workspace, path, plan, run, progress, compared)
+    known = workspace.store().table_names(group) if workspace.exists else []
+    number = 0
+    while (path := retrained_path(group, plan.fingerprint, number)) in known:
+        is_same, compared = _compared(workspace, path, plan)
+        if is_same:
+            return _fill(workspace, path, plan, progress, compared)
+        logger.info("%s The models are trained again.", compared)
+        number += 1
+    return _fill(workspace, path, plan, progress, "")
 
 
 def _plan(
@@ -280,7 +295,7 @@ def _plan(
     train_id: str | None,
     settings: Mapping[str, Any] | None = None,
 ) -> _Plan:
-    """Check masks and seeds, and describe the training."""
+    """Check masks and seeds, and describe the training of one model after the other."""
     array = np.asarray(masks)
     if array.dtype != np.bool_ or array.ndim != 2 or not array.size or not array.any(axis=1).all():
         raise InvalidInputError(
@@ -309,61 +324,27 @@ def _plan(
         "training": training,
         **(settings or {}),
     }
-    return _Plan(array, numbers, fingerprint, train_id)
+    train = functools.partial(_one_by_one, train_fn, output_fn)
+    return _Plan(array, numbers, fingerprint, train_id, train)
 
 
-def _filled(
-    path: str | PathLike[str] | RemotePlace | None,
-    plan: _Plan,
-    run: _Run,
-    progress: bool | None,
-    *,
-    models_at_once: int = 1,
-) -> Retrained:
+def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progress: bool | None) -> Retrained:
     """Return the outputs of a store that holds one training, and train what is missing.
 
     Raises:
         ManifestMismatchError: If the store holds another training.
     """
-    positive_int(models_at_once=models_at_once)
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
-        is_same, compared = _compared(workspace, OUTPUTS, plan, _repeating(plan, run))
+        is_same, compared = _compared(workspace, OUTPUTS, plan)
         if not is_same:
             raise ManifestMismatchError(
                 f"{compared} Undo the change, or retrain under another path or train_id."
             )
-        return _fill(workspace, OUTPUTS, plan, run, progress, compared, at_once=models_at_once)
+        return _fill(workspace, OUTPUTS, plan, progress, compared)
 
 
-def _own_table(workspace: Workspace, group: str, plan: _Plan, run: _Run) -> tuple[str, str]:
-    """Return the path of this training's table, an existing or a new one, and how stored outputs were compared."""
-    known = workspace.store().table_names(group) if workspace.exists else []
-    number, repeat = 0, _repeating(plan, run)
-    while (path := retrained_path(group, plan.fingerprint, number)) in known:
-        is_same, compared = _compared(workspace, path, plan, repeat)
-        if is_same:
-            return path, compared
-        logger.info("%s The models are trained again.", compared)
-        number += 1
-    return path, ""
-
-
-_Repeat: TypeAlias = Callable[[int, int], NDArray[np.float32]]
-"""Returns the outputs of a row of the table, trained again for the first (0) or the second time (1)."""
-
-
-def _repeating(plan: _Plan, run: _Run) -> _Repeat:
-    @functools.cache
-    def repeat(row: int, number: int) -> NDArray[np.float32]:
-        del number
-        ((_, outputs),) = run(plan.jobs([row]))
-        return outputs.astype(np.float32)
-
-    return repeat
-
-
-def _compared(workspace: Workspace, path: str, plan: _Plan, repeat: _Repeat) -> tuple[bool, str]:
+def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
     """Return whether stored outputs are those of this training, and how this is known; no text without stored ones.
 
     Raises:
@@ -390,13 +371,20 @@ def _compared(workspace: Workspace, path: str, plan: _Plan, repeat: _Repeat) -> 
     made = workspace.store().attributes(path).get(_CONDITIONS)
     places, farthest = [], 0.0
     for row, outputs in zip(stored.rows[: len(plan.seeds)].tolist(), stored.values[OUTPUTS], strict=False):
-        found = compare(outputs, functools.partial(repeat, row), _distance, exact=False)
+        found = compare(outputs, functools.partial(plan.again, row), _distance, exact=False)
         # Other processes, perhaps on other machines, may have trained the rows after the first. Conditions are those
         # after the repetition: the GPU is known when a training has used it.
         found = replace(found, exact=row == 0 and made == conditions(models_at_once=1))
         place = _place(next(plan.jobs([row])))
         if found.is_random:
-            _warn_of_randomness(found.noise, where, place)
+            warnings.warn(
+                "The training is not deterministic: two runs with the same rows and seed give different outputs (for "
+                f"{place} they differ by {found.noise:.2g} of their spread). So a change of the training that is not "
+                f"much larger than this is not noticed in the outputs in {where}. Seed all random numbers of the "
+                "training.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         if not found.is_same:
             return False, (
                 f"{where} holds outputs of another training: repeated for {place}, it gives outputs that differ by "
@@ -410,16 +398,6 @@ def _compared(workspace: Workspace, path: str, plan: _Plan, repeat: _Repeat) -> 
     )
     logger.info(compared)
     return True, compared
-
-
-def _warn_of_randomness(noise: float, where: str, place: str) -> None:
-    warnings.warn(
-        f"The training is not deterministic: two runs with the same rows and seed give different outputs (for {place} "
-        f"they differ by {noise:.2g} of their spread). So a change of the training that is not much larger than this "
-        f"is not noticed in the outputs in {where}. Seed all random numbers of the training.",
-        RuntimeWarning,
-        stacklevel=6,
-    )
 
 
 def _one_per_seed(table: AbstractRowTable, seeds: int) -> NDArray[np.int64] | None:
@@ -440,15 +418,13 @@ def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float(np.linalg.norm(first - second)) / size
 
 
-def _begun(workspace: Workspace, path: str, plan: _Plan, run: _Run, at_once: int) -> LazyTable:
+def _begun(workspace: Workspace, path: str, plan: _Plan) -> LazyTable:
     """Train the first models, whose outputs give the number of targets, and return the table with them."""
-    first = range(min(at_once, plan.num_rows))
     lazy: LazyTable | None = None
-    for job, outputs in run(plan.jobs(first)):
+    for job, outputs in plan.train(plan.jobs(range(min(plan.at_once, plan.num_rows)))):
         if lazy is None:
-            lazy = workspace.lazy_table(
-                path, plan.spec(len(outputs)), {_CONDITIONS: conditions(models_at_once=at_once)}
-            )
+            made = {_CONDITIONS: conditions(models_at_once=plan.at_once)}
+            lazy = workspace.lazy_table(path, plan.spec(len(outputs)), made)
         _require_width(lazy, job, outputs)
         try:
             lazy.put(np.array([job.row]), {OUTPUTS: outputs[None]})
@@ -466,27 +442,14 @@ def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
         )
 
 
-def _fill(
-    workspace: Workspace,
-    path: str,
-    plan: _Plan,
-    run: _Run,
-    progress: bool | None,
-    compared: str,
-    *,
-    at_once: int = 1,
-) -> Retrained:
+def _fill(workspace: Workspace, path: str, plan: _Plan, progress: bool | None, compared: str) -> Retrained:
     """Train the pending models of the table, together with other processes; outputs are put after each training."""
     table = workspace.table(path)
-    lazy = (
-        _begun(workspace, path, plan, run, at_once)
-        if table is None
-        else workspace.lazy_table(path, table.spec)
-    )
+    lazy = _begun(workspace, path, plan) if table is None else workspace.lazy_table(path, table.spec)
     with SharedRows(lazy, 1, label="Retraining", progress=progress, unit="model") as work:
         for batches in work.rounds():
             wanted = (int(row) for rows in batches for row in rows)
-            for job, outputs in run(plan.jobs(wanted)):
+            for job, outputs in plan.train(plan.jobs(wanted)):
                 _require_width(lazy, job, outputs)
                 work.put(np.array([job.row]), {OUTPUTS: outputs[None]})
     table = workspace.table(path)
@@ -497,7 +460,7 @@ def _fill(
 
 def _one_by_one(
     train_fn: TrainFunction, output_fn: OutputFunction, jobs: Iterable[_Job]
-) -> Iterator[_Trained]:
+) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
     for job in jobs:
         try:
             trained = train_fn(job.indices, job.seed)
@@ -511,7 +474,7 @@ def _one_by_one(
 
 def _side_by_side(
     training: SubsetTraining, output_fn: OutputFunction, models_at_once: int, jobs: Iterable[_Job]
-) -> Iterator[_Trained]:
+) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
     by_size: dict[int, list[_Job]] = {}
     for job in jobs:
         by_size.setdefault(len(job.indices), []).append(job)

@@ -17,19 +17,20 @@ from torch import Tensor, nn
 from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
-from trak_lite.evaluation.verdict import Baseline, Calibration
+from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.retraining.calibrated import (
+    Array,
     SubsetSums,
     calibrated_matrix,
     fitted_to_subsets,
     lds_of,
     lead_of,
+    require_kernel,
     summed_over,
-    to_estimate,
     unit_rows,
 )
 from trak_lite.retraining.one_run import check_budget
@@ -40,8 +41,8 @@ from trak_lite.run.tables import retrain_path, score_path
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import UnstoredRows
-from trak_lite.scoring.stored import Array, ScoredRows, scored_rows
+from trak_lite.scoring.source import ScoreSource, UnstoredRows
+from trak_lite.scoring.stored import source_of_stored
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
@@ -131,9 +132,9 @@ def verify(
                 where=path,
                 remedy="Pass the targets that were scored under this name.",
             )
-            source = scored_rows(store, scores, run.settings)
+            source = source_of_stored(store, scores, run.settings)
             if calibrate:
-                source.require_kernel()
+                require_kernel(source)
             retrained = retrain_into(
                 workspace,
                 retrain_path(name),
@@ -177,7 +178,7 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
             "verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
-        matrix = calibrated_matrix(scored_rows(store, scores, scores.run.settings), calibration)
+        matrix = calibrated_matrix(source_of_stored(store, scores, scores.run.settings), calibration)
     described = UnstoredRows(scores.name, scores.method, scores.manifest, scores.task)
     settings = {
         **scores.settings,
@@ -188,7 +189,7 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
 
 def evaluate(
     scores: Scores,
-    rows: ScoredRows,
+    rows: ScoreSource,
     retrained: Retrained,
     *,
     calibrate: bool,
@@ -208,14 +209,14 @@ def evaluate(
     baselines = tuple(
         Baseline(
             name,
-            to_estimate(lds_of(baseline, outputs, confidence)),
-            to_estimate(lead_of(predicted, baseline, outputs, confidence)),
+            Estimate.of(lds_of(baseline, outputs, confidence)),
+            Estimate.of(lead_of(predicted, baseline, outputs, confidence)),
         )
         for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
     )
     several = len(retrained.seeds) > 1
     return Verdict(
-        lds=to_estimate(found),
+        lds=Estimate.of(found),
         baselines=baselines,
         num_subsets=len(outputs),
         num_seeds=len(retrained.seeds),
@@ -254,15 +255,15 @@ def _target_outputs(
 
 
 def _baselines(
-    rows: ScoredRows,
+    rows: ScoreSource,
     sums: SubsetSums,
     masks: NDArray[np.bool_],
     shape: tuple[int, int],
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
 ) -> Iterator[tuple[str, Array]]:
     """Yield the names and predictions ``(S, M)`` of the baselines."""
-    if rows.has_targets():
-        targets = [rows.targets(table) for table in rows.train.values()]
+    targets = rows.plain_targets()
+    if targets is not None:
         # Adam updates are already those of the loss, so q would multiply them twice.
         is_update = row_kind(rows.store.manifest) == "adam_update"
         yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")

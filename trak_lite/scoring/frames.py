@@ -18,24 +18,15 @@ if TYPE_CHECKING:
 else:
     DataFrame = Any
 
-__all__ = ["DataFrame", "frame", "matrix_frame", "write_parquet"]
+__all__ = ["DataFrame", "frame", "write_parquet"]
 
 
-def frame(columns: Mapping[str, NDArray[Any]], *, index: str) -> DataFrame:
-    """Return a frame of columns of one length, with a numbered index of a name.
+def frame(
+    values: Mapping[str, NDArray[Any]] | NDArray[Any], *, index: str, columns: str | None = None
+) -> DataFrame:
+    """Return a frame of named columns of one length, or of a matrix, whose numbered columns have a name.
 
-    Raises:
-        MissingPackageError: If pandas is not installed.
-    """
-    require_packages("pandas", extra="tables")
-    import pandas as pd
-
-    count = len(next(iter(columns.values())))
-    return pd.DataFrame(dict(columns), index=pd.RangeIndex(count, name=index))
-
-
-def matrix_frame(values: NDArray[np.float32], *, index: str, columns: str) -> DataFrame:
-    """Return a frame of a matrix, with numbered rows and columns of a name each.
+    The rows are numbered; ``index`` is the name of their numbers.
 
     Raises:
         MissingPackageError: If pandas is not installed.
@@ -43,12 +34,11 @@ def matrix_frame(values: NDArray[np.float32], *, index: str, columns: str) -> Da
     require_packages("pandas", extra="tables")
     import pandas as pd
 
-    num_rows, num_columns = values.shape
-    return pd.DataFrame(
-        values,
-        index=pd.RangeIndex(num_rows, name=index),
-        columns=pd.RangeIndex(num_columns, name=columns),
-    )
+    if isinstance(values, np.ndarray):
+        numbers = pd.RangeIndex(values.shape[1], name=columns)
+        return pd.DataFrame(values, pd.RangeIndex(len(values), name=index), numbers)
+    count = len(next(iter(values.values())))
+    return pd.DataFrame(dict(values), pd.RangeIndex(count, name=index))
 
 
 def write_parquet(columns: Mapping[str, NDArray[Any]], path: str | PathLike[str], *, index: str) -> Path:

@@ -44,7 +44,7 @@ from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
-__all__ = ["IndexedTop", "indexed_top", "mean_lower_bound"]
+__all__ = ["indexed_top", "mean_lower_bound"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,37 +78,9 @@ _SCORED_TARGETS: Final = 16
 _SCORED_ROWS: Final = 1024
 
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class IndexedTop:
-    """The strongest rows that an index found, and how many of them it is known to find."""
-
-    ends: NDArray[np.float64]
-    """``(2, 2, M, min(k, N))``: axis 0 is helpful, harmful; axis 1 is row numbers, scores."""
-    candidates: int | None
-    """Rows of each end that were scored per target; ``None`` if all rows were, so that the rows are exact."""
-    recall: float = 1.0
-    """Mean share of the exact k rows that are among the candidates, over the measured targets; of the worse end."""
-    at_least: float = 1.0
-    """Lower bound of the expected recall of the targets of the set; both ends reach it with a probability of 95 %."""
-    measured: int = 0
-    """Number of measured targets of the set."""
-
-    def report(self) -> dict[str, float | int]:
-        """Return the numbers to show with the scores; none if the rows are exact."""
-        if self.candidates is None:
-            return {}
-        return {
-            "recall": round(self.recall, 5),
-            "recall_at_least": math.floor(self.at_least * 1e5) / 1e5,
-            "recall_targets": self.measured,
-            "candidates": self.candidates,
-        }
-
-
 def indexed_top(
-    store: AbstractFeatureStore, source: ScoreSource, identity: Mapping[str, Any], k: int, recall: float
-) -> IndexedTop:
+    source: ScoreSource, identity: Mapping[str, Any], k: int, recall: float
+) -> tuple[NDArray[np.float64], dict[str, float | int]]:
     """Return the strongest rows of every target by the index of its method; build and measure it if needed.
 
     As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some
@@ -116,19 +88,25 @@ def indexed_top(
     stored. All rows are scored for a set that has no more targets than a bound needs.
 
     Args:
-        store: Open for writing to build an index; otherwise a complete index is used, or all rows are scored.
-        source: Computes the scores, with all ranks.
+        source: Computes the scores, with all ranks. Without a store that is open for writing, only a complete index is
+            used.
         identity: The ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores, as JSON
             values.
         k: Number of helpful and of harmful rows.
         recall: Expected share of the exact rows among the result, at least; above 0 and below 1.
+
+    Returns:
+        The rows, as of :func:`~trak_lite.scoring.matrix.top_and_bottom`, and what to show with the scores; nothing if
+        all rows were scored, so that the rows are exact. ``"recall"`` is the mean share of the exact k rows that are
+        among the candidates, over the measured targets, of the worse end; ``"recall_at_least"`` is a lower bound of the
+        expected recall of the targets of the set, which both ends reach with a probability of 95 %.
     """
     terms = source.terms()
     # A set with no more targets than a bound needs gets exact rows: an index would not be used.
     is_small = source.num_rows <= _FACTOR * k or source.num_targets <= (_needed(0, recall) or 0)
-    index = None if is_small else _built(store, source, identity)
+    index = None if is_small else _built(source, identity)
     if index is None:
-        return IndexedTop(top_and_bottom(source, k, terms), None)
+        return top_and_bottom(source, k, terms), {}
     pool = index.pool(k)
     chosen = pool.candidates(k, recall)
     needed = _needed(len(pool.targets), recall)
@@ -137,7 +115,7 @@ def indexed_top(
         part = _of_targets(terms, sample)
         exact = top_and_bottom(source, pool.k, part)
         if len(sample) == source.num_targets:
-            return IndexedTop(exact[..., :k], None)
+            return exact[..., :k], {}
         pool = pool.with_targets(sample, index.places(part, exact))
         index.keep(pool)
         chosen = pool.candidates(k, recall)
@@ -148,9 +126,14 @@ def indexed_top(
             k,
             len(pool.targets),
         )
-        return IndexedTop(top_and_bottom(source, k, terms), None)
+        return top_and_bottom(source, k, terms), {}
     mean, bound = pool.stated(k, chosen)
-    return IndexedTop(index.top(terms, chosen, k), chosen, mean, bound, len(pool.targets))
+    return index.top(terms, chosen, k), {
+        "recall": round(mean, 5),
+        "recall_at_least": math.floor(bound * 1e5) / 1e5,
+        "recall_targets": len(pool.targets),
+        "candidates": chosen,
+    }
 
 
 def _needed(measured: int, recall: float) -> int | None:
@@ -211,9 +194,11 @@ class _Pool:
 
     def candidates(self, k: int, recall: float) -> int | None:
         """Return the smallest number of candidates that reaches a recall; ``None`` if none is known to."""
-        for factor in _factors():
+        factor = 1
+        while factor <= _FACTOR:
             if self.stated(k, factor * k)[1] >= recall:
                 return factor * k
+            factor = max(factor + 1, factor * 5 // 4)
         return None
 
     def stated(self, k: int, candidates: int) -> tuple[float, float]:
@@ -244,20 +229,12 @@ class _Pool:
         return cls(k, array[:, 0], array[:, 1:].reshape(len(array), 2, k))
 
 
-def _factors() -> Iterator[int]:
-    """Yield the numbers of candidates that are tried, as multiples of k."""
-    factor = 1
-    while factor <= _FACTOR:
-        yield factor
-        factor = max(factor + 1, factor * 5 // 4)
-
-
 @final
 class _Index:
     """A complete index, and the targets of the set that it was measured with."""
 
-    def __init__(self, store: AbstractFeatureStore, source: ScoreSource, path: str) -> None:
-        self._store = store
+    def __init__(self, source: ScoreSource, path: str) -> None:
+        self._store = store = source.store
         self._source = source
         self._pool_path = f"{path}/measured/{source.name}"
         basis = store.open_table(f"{path}/basis")
@@ -270,9 +247,12 @@ class _Index:
 
     def pool(self, k: int) -> _Pool:
         """Return the targets that were measured for at least k rows."""
-        array = self._source.ranks.broadcast("measured targets", self._stored_pool)
-        stored = _Pool.of(array)
-        return stored if stored.k >= k else _Pool.of(np.empty((0, 1 + 2 * k), np.int64))
+        array = self._source.ranks.broadcast(
+            "measured targets", lambda: self._store.entry(self._pool_path, self._key)
+        )
+        if array is None or array.shape[1] <= 2 * k:
+            return _Pool.of(np.empty((0, 1 + 2 * k), np.int64))
+        return _Pool.of(array)
 
     def keep(self, pool: _Pool) -> None:
         """Store the measured targets, if the store is writable."""
@@ -337,10 +317,6 @@ class _Index:
             ends[end, :, target] = best_of(known, ("helpful", "harmful")[end], k)
         return ends
 
-    def _stored_pool(self) -> NDArray[np.int64]:
-        found = self._store.entry(self._pool_path, self._key)
-        return np.empty((0, 1), np.int64) if found is None else found
-
 
 def _products(table: AbstractRowTable, rows: range, targets: Tensor) -> Tensor:
     """Return the products of some rows of an int4 table with targets ``(M, R)``, ``(rows, M)`` float32.
@@ -384,19 +360,19 @@ def _growing(rows: range, most: int) -> Iterator[range]:
         start, size = start + size, min(2 * size, most)
 
 
-def _built(store: AbstractFeatureStore, source: ScoreSource, identity: Mapping[str, Any]) -> _Index | None:
+def _built(source: ScoreSource, identity: Mapping[str, Any]) -> _Index | None:
     """Return the index of some scores. Its missing rows are computed, beside other processes.
 
     If the store is read-only, ``None`` is returned unless the index is complete.
     """
-    fingerprint = {**identity, "version": _VERSION}
+    store, fingerprint = source.store, {**identity, "version": _VERSION}
     folder, path = index_paths(fingerprint)
     if not store.writable:
         found = set(store.table_names(path))
         ready = all(
             table in found and store.open_table(table).complete for table in (f"{path}/basis", f"{path}/rows")
         )
-        return _Index(store, source, path) if ready else None
+        return _Index(source, path) if ready else None
     source.ranks.broadcast("outdated indices", lambda: _drop_others(store, folder, path))
     sample = _sampled_rows(source)
     width = len(sample) * (len(sample) // _SAMPLED_PER_DIRECTION)
@@ -418,11 +394,10 @@ def _built(store: AbstractFeatureStore, source: ScoreSource, identity: Mapping[s
             source.terms_of_rows(sample, torch.from_numpy(coefficients)),
             column=FEATURES,
             q=source.method.q,
-            device=source.device,
             label="Index",
             ranks=source.ranks,
         )
-    return _Index(store, source, path)
+    return _Index(source, path)
 
 
 def _drop_others(store: AbstractFeatureStore, folder: str, path: str) -> None:
@@ -438,7 +413,7 @@ def _drop_others(store: AbstractFeatureStore, folder: str, path: str) -> None:
 
 def _sampled_rows(source: ScoreSource) -> NDArray[np.int64]:
     """Return the train rows that the directions are computed from, ascending."""
-    directions = min(_MOST_DIRECTIONS, source.num_checkpoints * source.width)
+    directions = min(_MOST_DIRECTIONS, len(source.train) * source.width)
     fitting = max(1024, _SAMPLED_VALUES // source.width)
     return _scattered(source.num_rows, min(_SAMPLED_PER_DIRECTION * directions, fitting))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ __all__ = [
     "group_sums",
     "top_and_bottom",
     "top_and_bottom_of",
-    "top_rows",
 ]
 
 Sign = Literal["helpful", "harmful"]
@@ -75,10 +74,8 @@ class AbstractScoreMatrix(ABC):
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
 
-    @property
-    @abstractmethod
-    def stored(self) -> bool:
-        """Whether the scores are stored, so that reading them computes nothing."""
+    stored: ClassVar[bool] = True
+    """Whether the scores are in a store or in memory, so that reading them computes nothing."""
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield ``(first row, (b, M) scores)`` of all train rows in order.
@@ -127,8 +124,6 @@ class StoredMatrix(AbstractScoreMatrix):
         """``(N, M)``."""
         return self._table.spec.num_rows, self._table.column(SCORES).width or 0
 
-    stored = True
-
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the table's chunks, or those with a wanted row."""
         for chunk in range(self._table.num_chunks):
@@ -154,21 +149,24 @@ class StreamedMatrix(AbstractScoreMatrix):
     _source: ScoreSource
     _top: NDArray[np.float64] | None = None
     """The result of :func:`top_and_bottom`, if it is known."""
+    _terms: Sequence[ScoreTerm] | None = None
+    """One term per checkpoint, with M targets; ``None`` computes those of all targets on every read."""
+
+    stored: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
-        return self._source.num_rows, self._source.num_targets
-
-    stored = False
+        num_targets = self._source.num_targets if self._terms is None else len(self._terms[0].targets)
+        return self._source.num_rows, num_targets
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield tiles, or those with a wanted row, bitwise equal to those of a stored matrix."""
-        yield from copied_ahead(self._source.tiles(wanted=wanted))
+        yield from copied_ahead(self._source.tiles(self._terms, wanted=wanted))
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
-        return self._source.scores_of(np.asarray(indices, dtype=np.int64)).cpu().numpy()
+        return self._source.scores_of(np.asarray(indices, dtype=np.int64), self._terms).cpu().numpy()
 
     def kept_top(self, k: int, sign: Sign) -> TopRows | None:
         """Return the k strongest rows of every target if at least k are cached, else ``None``."""
@@ -191,8 +189,6 @@ class HeldMatrix(AbstractScoreMatrix):
         num_rows, num_targets = self._scores.shape
         return num_rows, num_targets
 
-    stored = True
-
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._scores[np.asarray(indices, dtype=np.int64)]
@@ -214,8 +210,6 @@ class PartialMatrix(AbstractScoreMatrix):
     def shape(self) -> tuple[int, int]:
         """``(N, M)``."""
         return self._num_rows, len(self._known)
-
-    stored = True
 
     def require_all_rows(self) -> None:
         """Raise if some rows have no score, because sums and choices among all rows would leave them out."""
@@ -314,17 +308,6 @@ def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
     return np.stack([np.stack([part.cpu().double().numpy() for part in end]) for end in ends])
 
 
-def top_rows(
-    tiles: Iterable[tuple[int, NDArray[np.float32] | Tensor]], num_targets: int, k: int, *, sign: Sign
-) -> TopRows:
-    """Return the k strongest rows of every target in a stream of tiles. Of equal scores the lower row is first."""
-    best = TopK(num_targets, k, sign=sign)
-    for start, tile in tiles:
-        best.update(start, tile if isinstance(tile, Tensor) else torch.from_numpy(np.array(tile)))
-    indices, scores = (tensor.cpu().numpy() for tensor in best.result())
-    return TopRows(indices, scores)
-
-
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class RowChoice:
@@ -381,22 +364,16 @@ def group_sums(
     matrix: AbstractScoreMatrix,
     train_labels: Column | None,
     target_labels: Column | None,
-    choice: RowChoice | None = None,
+    choice: RowChoice,
 ) -> GroupSums:
     """Return scores summed over groups, in one pass and float64.
 
-    Memory: one tile in float64, and the sums.
-
-    Args:
-        matrix: The scores.
-        train_labels: Label of each train row; ``None`` makes each wanted row a group.
-        target_labels: Label of each target; ``None`` makes each target a group.
-        choice: The rows to sum, and their weights; groups without a wanted row are left out.
+    Memory: one tile in float64, and the sums. Without labels, each wanted row or each target is a group; groups without
+    a wanted row are left out.
 
     Raises:
         InvalidInputError: If the matrix has the scores of some rows only.
     """
-    choice = RowChoice() if choice is None else choice
     matrix.require_all_rows()
     num_rows, num_targets = matrix.shape
     train = _wanted_groups(_each(num_rows) if train_labels is None else train_labels, choice.wanted)
@@ -432,38 +409,28 @@ def _wanted_groups(column: Column, wanted: NDArray[np.bool_] | None) -> Column:
 class DampingPath:
     """Scores at several dampings, from one eigendecomposition per checkpoint and segment.
 
+    ``source`` gives rows and settings; the method's damping is ignored. See :meth:`trak_lite.Scores.damping_path`.
+
     Every access reads the train rows once for all dampings. Memory: the targets multiplied by (H + lambda I)^-1 at
     every damping, ``C * L * M * K`` numbers, and one tile.
     """
 
     def __init__(
-        self, source: ScoreSource, name: str, dampings: Sequence[float | None], targets: slice = slice(None)
+        self, source: ScoreSource, name: str, dampings: Sequence[float | None], targets: slice
     ) -> None:
-        """Compute the preconditioned targets at every damping.
-
-        Args:
-            source: Rows and settings; the method's damping is ignored.
-            name: Name of the target set, for messages.
-            dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.
-            targets: Targets to select. The result numbers them from 0.
-
-        Raises:
-            InvalidInputError: If there is no damping, one is negative, or the scores have no kernel.
-        """
         self.dampings = tuple(
             None if damping is None else real_at_least(0.0, damping=float(damping)) for damping in dampings
         )
         if not self.dampings:
             raise InvalidInputError("dampings is empty. Give at least one, such as [0.1, 1, 10].")
-        self._source = source
         self._name = name
-        self._terms = source.path_terms(self.dampings, targets)
-        self._num_targets = len(range(source.num_targets)[targets])
+        self._matrix = StreamedMatrix(source, _terms=source.path_terms(self.dampings, targets))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(L, N, M)``: dampings, train rows, targets."""
-        return len(self.dampings), self._source.num_rows, self._num_targets
+        num_rows, num_columns = self._matrix.shape
+        return len(self.dampings), num_rows, num_columns // len(self.dampings)
 
     def __repr__(self) -> str:
         """Return sizes and dampings."""
@@ -483,7 +450,7 @@ class DampingPath:
         column = slice(None) if target is None else target_number(target, num_targets, self._name)
         shape = self.shape if target is None else (num_dampings, num_rows)
         out = np.empty(shape, np.float32)
-        for start, tile in copied_ahead(self._source.tiles(self._terms)):
+        for start, tile in self._matrix.tiles():
             scores = tile.reshape(len(tile), num_dampings, num_targets)
             out[:, start : start + len(tile)] = scores[:, :, column].swapaxes(0, 1)
         return out
@@ -491,7 +458,7 @@ class DampingPath:
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows at every damping, ``(L, len(indices), M)``."""
         num_dampings, _, num_targets = self.shape
-        tile = self._source.scores_of(np.asarray(indices, dtype=np.int64), self._terms).cpu().numpy()
+        tile = self._matrix.rows(indices)
         found: NDArray[np.float32] = tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
         return found
 
@@ -501,7 +468,6 @@ class DampingPath:
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, num_targets, self._name)
-        found = top_rows(self._source.tiles(self._terms), num_dampings * num_targets, k, sign=sign)
-        indices = found.indices.reshape(num_dampings, num_targets, -1)
-        scores = found.scores.reshape(num_dampings, num_targets, -1)
-        return TopRows(indices, scores) if place is None else TopRows(indices[:, place], scores[:, place])
+        best, shape = chosen_top(self._matrix, k, RowChoice(), sign=sign), (num_dampings, num_targets, -1)
+        found = TopRows(best.indices.reshape(shape), best.scores.reshape(shape))
+        return found if place is None else TopRows(found.indices[:, place], found.scores[:, place])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -40,11 +39,11 @@ class ScoreRecord:
         Raises:
             CorruptStoreError: If the stored entry is not a verdict.
         """
-        return self._verdict(verdict_path(self.path), Verdict.from_json, "verdict")
+        return self._verdict(verdict_path(self.path), Verdict, "verdict")
 
     def one_run_verdict(self) -> OneRunVerdict | None:
         """Return the last verdict of one run, as :meth:`verdict`."""
-        return self._verdict(one_run_path(self.path), OneRunVerdict.from_json, "verdict of one run")
+        return self._verdict(one_run_path(self.path), OneRunVerdict, "verdict of one run")
 
     def predictions(self) -> Predictions | None:
         """Return the predictions that ``verify`` stored; ``None`` if there are none for the current values."""
@@ -68,13 +67,11 @@ class ScoreRecord:
     def _key(self) -> str:
         return self.store.open_table(self.path).content_key()
 
-    def _verdict(
-        self, entry: str, from_json: Callable[[Mapping[str, Any]], _VerdictType], kind: str
-    ) -> _VerdictType | None:
+    def _verdict(self, entry: str, kind: type[_VerdictType], named: str) -> _VerdictType | None:
         found = self.store.entry(entry, self._key())
-        what = f"The {kind} on {self.path} in {self.store.path}"
+        what = f"The {named} on {self.path} in {self.store.path}"
         try:
-            return None if found is None else from_json(stored_json(found, what=what))
+            return None if found is None else kind.from_json(stored_json(found, what=what))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptStoreError(
                 f"{what} cannot be read ({error!r:.200}). Verify the scores again."

@@ -21,7 +21,7 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
-from trak_lite.scoring.frames import DataFrame, matrix_frame
+from trak_lite.scoring.frames import DataFrame, frame
 from trak_lite.scoring.matrix import (
     AbstractScoreMatrix,
     DampingPath,
@@ -31,13 +31,14 @@ from trak_lite.scoring.matrix import (
     group_sums,
 )
 from trak_lite.scoring.records import ScoreRecord
-from trak_lite.scoring.source import Reliability, ScoreSource, UnstoredRows
+from trak_lite.scoring.source import ScoreSource, UnstoredRows
+from trak_lite.scoring.uncertainty import Reliability, Repeats
 from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Scores", "TopRows"]
+__all__ = ["Scores", "TopRows", "checked_rows"]
 
 
 class Scores:
@@ -61,26 +62,18 @@ class Scores:
         record: ScoreRecord | None = None,
         convergence: tuple[Convergence, ...] = (),
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            matrix: The scores, stored or computed on access.
-            source: Computes standard errors, self-influence and scores at other dampings; without stored rows, the
-                description of the scores.
-            settings: How the scores were computed, as JSON values.
-            location: Path in the store, ``None`` in memory.
-            run: The model, settings and store of the scores; ``None`` without a model.
-            record: What is stored beside the scores; ``None`` in memory.
-            convergence: Of the solver of CG or LiSSA, for each checkpoint.
-        """
         self.convergence = convergence
         self._matrix = matrix
         self._described = source
+        """Computes standard errors, self-influence and scores at other dampings; a description without stored rows."""
         self._location = location
         self.name = source.name
         self.settings = settings
+        """How the scores were computed, as JSON values."""
         self._run = run
+        """The model, settings and store of the scores; ``None`` without a model."""
         self._record = record
+        """What is stored beside the scores; ``None`` in memory."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -374,19 +367,20 @@ class Scores:
             InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs, or
                 checkpoint weights have both signs and ``runs`` is ``None``.
         """
-        wanted = None if rows is None else self._checked_rows(rows, target)
+        wanted = None if rows is None else checked_rows(self, rows, target)
         errors = self._matrix.errors()
         if errors is not None:
             if wanted is not None and wanted.ndim == 2:
                 return np.take_along_axis(errors.T, wanted, axis=1)
             chosen = errors if wanted is None else errors[wanted]
             return chosen if target is None else chosen[:, target_number(target, self.shape[1], self.name)]
+        repeats = Repeats(self.source, runs)
         if wanted is not None and wanted.ndim == 2:
-            return self.source.pair_errors(wanted, runs)
+            return repeats.pair_errors(wanted)
         if target is None:
-            return self.source.standard_error(wanted, slice(None), runs)
+            return repeats.standard_error(wanted)
         place = target_number(target, self.shape[1], self.name)
-        return self.source.standard_error(wanted, slice(place, place + 1), runs)[:, 0]
+        return repeats.standard_error(wanted, slice(place, place + 1))[:, 0]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000
@@ -411,7 +405,8 @@ class Scores:
         Raises:
             InvalidInputError: As :meth:`standard_error`, or if ``max_rows`` is not a positive integer.
         """
-        return self.source.reliability(runs, threshold=threshold, max_rows=positive_int(max_rows=max_rows))
+        max_rows = positive_int(max_rows=max_rows)
+        return Repeats(self.source, runs).reliability(threshold=threshold, max_rows=max_rows)
 
     def checkpoint_agreement(self, *, max_rows: int = 10_000, max_targets: int = 64) -> NDArray[np.float64]:
         """Return the Spearman correlations between the train row rankings of every two checkpoints, ``(C, C)``.
@@ -426,9 +421,8 @@ class Scores:
             InvalidInputError: If there are fewer than two checkpoints, checkpoint weights have both signs, or a number
                 is not a positive integer.
         """
-        return self.source.pairwise_agreement(
-            max_rows=positive_int(max_rows=max_rows), max_targets=positive_int(max_targets=max_targets)
-        )
+        max_rows, max_targets = positive_int(max_rows=max_rows), positive_int(max_targets=max_targets)
+        return Repeats(self.source, None).pairwise_agreement(max_rows=max_rows, max_targets=max_targets)
 
     def gallery(
         self,
@@ -462,22 +456,9 @@ class Scores:
         """Return the HTML for notebooks: sizes, settings, verdict and top rows."""
         return notebook_summary(self)
 
-    def _checked_rows(self, rows: ArrayLike, target: int | None) -> NDArray[np.int64]:
-        """Return ``rows`` as int64, ``(n,)`` or ``(M, k)``; raise if a row does not exist."""
-        wanted = np.asarray(rows)
-        num_rows, num_targets = self.shape
-        fits = wanted.ndim == 1 or (wanted.ndim == 2 and target is None and len(wanted) == num_targets)
-        whole = wanted.dtype.kind in "iu" and wanted.size > 0
-        if not fits or not whole or wanted.min() < 0 or wanted.max() >= num_rows:
-            raise InvalidInputError(
-                f"rows must be whole numbers from 0 to {num_rows - 1}, (n,) or for all targets ({num_targets}, k), got "
-                f"{wanted.dtype} of shape {wanted.shape}."
-            )
-        return wanted.astype(np.int64)
-
     def to_pandas(self) -> DataFrame:
         """Return a DataFrame with train rows as index and targets as columns (needs pandas)."""
-        return matrix_frame(self.numpy(), index="train_row", columns="target")
+        return frame(self.numpy(), index="train_row", columns="target")
 
     def to_xarray(self) -> xr.DataArray:
         """Return a DataArray with dimensions ``train_row`` and ``target`` and the settings as attributes."""
@@ -492,3 +473,17 @@ class Scores:
             name=self.name,
             attrs={key: str(value) for key, value in self.settings.items()},
         )
+
+
+def checked_rows(scores: Scores, rows: ArrayLike, target: int | None = None) -> NDArray[np.int64]:
+    """Return ``rows`` as int64, ``(n,)`` or ``(M, k)``; raise if a row does not exist."""
+    wanted = np.asarray(rows)
+    num_rows, num_targets = scores.shape
+    fits = wanted.ndim == 1 or (wanted.ndim == 2 and target is None and len(wanted) == num_targets)
+    whole = wanted.dtype.kind in "iu" and wanted.size > 0
+    if not fits or not whole or wanted.min() < 0 or wanted.max() >= num_rows:
+        raise InvalidInputError(
+            f"rows must be whole numbers from 0 to {num_rows - 1}, (n,) or for all targets ({num_targets}, k), got "
+            f"{wanted.dtype} of shape {wanted.shape}."
+        )
+    return wanted.astype(np.int64)

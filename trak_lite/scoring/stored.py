@@ -4,47 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trak_lite._devices import float64_device
 from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
-from trak_lite.linalg.kernel import KernelSettings, precondition
 from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
     ERRORS,
-    FEATURES,
-    OUT_TO_LOSS,
     SCORES,
     complete_tables,
     drop_targets,
     one_run_path,
-    plain_target_folder,
     preconditioned_folder,
     predictions_path,
     score_path,
     score_paths,
     score_table_spec,
     scored_names,
-    table_path,
     target_folder,
     target_names,
-    target_path,
     target_table_path,
     top_path,
     verdict_path,
 )
 from trak_lite.run.workspace import Workspace, naming_dropped
-from trak_lite.scoring.grams import fisher_of, kernels_of
 from trak_lite.scoring.index import indexed_top
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
 from trak_lite.scoring.records import ScoreRecord
@@ -55,17 +45,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, Ta
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import FeatureLayout
 
-__all__ = [
-    "ScoreResult",
-    "ScoredRows",
-    "drop_scores",
-    "score_source",
-    "scored_rows",
-    "stored_scores",
-    "streamed_scores",
-]
-
-Array = NDArray[np.float64]
+__all__ = ["ScoreResult", "drop_scores", "score_source", "source_of_stored", "stored_scores"]
 
 
 def stored_scores(
@@ -74,74 +54,54 @@ def stored_scores(
     name: str,
     method: AbstractMethod,
     *,
+    dense: bool = True,
     run: Run | None = None,
 ) -> Scores:
-    """Return the scores of a target set whose matrix is stored.
+    """Return the scores of a target set from the store.
 
     Args:
         workspace: Location of the store.
         settings: Layout, device and default method.
         name: Name of the target set.
         method: The method of the scores.
+        dense: Return the stored matrix. ``False`` computes scores from the stored rows on access, with the checkpoints
+            that the targets have features of.
         run: The model, settings and store of the scores; ``None`` without a model.
 
     Raises:
-        StateError: If the scores were never computed, or are not finished.
-        ManifestMismatchError: If an attributor with another method made the scores.
+        StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
+            features, or train rows are pending.
+        ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
     """
-    store = workspace.reader()
-    with naming_dropped(store) as paths:
-        table, train = _finished_scores(store, name, method, settings.method, paths)
-    _compare_tasks(table.spec.fingerprint.get("targets", {}), run, name)
-    source = score_source(store, list(train.values()), name, method, settings)
-    return _scores(workspace, settings, source, run, table=table)
-
-
-def streamed_scores(
-    workspace: Workspace,
-    settings: AttributorSettings | StoredSettings,
-    name: str,
-    method: AbstractMethod,
-    *,
-    run: Run | None = None,
-) -> Scores:
-    """Return scores that are computed from the stored rows on access, with the checkpoints of the targets.
-
-    Args:
-        workspace: Location of the store.
-        settings: Layout, device and default method.
-        name: Name of the target set.
-        method: The method of the scores.
-        run: The model, settings and store of the scores; ``None`` without a model.
-
-    Raises:
-        StateError: If the targets have no features, or train rows are pending.
-    """
-    if isinstance(method, AbstractMatrixMethod):
+    if not dense and isinstance(method, AbstractMatrixMethod):
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
     store = workspace.reader()
+    table = None
     with naming_dropped(store) as paths:
-        train = _scorable_tables(store, name, method, paths)
+        if dense:
+            table = _finished_table(store, name, method, settings.method)
+            digests = list(table.spec.fingerprint["checkpoints"])
+        else:
+            digests = _digests_of_targets(store, name, method, paths)
+        train = list(complete_tables(store, digests, paths).values())
+        if table is not None:
+            _refuse_outgrown(name, table.spec, train[0].spec)
     source = score_source(store, train, name, method, settings)
-    _compare_tasks(source.target_identity, run, name)
-    return _scores(workspace, settings, source, run)
-
-
-def _compare_tasks(targets: Mapping[str, Any], run: Run | None, name: str) -> None:
-    """Raise if a task was given, and the targets were scored with another one."""
-    given = {} if run is None else run.asked_task()
-    if given:
+    targets = source.target_identity if table is None else table.spec.fingerprint.get("targets", {})
+    asked = {} if run is None else run.asked_task()
+    if asked:
         compare_fingerprints(
             {"task": targets.get("task", {})},
-            given,
+            asked,
             where=f"targets {name!r}",
             remedy="Pass the task that these targets were scored with, or none.",
         )
+    return _scores(workspace, settings, source, run, table=table)
 
 
 def score_source(
     store: AbstractFeatureStore,
-    train: Sequence[AbstractRowTable],
+    train: Iterable[AbstractRowTable],
     name: str,
     method: AbstractMethod,
     settings: AttributorSettings | StoredSettings,
@@ -150,24 +110,19 @@ def score_source(
 ) -> ScoreSource:
     """Return the source that computes scores from the rows of an open store, with all ``ranks`` or alone."""
     return ScoreSource(
-        store, train, name, method, layout=settings.layout, device=settings.device, ranks=ranks
+        store, list(train), name, method, layout=settings.layout, device=settings.device, ranks=ranks
     )
 
 
-def scored_rows(
+def source_of_stored(
     store: AbstractFeatureStore, scores: Scores, settings: AttributorSettings | StoredSettings
-) -> ScoredRows:
-    """Return the stored rows that stored scores were computed from."""
-    method = scores.method
-    path = score_path(scores.name, method, settings.method)
-    digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
-    return ScoredRows(
-        store=store,
-        train=complete_tables(store, digests),
-        name=scores.name,
-        method=method,
-        layout=method.layout_of(settings.layout),
-        device=float64_device(settings.device),
+) -> ScoreSource:
+    """Return the source of stored scores in an open store, with products in float64."""
+    path = score_path(scores.name, scores.method, settings.method)
+    train = complete_tables(store, list(store.open_table(path).spec.fingerprint["checkpoints"]))
+    device = float64_device(settings.device)
+    return ScoreSource(
+        store, list(train.values()), scores.name, scores.method, layout=settings.layout, device=device
     )
 
 
@@ -178,19 +133,13 @@ def _scores(
     run: Run | None,
     *,
     table: AbstractRowTable | None = None,
-    ends: Array | None = None,
+    ends: NDArray[np.float64] | None = None,
     shown: Mapping[str, Any] | None = None,
 ) -> Scores:
     """Return the scores in a complete table; without one, scores that are computed on access.
 
-    Args:
-        workspace: Location of the store.
-        settings: Layout and default method.
-        source: Computes the scores.
-        run: The model, settings and store of the scores; ``None`` without a model.
-        table: The table.
-        ends: The most helpful and most harmful rows of every target, if known and without a table.
-        shown: JSON values to show with scores without a table; those of a table are its attributes.
+    ``ends``, their strongest rows, and ``shown``, JSON values to show, are those of scores without a table: a table has
+    attributes.
     """
     fields = source.method.to_json()
     if table is None:
@@ -206,7 +155,7 @@ def _scores(
         settings={
             **(shown or {}),
             **_name_of_task(targets),
-            "checkpoints": source.num_checkpoints,
+            "checkpoints": len(source.train),
             "proj_dim": _widths(settings.layout),
             "method": fields.pop("name"),
             **fields,
@@ -234,24 +183,13 @@ def _widths(layout: FeatureLayout) -> int | str:
     return f"{len(layout.segments)} x {widths.pop()}"
 
 
-def _finished_scores(
-    store: AbstractFeatureStore,
-    name: str,
-    method: AbstractMethod,
-    base: AbstractMethod,
-    paths: Mapping[str, str],
-) -> tuple[AbstractRowTable, dict[str, AbstractRowTable]]:
-    """Return the complete table of the scores of a target set, and the train tables by weights digest.
-
-    Args:
-        store: The store.
-        name: Name of the target set.
-        method: The method of the scores.
-        base: The attributor's method.
-        paths: Paths of the train tables by weights digest.
+def _finished_table(
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
+) -> AbstractRowTable:
+    """Return the complete table of the scores of a target set; ``base`` is the attributor's method.
 
     Raises:
-        StateError: If the scores were never computed, are not finished, or train rows were appended since.
+        StateError: If the scores were never computed, or are not finished.
         ManifestMismatchError: If an attributor with another method made the scores.
     """
     path = score_path(name, method, base)
@@ -271,18 +209,11 @@ def _finished_scores(
     )
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
-    train = complete_tables(store, list(table.spec.fingerprint["checkpoints"]), paths)
-    _refuse_outgrown(name, table.spec, next(iter(train.values())).spec)
-    return table, train
+    return table
 
 
 def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = False) -> None:
-    """Permanently remove the scores of a target set, of all methods.
-
-    Args:
-        store: Open for writing.
-        name: Name of the target set.
-        features: Also remove the features of the targets, which a set may have without scores.
+    """Permanently remove the scores of a target set, of all methods, and its ``features``, which it may have alone.
 
     Raises:
         StateError: If there are no such scores.
@@ -313,19 +244,13 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
         )
 
 
-def _scorable_tables(
+def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, paths: Mapping[str, str]
-) -> list[AbstractRowTable]:
-    """Return the train tables of the checkpoints that a target set has features for.
-
-    Args:
-        store: The store.
-        name: Name of the target set.
-        method: The method of the scores. It determines which features of the targets are used.
-        paths: Paths of the train tables by weights digest.
+) -> list[str]:
+    """Return the digests in ``paths`` (of train tables) of the checkpoints with targets that the method uses.
 
     Raises:
-        StateError: If no checkpoint has such features, or train rows are pending.
+        StateError: If no checkpoint has such features.
     """
     known = store.table_names(target_folder(name, method))
     features = {
@@ -339,37 +264,26 @@ def _scorable_tables(
         raise StateError(
             f"There are no features of targets {name!r}; stored targets: {names}. Call score(data, name={name!r})."
         )
-    return list(complete_tables(store, digests, paths).values())
+    return digests
 
 
 @final
 class ScoreResult:
-    """The stored scores of one target set and one method, in an open store."""
+    """The scores of one target set and one method in an open store, finished or not."""
 
     def __init__(
-        self,
-        store: AbstractFeatureStore,
-        train: Mapping[str, AbstractRowTable],
-        name: str,
-        method: AbstractMethod,
-        base: AbstractMethod,
-        identity: Mapping[str, Any],
-        num_targets: int,
+        self, source: ScoreSource, base: AbstractMethod, identity: Mapping[str, Any], num_targets: int
     ) -> None:
-        tables = list(train.values())
+        self.source = source
+        self._path = score_path(source.name, source.method, base)
         fingerprint = {
-            "checkpoints": list(train),
+            "checkpoints": source.digests,
             "targets": dict(identity),
-            "train_rows": [table.content_key() for table in tables],
-            "method": method.to_json(),
+            "train_rows": [table.content_key() for table in source.train],
+            "method": source.method.to_json(),
         }
-        self._store = store
-        self._train = train
-        self._name = name
-        self._method = method
-        self._path = score_path(name, method, base)
-        over_runs = isinstance(method, Unrolled) and len(method.runs) > 1
-        self._spec = score_table_spec(tables[0].spec.num_rows, num_targets, fingerprint, errors=over_runs)
+        over_runs = isinstance(source.method, Unrolled) and len(source.method.runs) > 1
+        self._spec = score_table_spec(source.num_rows, num_targets, fingerprint, errors=over_runs)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored with these settings and complete.
@@ -378,10 +292,10 @@ class ScoreResult:
             ManifestMismatchError: If they were made with other targets, checkpoints or settings.
             StateError: If train rows were appended since.
         """
-        if self._path not in self._store.table_names():
+        if self._path not in self.source.store.table_names():
             return False
-        table = self._store.open_table(self._path)
-        _refuse_outgrown(self._name, table.spec, self._spec)
+        table = self.source.store.open_table(self._path)
+        _refuse_outgrown(self.source.name, table.spec, self._spec)
         there, here = table.spec.fingerprint, self._spec.fingerprint
         stored, given = len(there["checkpoints"]), len(here["checkpoints"])
         counts = (
@@ -397,23 +311,16 @@ class ScoreResult:
         )
         return table.complete
 
-    def fill(
-        self,
-        source: ScoreSource,
-        *,
-        device: torch.device,
-        progress: bool | None,
-    ) -> None:
+    def fill(self, *, progress: bool | None) -> None:
         """Compute the pending rows of the score table, with the ranks of the source."""
-        terms = source.terms()
+        terms = self.source.terms()
         score_rows(
-            self._store.create_table(self._path, self._spec),
+            self.source.store.create_table(self._path, self._spec),
             terms,
-            q=source.method.q,
-            device=device,
-            label=f"Scoring {self._name!r}",
+            q=self.source.method.q,
+            label=f"Scoring {self.source.name!r}",
             progress=progress,
-            ranks=source.ranks,
+            ranks=self.source.ranks,
         )
 
     def put(
@@ -422,12 +329,7 @@ class ScoreResult:
         errors: NDArray[np.float32] | None,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Store scores ``(N, M)`` that were computed elsewhere.
-
-        Args:
-            matrix: The scores.
-            errors: Their standard errors over runs, ``(N, M)``; ``None`` unless they are a mean over runs.
-            attributes: JSON values that are shown with the scores.
+        """Store scores ``(N, M)`` that were computed elsewhere, and their standard errors if they are a mean over runs.
 
         Raises:
             InvalidInputError: If their shape is not that of the table.
@@ -435,10 +337,10 @@ class ScoreResult:
         shape = (self._spec.num_rows, self._spec.columns[0].width)
         if matrix.shape != shape:
             raise InvalidInputError(
-                f"{self._method.name} gave scores of shape {matrix.shape}, but the store has {shape[0]} train rows and "
-                f"there are {shape[1]} targets. Make the run with the train rows of the store, in their order."
+                f"{self.source.method.name} gave scores of shape {matrix.shape}, but the store has {shape[0]} train "
+                f"rows and there are {shape[1]} targets. Make the run with the train rows of the store, in their order."
             )
-        table = self._store.create_table(self._path, self._spec, attributes)
+        table = self.source.store.create_table(self._path, self._spec, attributes)
         columns = {SCORES: matrix} if errors is None else {SCORES: matrix, ERRORS: errors}
         for start in range(0, len(matrix), self._spec.chunk_rows):
             rows = np.arange(start, min(start + self._spec.chunk_rows, len(matrix)))
@@ -446,21 +348,19 @@ class ScoreResult:
             with contextlib.suppress(BusyError, StateError):
                 table.put(rows, {column: values[rows] for column, values in columns.items()})
 
-    def top_and_bottom(
-        self, source: ScoreSource, k: int, recall: float | None
-    ) -> tuple[NDArray[np.float64], dict[str, Any]]:
+    def top_and_bottom(self, k: int, recall: float | None) -> tuple[NDArray[np.float64], dict[str, Any]]:
         """Return the k most helpful and most harmful rows of every target, and what to report of an index.
 
         Exact rows are read from the store's cache, or found in one pass over the stored rows, which the ranks of the
         source share. Nothing is cached if the store is read-only.
 
         Args:
-            source: Computes the scores.
             k: Number of helpful and of harmful rows.
             recall: Share of the exact rows that suffices; ``None`` uses no index.
         """
-        name, key = top_path(self._name), self.digest()
-        rows = self._store.cached(name, key)
+        source = self.source
+        name, key = top_path(source.name), self.digest()
+        rows = source.store.cached(name, key)
         enough = rows is not None and rows.shape[-1] >= min(k, source.num_rows)
         report: dict[str, Any] = {}
         # In an object store, the ranks may have different caches: compute unless all ranks have the rows.
@@ -469,16 +369,19 @@ class ScoreResult:
                 rows = top_and_bottom(source, k)
             else:
                 identity = ("method", "checkpoints", "train_rows")
-                found = indexed_top(
-                    self._store, source, {one: self._spec.fingerprint[one] for one in identity}, k, recall
-                )
-                rows, report = found.ends, found.report()
+                described = {one: self._spec.fingerprint[one] for one in identity}
+                rows, report = indexed_top(source, described, k, recall)
             if source.ranks.rank == 0 and "candidates" not in report:
-                self._store.cache(name, key, rows)
+                source.store.cache(name, key, rows)
         return np.array(rows), {} if recall is None else {"recall": 1.0, **report}
 
     def scores(
-        self, run: Run, *, dense: bool, ends: Array | None = None, shown: Mapping[str, Any] | None = None
+        self,
+        run: Run,
+        *,
+        dense: bool,
+        ends: NDArray[np.float64] | None = None,
+        shown: Mapping[str, Any] | None = None,
     ) -> Scores:
         """Return the scores. They read from the store, also after it is closed.
 
@@ -488,71 +391,11 @@ class ScoreResult:
             ends: The most helpful and most harmful rows of every target, if known.
             shown: JSON values to show with the scores.
         """
-        source = score_source(self._store, list(self._train.values()), self._name, self._method, run.settings)
-        table = self._store.open_table(self._path) if dense else None
-        return _scores(run.workspace, run.settings, source, run, table=table, ends=ends, shown=shown)
+        source, store = self.source, self.source.store
+        alone = score_source(store, source.train, source.name, source.method, run.settings)
+        table = store.open_table(self._path) if dense else None
+        return _scores(run.workspace, run.settings, alone, run, table=table, ends=ends, shown=shown)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""
         return Manifest(self._spec.fingerprint).digest()
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredRows:
-    """The stored rows that the scores of one target set are computed from."""
-
-    store: AbstractFeatureStore
-    """Holds the gram matrices."""
-    train: Mapping[str, AbstractRowTable]
-    """Feature tables of the train rows by the digest of the checkpoint's weights."""
-    name: str
-    """Name of the target set."""
-    method: AbstractMethod
-    """The method of the scores."""
-    layout: FeatureLayout
-    """Segments of a feature row, as the method uses them."""
-    device: torch.device
-    """Device of the products."""
-
-    def require_kernel(self) -> KernelSettings:
-        """Return the method's kernel settings.
-
-        Raises:
-            InvalidInputError: If the method has no kernel.
-        """
-        kernel = self.method.kernel
-        if kernel is None:
-            raise InvalidInputError(
-                f"Scores of {self.method.name} have no kernel to calibrate. Verify them with calibrate=False, or "
-                "calibrate those of GaussNewton, Fisher or TRAK."
-            )
-        return kernel
-
-    def mean_out_to_loss(self) -> Array:
-        """Return the mean q of every train row over checkpoints, ``(N,)``."""
-        columns = [table.read(OUT_TO_LOSS) for table in self.train.values()]
-        mean: Array = np.mean(columns, axis=0, dtype=np.float64)
-        return mean
-
-    def has_targets(self) -> bool:
-        """Return whether plain (not preconditioned) target features are stored; EKFAC scores do not need them."""
-        known = self.store.table_names(plain_target_folder(self.name))
-        return all(
-            target_path(self.name, table.spec.fingerprint["model_id"]) in known
-            for table in self.train.values()
-        )
-
-    def targets(self, table: AbstractRowTable) -> Tensor:
-        """Return the target features of a checkpoint, ``(M, K)`` float64."""
-        rows = self.store.open_table(target_path(self.name, table.spec.fingerprint["model_id"])).read(
-            FEATURES
-        )
-        return torch.from_numpy(rows).to(self.device, torch.float64)
-
-    def preconditioned(self, table: AbstractRowTable, damping: float | None) -> Tensor:
-        """Return the targets of a checkpoint multiplied by (H + lambda I)^-1, ``(M, K)`` float64."""
-        kernel = replace(self.require_kernel(), damping=damping, lambda_reg=None)
-        path, fisher = table_path(table), fisher_of(self.method)
-        kernels = kernels_of(self.store, path, kernel, self.layout, device=self.device, fisher=fisher)
-        return precondition(self.targets(table), kernels, layout=self.layout).double()

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from trak_lite._devices import copied_ahead, wide_dtype
 from trak_lite.linalg.products import score_block
-from trak_lite.linalg.spread import Spread
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
 from trak_lite.store import AbstractRowTable
 
-__all__ = ["ScoreTerm", "WhereQ", "error_tile", "group_tile", "score_rows", "score_tile", "tile_ranges"]
+__all__ = ["ScoreTerm", "WhereQ", "group_tile", "score_rows", "score_tile", "tile_ranges"]
 
 WhereQ = Literal["outside", "inside", "off"]
 
@@ -38,7 +37,8 @@ class ScoreTerm:
     train: AbstractRowTable
     """Features of the train rows, complete."""
     targets: Tensor
-    """``(M, K)`` float32, multiplied by (H + lambda I)^-1 and by the checkpoint's weight."""
+    """``(M, K)`` float32, multiplied by (H + lambda I)^-1 and by the checkpoint's weight. The products are computed on
+    their device."""
     transform: Callable[[Tensor], Tensor] | None = None
     """Applied to blocks of train rows, ``(b, K) -> (b, K)``; ``None`` applies nothing."""
 
@@ -68,44 +68,32 @@ def score_rows(
     terms: Sequence[ScoreTerm],
     *,
     q: WhereQ = "outside",
-    device: torch.device,
     label: str,
     column: str = SCORES,
     progress: bool | None = None,
     ranks: Ranks | None = None,
-) -> int:
+) -> None:
     r"""Fill the pending rows of a score table. Processes that run this at the same time share the rows.
-
-    See :func:`score_tile`.
 
     Args:
         scores: Table with a spec of :func:`score_table_spec`.
         terms: One for each of the C checkpoints.
-        q: Where the train rows' q is applied.
-        device: Device of the products and of the terms' targets.
+        q: Where the train rows' q is applied, as in :func:`score_tile`.
         label: Label of the progress bar.
         column: The column of the table.
         progress: Show the bar; ``None`` shows it on a terminal only.
         ranks: See :class:`~trak_lite.parallel.sharing.SharedRows`.
-
-    Returns:
-        Number of rows that this process wrote.
     """
     with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, ranks=ranks) as work:
         for batches in work.rounds():  # all rows of a round are put before the next
-            tiles = ((rows, score_tile(terms, _covering(rows), q=q, device=device)) for rows in batches)
+            tiles = (
+                (rows, score_tile(terms, range(int(rows[0]), int(rows[-1]) + 1), q=q)) for rows in batches
+            )
             for rows, tile in copied_ahead(tiles):
                 work.put(rows, {column: tile[rows - rows[0]]})
-    return work.written
 
 
-def _covering(rows: NDArray[np.int64]) -> range:
-    return range(int(rows[0]), int(rows[-1]) + 1)
-
-
-def score_tile(
-    terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], *, q: WhereQ, device: torch.device
-) -> Tensor:
+def score_tile(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], *, q: WhereQ) -> Tensor:
     r"""Return the scores of some train rows.
 
     Row i is :math:`\sum_c \phi_{c,i} t_c^\top` with the terms' targets t. For ``q="outside"`` the sum is multiplied by
@@ -115,15 +103,12 @@ def score_tile(
         terms: One for each of the C checkpoints.
         rows: Train rows: a range, which is read through a memory map without a copy, or any row numbers.
         q: Where the train rows' q is applied.
-        device: Device of the products.
 
     Returns:
         ``(rows, M)`` float32.
     """
-    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
-    for term in terms:
-        _add_products(tile, term, rows, q, device)
-    return tile if q != "outside" else tile.mul_(_mean_q(terms, rows, device).to(tile)[:, None])
+    tile = _summed(terms, rows, q)
+    return tile if q != "outside" else tile.mul_(_mean_q(terms, rows).to(tile)[:, None])
 
 
 def group_tile(
@@ -133,7 +118,6 @@ def group_tile(
     rows: range | NDArray[np.int64],
     *,
     q: WhereQ,
-    device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the products and the q factor of a group of checkpoints alone, multiplied by the number of groups.
 
@@ -145,69 +129,52 @@ def group_tile(
         num_groups: G.
         rows: Train rows.
         q: Where the train rows' q is applied.
-        device: Device of the products.
 
     Returns:
         The products ``(rows, M)`` float32 times G, and the group's share of the mean q ``(rows,)`` float64 times G, or
         ``None`` if ``q`` is not ``"outside"``.
     """
-    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
     members = [terms[place] for place in group]
-    for term in members:
-        _add_products(tile, term, rows, q, device)
-    tile *= num_groups
+    tile = _summed(members, rows, q).mul_(num_groups)
     if q != "outside":
         return tile, None
-    return tile, _mean_q(members, rows, device) * (len(members) * num_groups / len(terms))
+    return tile, _mean_q(members, rows) * (len(members) * num_groups / len(terms))
 
 
-def error_tile(
-    terms: Sequence[ScoreTerm],
-    groups: Sequence[Sequence[int]],
-    rows: range | NDArray[np.int64],
-    *,
-    q: WhereQ,
-    device: torch.device,
-) -> Tensor:
-    """Return the standard errors of the scores of some train rows over groups of checkpoints, ``(rows, M)`` float64."""
-    spread = Spread()
-    for group in groups:
-        spread.add(*group_tile(terms, group, len(groups), rows, q=q, device=device))
-    return spread.standard_error()
+def _summed(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], q: WhereQ) -> Tensor:
+    """Return the sum of the terms' products for some rows, ``(rows, M)``. Applies q only if it is ``"inside"``."""
+    device = terms[0].targets.device
+    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
+    for term in terms:
+        weights = _out_to_loss(term, rows) if q == "inside" else None
+        for start, block in _pieces(term.train, FEATURES, rows):
+            part = slice(start, start + len(block))
+            features = as_tensor(block, device)
+            if term.transform is not None:
+                features = term.transform(features)
+            score_block(
+                features,
+                term.targets,
+                out=tile[part],
+                accumulate=True,
+                row_weights=None if weights is None else weights[part],
+            )
+    return tile
 
 
-def _add_products(
-    tile: Tensor, term: ScoreTerm, rows: range | NDArray[np.int64], q: WhereQ, device: torch.device
-) -> None:
-    """Add a checkpoint's products to the scores of some rows in place. Applies q only if it is ``"inside"``."""
-    weights = _column(term.train, OUT_TO_LOSS, rows, device) if q == "inside" else None
-    for start, block in _pieces(term.train, FEATURES, rows):
-        part = slice(start, start + len(block))
-        features = as_tensor(block, device)
-        if term.transform is not None:
-            features = term.transform(features)
-        score_block(
-            features,
-            term.targets,
-            out=tile[part],
-            accumulate=True,
-            row_weights=None if weights is None else weights[part],
-        )
-
-
-def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], device: torch.device) -> Tensor:
+def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
     """Return the mean of q over the terms' checkpoints, ``(rows,)``, summed in float64."""
+    device = terms[0].targets.device
     total = torch.zeros(len(rows), dtype=wide_dtype(device), device=device)
     for term in terms:
-        total += _column(term.train, OUT_TO_LOSS, rows, device)
+        total += _out_to_loss(term, rows)
     return total / len(terms)
 
 
-def _column(
-    table: AbstractRowTable, name: str, rows: range | NDArray[np.int64], device: torch.device
-) -> Tensor:
-    """Return a column of some rows, ``(rows,)``."""
-    return torch.cat([as_tensor(np.array(part), device) for _, part in _pieces(table, name, rows)])
+def _out_to_loss(term: ScoreTerm, rows: range | NDArray[np.int64]) -> Tensor:
+    """Return q of some rows, ``(rows,)``."""
+    parts = _pieces(term.train, OUT_TO_LOSS, rows)
+    return torch.cat([as_tensor(np.array(part), term.targets.device) for _, part in parts])
 
 
 def _pieces(

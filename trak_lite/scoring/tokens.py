@@ -41,7 +41,7 @@ from trak_lite.modelout_functions._sampling import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.models.sharded import is_sharded
 from trak_lite.run.settings import AttributorSettings
-from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.scores import Scores, checked_rows
 from trak_lite.types import Batch
 
 __all__ = ["split_scores", "token_scores"]
@@ -100,7 +100,7 @@ def split_scores(
     shift = _shift_of_linear_rows(settings, scores)
     chosen = range(scores.shape[1]) if targets is None else targets
     wanted = [target_number(target, scores.shape[1], scores.name) for target in chosen]
-    numbers = _row_numbers(rows, len(scores))
+    numbers = np.unique(checked_rows(scores, rows))
     factors = scores.source.row_factors(numbers)
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
@@ -297,11 +297,3 @@ def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
             "normalize='none'."
         )
     return task.shift
-
-
-def _row_numbers(rows: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Return the distinct row numbers as int64; raise if one does not exist."""
-    numbers = np.unique(np.asarray(rows))
-    if numbers.dtype.kind not in "iu" or not numbers.size or numbers[0] < 0 or numbers[-1] >= count:
-        raise InvalidInputError(f"rows must be whole numbers from 0 to {count - 1}, got {list(rows)!r:.80}.")
-    return numbers.astype(np.int64)

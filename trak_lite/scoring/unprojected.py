@@ -25,7 +25,7 @@ from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.linalg.topk import TopK, TopRows
+from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import (
     CG,
     EKFAC,
@@ -39,8 +39,9 @@ from trak_lite.methods import (
 )
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix, top_and_bottom_of
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import UnstoredRows, transforms_rows
 from trak_lite.store import AbstractRowTable, Manifest
@@ -156,10 +157,10 @@ def refined_scores(
 
     Args:
         run: The model, settings and store.
-        session: The open session.
-        tables: Tables of the train rows by the digest of the checkpoint's weights.
+        session: Open, on the same store.
+        tables: Of the train rows, by the digest of the checkpoint's weights.
         targets: The targets.
-        name: Name of the target set.
+        name: Of the target set.
         refine: The settings.
         ends: ``(2, 2, M, c)``, the result of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
 
@@ -225,12 +226,8 @@ def _unstored(
 
 def _ends(scores: NDArray[np.float32], k: int) -> list[TopRows]:
     """Return the k highest and the k lowest scores of every target, rows ascending."""
-    ends = []
-    for sign in ("helpful", "harmful"):
-        best = TopK(scores.shape[1], k, sign=sign)
-        best.update(0, torch.from_numpy(scores))
-        ends.append(best.result()[0].numpy())
-    known = [np.unique(rows) for rows in np.concatenate(ends, 1)]
+    ends = top_and_bottom_of([(0, torch.from_numpy(scores))], scores.shape[1], k, Ranks())[:, 0]
+    known = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
     return [TopRows(rows, scores[rows, target]) for target, rows in enumerate(known)]
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from trak_lite._validate import one_of, some_of
 from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.report._template import environment, fragment
 from trak_lite.report.content import Content, Renders, cut, rendered
+from trak_lite.report.page import environment, fragment
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
 from trak_lite.serve.sets import Sets, scatter_of, strongest

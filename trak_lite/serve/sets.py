@@ -20,7 +20,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMatrixMethod
-from trak_lite.report._template import visible
+from trak_lite.report.page import visible
 from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
 from trak_lite.scoring.scores import Scores
 

@@ -1,4 +1,4 @@
-"""Fisher: the curvature of the training loss, from labels that the model draws."""
+"""Methods that multiply targets by the inverse of a matrix in feature space."""
 
 from __future__ import annotations
 
@@ -6,12 +6,36 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from trak_lite._validate import positive_int
+from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractKernelMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Fisher"]
+__all__ = ["TRAK", "Fisher", "GaussNewton"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussNewton(AbstractKernelMethod):
+    r"""Influence with the Gauss-Newton matrix :math:`H = \sum_i w_i \phi_i \phi_i^\top` of the training loss.
+
+    w is the second derivative of a row's loss with respect to f. The method needs only the stored rows.
+    Source: TRAK (arXiv:2303.14186), the derivation in section 3.2, without dropping the weights.
+    """
+
+    layout: Literal["stored", "joint"] = "stored"  # type: ignore[misc]  # a constant of the other methods
+    """``"stored"`` uses one matrix per segment of the stored rows. ``"joint"`` uses one matrix for the whole row, with
+    the square of its width as size."""
+
+    weighting: ClassVar[Literal["curvature"]] = "curvature"
+
+    def check(self, task: AbstractModelOutput) -> None:
+        """Raise if the loss is linear in f."""
+        if not task.has_curvature:
+            raise InvalidInputError(
+                f"GaussNewton needs a loss that is curved in f, but the loss of {type(task).__name__} is linear in it: "
+                "every weight would be zero. Use method='Fisher' or 'TRAK'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +81,19 @@ class Fisher(AbstractKernelMethod):
     def fit_json(self) -> dict[str, Any]:
         """Return the fields that the fit depends on, as JSON values."""
         return {name: getattr(self, name) for name in ("samples_per_feature", "max_draws", "seed")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TRAK(AbstractKernelMethod):
+    r"""TRAK: the unweighted, undamped gram matrix :math:`\Phi^\top \Phi` of the train rows, with q outside the mean.
+
+    Without damping it needs more train rows than features. ``damping=None`` uses the default damping.
+    Source: TRAK (arXiv:2303.14186), section 3.
+    """
+
+    damping: float | None = 0.0
+    layout: Literal["stored", "joint"] = "joint"  # type: ignore[misc]  # a constant of the other methods
+    """``"joint"`` uses one matrix for the whole row, with the square of its width as size, as published. ``"stored"``
+    uses one matrix per segment of the stored rows."""
+
+    weighting: ClassVar[Literal["none"]] = "none"

@@ -1,4 +1,4 @@
-"""LESS: cosines of Adam updates and gradients, weighted by learning rates."""
+"""Methods without a kernel: products and cosines of gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,64 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.products import unit_segments
-from trak_lite.methods.base import AbstractLearningRateMethod
+from trak_lite.methods.base import AbstractLearningRateMethod, AbstractMethod
 from trak_lite.types import FeatureLayout
 
-__all__ = ["LESS"]
+__all__ = ["LESS", "GradCos", "GradDot", "TracIn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradDot(AbstractMethod):
+    """The inner product of the gradients of train row and target, without a kernel, averaged over checkpoints.
+
+    Source: Charpiat et al. (arXiv:2102.13620), section 3.
+    """
+
+    kernel = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradCos(AbstractMethod):
+    """The cosine of the gradients of train row and target, summed over segments and averaged over checkpoints.
+
+    A zero segment contributes 0.
+    Source: Charpiat et al. (arXiv:2102.13620), section 3.
+    """
+
+    q: Literal["inside", "outside", "off"] = "off"
+    layout: Literal["stored", "joint"] = "stored"  # type: ignore[misc]  # a constant of the other methods
+    """``"stored"`` sums the cosines over the segments of the stored rows. ``"joint"`` uses the cosine of whole rows."""
+
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        one_of(("stored", "joint"), layout=self.layout)
+
+    kernel = None
+
+    def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
+        """Return the rows with every segment scaled to norm 1."""
+        return unit_segments(rows, layout=layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracIn(AbstractLearningRateMethod):
+    """TracInCP: products of the loss gradient of a train row and the gradient of a target, summed over checkpoints.
+
+    Source: Pruthi et al. (arXiv:2002.08484), section 3.
+
+    Example:
+        >>> TracIn(learning_rates=[0.1, 0.01]).weights(2)
+        (0.1, 0.01)
+    """
+
+    q: Literal["inside"] = field(init=False, default="inside")
+    """``"inside"``, because TracIn uses loss gradients of train rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

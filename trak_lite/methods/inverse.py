@@ -1,4 +1,4 @@
-"""EKFAC: influence functions with a Kronecker-factored curvature of the whole network."""
+"""Methods that multiply the gradients of targets by an inverse curvature of the whole network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trak_lite.methods.base import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._sampling import LossModelOutput
 
-__all__ = ["EKFAC", "AbstractInverseMethod"]
+__all__ = ["CG", "EKFAC", "AbstractInverseMethod", "LiSSA"]
 
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
 
@@ -143,3 +143,108 @@ class EKFAC(AbstractInverseMethod):
     def target_json(self) -> dict[str, Any]:
         """Return the fields that the features of targets depend on, as JSON values."""
         return {"damping": self.damping, **self.fit_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CG(AbstractInverseMethod):
+    r"""Influence functions with the Gauss-Newton matrix of the training loss, without approximating its structure.
+
+    Solves :math:`(H + \Lambda) x = g` for the gradient g of every target by conjugate gradients. H is
+    :math:`\sum_i J_i^\top \nabla^2_{out} L_i J_i` over the train rows i, with the Jacobian J of all model outputs and
+    the Hessian of the loss in these outputs. Its products with vectors are exact and need no matrix: one forward-mode
+    and one reverse-mode pass over the train rows per iteration and target. The inverse of :class:`EKFAC`, which is
+    fitted first, is the preconditioner. The iterations and the residual of every target are in
+    ``scores.convergence`` (of ``stream_scores`` and ``refine``) and in the log; a warning names what did not converge.
+
+    :math:`\Lambda` is diagonal, with one number per layer as in EKFAC, unless ``absolute`` is set.
+    Source: Martens (arXiv:1412.1193), section 8, for the products and the preconditioned solver.
+    """
+
+    damping: float = 1.0
+    """Lambda, above 0. In units of the mean eigenvalue of a layer's curvature, as in :class:`EKFAC`; with ``absolute``,
+    in units of the summed training loss."""
+    absolute: bool = False
+    """Whether the damping is the same number for all layers. If training minimised the mean loss with weight decay c
+    (:math:`c \\lVert\\theta\\rVert^2 / 2`), it is N c."""
+    max_iterations: int = 50
+    """Largest number of iterations per target."""
+    tolerance: float = 1e-2
+    """The iteration of a target ends when the norm of its residual is at most this share of the norm of g."""
+    max_rows: int | None = None
+    """Number of evenly spaced train rows that H is computed from, scaled to all; ``None`` uses all."""
+    draws: int | None = None
+    """``None`` computes the products exactly. A number D estimates H by the gradients for D labels per row that are
+    drawn from the model: an iteration is then D passes of per-sample gradients for all targets together, whatever their
+    number. Use it for language models, where exact products take minutes per target."""
+    seed: int = 0
+    """Seed of all drawn labels."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        object.__setattr__(self, "damping", _above_zero(damping=self.damping))
+        object.__setattr__(self, "tolerance", _above_zero(tolerance=self.tolerance))
+        positive_int(max_iterations=self.max_iterations)
+        if self.max_rows is not None:
+            positive_int(max_rows=self.max_rows)
+        if self.draws is not None:
+            positive_int(draws=self.draws)
+
+    @property
+    def ekfac(self) -> EKFAC:
+        """The EK-FAC of the preconditioner."""
+        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiSSA(AbstractInverseMethod):
+    r"""Influence functions with the Gauss-Newton matrix of the training loss, by a stochastic Neumann series.
+
+    Iterates :math:`x \leftarrow x + (g - (H_t + \Lambda) x) / s` with H and :math:`\Lambda` as in :class:`CG`, where
+    :math:`H_t` is an unbiased estimate of H from ``rows`` train rows drawn in step t, and averages over ``repeats``.
+    :class:`CG` needs fewer passes over the train rows where its products are affordable.
+    Source: Agarwal et al. (arXiv:1602.03943), section 3; Koh and Liang (arXiv:1703.04730), section 3, for influence.
+    """
+
+    damping: float = 1.0
+    """Lambda, above 0; as in :class:`CG`."""
+    absolute: bool = False
+    """As in :class:`CG`."""
+    depth: int = 200
+    """Number of steps."""
+    rows: int = 64
+    """Train rows drawn per step, without replacement; all rows if there are fewer."""
+    repeats: int = 1
+    """Number of independent runs that are averaged."""
+    scale: float | None = None
+    """s, above half of the largest eigenvalue of H + Lambda, or the series diverges. ``None`` uses 1.5 times an
+    estimate of the largest eigenvalue by 10 power iterations over all train rows."""
+    draws: int | None = None
+    """As in :class:`CG`."""
+    seed: int = 0
+    """Seed of the drawn rows and of all drawn labels."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        object.__setattr__(self, "damping", _above_zero(damping=self.damping))
+        for name in ("depth", "rows", "repeats"):
+            positive_int(**{name: getattr(self, name)})
+        if self.draws is not None:
+            positive_int(draws=self.draws)
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _above_zero(scale=self.scale))
+
+    @property
+    def ekfac(self) -> EKFAC:
+        """The EK-FAC whose mean eigenvalues are the units of the damping."""
+        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
+
+
+def _above_zero(**named: object) -> float:
+    """Return the number; raise if it is not finite and above 0."""
+    (name, value), *_ = named.items()
+    number = real_at_least(0.0, **{name: value})
+    if number == 0.0:
+        raise InvalidInputError(f"{name} must be above 0, got {value!r}.")
+    return number

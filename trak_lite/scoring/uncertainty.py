@@ -1,0 +1,143 @@
+"""Standard errors of scores, and agreement on rankings, over checkpoints or over independent runs.
+
+Shapes: N train rows, M targets, C checkpoints, G groups of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import copied_ahead
+from trak_lite.data.batches import rows_in_batches
+from trak_lite.data.datasets import every_nth, spread_rows
+from trak_lite.errors import InvalidInputError
+from trak_lite.linalg.spread import Spread, agreement, expected_agreement
+from trak_lite.run.tables import score_table_spec
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.tiles import ScoreTerm, group_tile, tile_ranges
+
+__all__ = ["Reliability", "Repeats"]
+
+_PAIR_ROWS = 1024
+_RANKED_VALUES = 1 << 24  # scores that are ranked at a time
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Reliability:
+    """Agreement between checkpoints (or runs), for each target."""
+
+    agreement: NDArray[np.float64]
+    """``(M,)`` Spearman correlation over train rows between the scores of two checkpoints (runs), mean over pairs."""
+    expected: NDArray[np.float64]
+    """``(M,)`` expected correlation with the mean over as many other checkpoints or runs (Spearman-Brown)."""
+    reliable: NDArray[np.bool_]
+    """``(M,)`` whether ``expected`` reaches the threshold."""
+
+
+@final
+class Repeats:
+    """Checkpoints, or runs of several checkpoints, as repeated measurements of the same scores."""
+
+    def __init__(self, source: ScoreSource, runs: Sequence[Hashable] | None) -> None:
+        """Group the checkpoints by their labels; ``None`` makes each a group.
+
+        Raises:
+            InvalidInputError: If there is not one label per checkpoint, there is only one group, or checkpoint weights
+                have both signs and ``runs`` is ``None``.
+        """
+        if runs is None and min(source.weights) < 0 < max(source.weights):
+            raise InvalidInputError(
+                f"checkpoint_weights {source.weights} have both signs, so the checkpoints are not repeats of one "
+                "measurement. Group them: runs=[...], one label per checkpoint."
+            )
+        labels = list(range(len(source.train))) if runs is None else list(runs)
+        if len(labels) != len(source.train):
+            raise InvalidInputError(
+                f"runs has {len(labels)} labels, but {len(source.train)} checkpoints were scored. Give one label per "
+                "checkpoint, in their order."
+            )
+        groups: dict[Hashable, list[int]] = {}
+        for place, label in enumerate(labels):
+            groups.setdefault(label, []).append(place)
+        if len(groups) < 2:
+            raise InvalidInputError(
+                f"Uncertainty needs at least 2 {'checkpoints' if runs is None else 'runs'}, got {len(groups)}. "
+                "Featurize more checkpoints: those of one run cost no training."
+            )
+        self._source = source
+        self._groups = list(groups.values())
+
+    def standard_error(
+        self, rows: NDArray[np.int64] | None, targets: slice = slice(None)
+    ) -> NDArray[np.float32]:
+        """Return the standard errors of the scores of some or all (``None``) train rows, ``(rows, targets)``."""
+        terms = self._source.terms(targets)
+        num_rows, num_targets = self._source.num_rows, len(terms[0].targets)
+        plan: Iterable[range] | Iterable[NDArray[np.int64]]
+        if rows is None:
+            plan = tile_ranges(num_rows, score_table_spec(num_rows, num_targets, {}).chunk_rows)
+        else:
+            plan = rows_in_batches(rows, _PAIR_ROWS)
+        out = np.empty((num_rows if rows is None else len(rows), num_targets), np.float32)
+        done = 0
+        for count, tile in copied_ahead((len(part), self._errors(terms, part)) for part in plan):
+            out[done : done + count] = tile
+            done += count
+        return out
+
+    def pair_errors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the standard errors of the scores of rows ``rows[j]`` for target j, ``(M, k)``."""
+        terms = self._source.terms()
+        out = np.empty(rows.shape, np.float32)
+        for part in rows_in_batches(np.unique(rows), _PAIR_ROWS):
+            tile = self._errors(terms, part).cpu().numpy()
+            here = (rows >= part[0]) & (rows <= part[-1])
+            target, _ = np.nonzero(here)
+            out[here] = tile[np.searchsorted(part, rows[here]), target]
+        return out
+
+    def reliability(self, *, threshold: float, max_rows: int) -> Reliability:
+        """Return the agreement on ``max_rows`` evenly spaced train rows."""
+        rows = spread_rows(self._source.num_rows, max_rows)
+        width = max(1, _RANKED_VALUES // (len(rows) * len(self._groups)))
+        starts = range(0, self._source.num_targets, width)
+        found = torch.cat([agreement(self._scores(rows, slice(start, start + width))) for start in starts])
+        expected = expected_agreement(found, len(self._groups)).cpu().numpy()
+        return Reliability(found.cpu().numpy(), expected, expected >= threshold)
+
+    def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
+        """Return the Spearman correlations of every two rankings, ``(G, G)``, averaged over targets.
+
+        Rows that are ranked, and targets, are evenly spaced.
+        """
+        rows = spread_rows(self._source.num_rows, max_rows)
+        own = self._scores(rows, every_nth(self._source.num_targets, max_targets))
+        found = np.eye(len(own))
+        for a, b in combinations(range(len(own)), 2):
+            found[a, b] = found[b, a] = float(agreement([own[a], own[b]]).mean())
+        return found
+
+    def _errors(self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
+        """Return the standard errors of the scores of some train rows, ``(rows, M)`` float64."""
+        spread = Spread()
+        for group in self._groups:
+            spread.add(*group_tile(terms, group, len(self._groups), rows, q=self._source.method.q))
+        return spread.standard_error()
+
+    def _scores(self, rows: NDArray[np.int64], targets: slice) -> list[Tensor]:
+        """Return the scores of every group alone, ``(rows, M)``."""
+        terms, q = self._source.terms(targets), self._source.method.q
+        tiles = (group_tile(terms, group, len(self._groups), rows, q=q) for group in self._groups)
+        return [
+            products if factors is None else products * factors.to(products)[:, None]
+            for products, factors in tiles
+        ]
