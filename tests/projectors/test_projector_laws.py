@@ -381,10 +381,10 @@ def test_entries_are_chosen_once_per_model_whatever_tiles_and_bound_they_are_sea
     assert drawn[0] == 0 < drawn[1]
 
     for tile in (1, 7):
-        monkeypatch.setattr("trak_lite.projectors.mask.plan._TILE", 100 * tile)
+        monkeypatch.setattr("trak_lite.projectors.mask._TILE", 100 * tile)
         assert torch.equal(ALL[name](500, 0).project(grads, 0), expected)
     too_few = SimpleNamespace(isqrt=lambda n: -(n + 8) // 8, sqrt=math.sqrt)  # 500 - 8 * 64 + 16 = 4 at first
-    monkeypatch.setattr("trak_lite.projectors.mask.plan.math", too_few)
+    monkeypatch.setattr("trak_lite.projectors.mask.math", too_few)
     assert torch.equal(ALL[name](500, 0).project(grads, 0), expected)
 
 
@@ -459,7 +459,7 @@ def test_factors_are_taken_in_pieces_of_some_samples(name, piece_bytes, monkeypa
     shape, projector = (6, 9), ALL[name](9, 0)
     block = factors(shape, 6, 4)
     expected = accumulated(projector, [formed(block, shape)], parameters={"w": shape})
-    monkeypatch.setattr("trak_lite.projectors._factored._PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("trak_lite.projectors._blocks._PIECE_BYTES", piece_bytes)
     for given in (block, formed(block, shape)):
         assert_close(accumulated(projector, [given], parameters={"w": shape}), expected, 1e-11)
 

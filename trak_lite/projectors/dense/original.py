@@ -8,10 +8,9 @@ model 0 is block 0 of model 1); these classes do not.
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
@@ -28,15 +27,7 @@ from trak_lite.projectors._base import (
     named_gradients,
     project_named,
 )
-from trak_lite.projectors.dense.fast_jl import fast_jl_map
-from trak_lite.projectors.dense.projectors import (
-    DEFAULT_MEMORY_BUDGET,
-    AbstractDenseProjector,
-    AbstractMatrixMap,
-    DenseMap,
-    integer_seed,
-    projection_type,
-)
+from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET, AbstractDenseProjector
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 
 __all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
@@ -44,8 +35,6 @@ __all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector"
 
 class _UnscaledProjector(AbstractDenseProjector):
     """Dense projection with entries of variance 1; subclasses add arguments of the original."""
-
-    _make: Callable[..., AbstractMatrixMap] = DenseMap
 
     def __init__(
         self,
@@ -76,16 +65,9 @@ class _UnscaledProjector(AbstractDenseProjector):
         Raises:
             InvalidInputError: If an argument is out of range.
         """
-        matrix_map = self._make(
-            positive_int(proj_dim=proj_dim),
-            projection_type(proj_type),
-            seed=integer_seed(seed),
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            scaled=False,
+        super().__init__(
+            grad_dim, proj_dim, seed, proj_type, device, dtype, scaled=False, memory_budget=memory_budget
         )
-        super().__init__(grad_dim, matrix_map, proj_type)
         self.model_id = model_id
 
 
@@ -153,7 +135,7 @@ class CudaProjector(_UnscaledProjector):
         """
         self.max_batch_size = positive_int(max_batch_size=max_batch_size)
         if use_fast_jl:
-            self._make = functools.partial(fast_jl_map, most_rows=max_batch_size)
+            self._fast_jl_rows = max_batch_size
         super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, **kwargs)
 
 
