@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.kernel import SegmentKernel
+from trak_lite.linalg.kernel import SegmentKernel, check_rows, check_widths
 from trak_lite.types import FeatureLayout
 
 __all__ = ["score_block", "self_scores", "unit_segments"]
@@ -36,7 +36,6 @@ def score_block(
     preconditioned: Tensor,
     *,
     out: Tensor | None = None,
-    accumulate: bool = False,
     row_weights: Tensor | None = None,
 ) -> Tensor:
     """Return ``train @ preconditioned.T``: the score of every train row for every target.
@@ -45,15 +44,14 @@ def score_block(
         train: ``(b, K)`` train features of any floating dtype.
         preconditioned: ``(M, K)`` targets from :func:`~trak_lite.linalg.precondition`, on the same device.
             Cast them to float32 once to score in float32.
-        out: ``(b, M)`` float32 or float64 tensor that receives the scores.
-        accumulate: Add to ``out`` instead of overwriting it, for the sum over checkpoints.
+        out: ``(b, M)`` float32 or float64 tensor that the scores are added to, for the sum over checkpoints.
         row_weights: ``(b,)`` factors of the train rows (such as q of one checkpoint).
 
     Returns:
         ``(b, M)``: ``out`` if given, else a new tensor in the product's accumulation dtype.
 
     Raises:
-        InvalidInputError: If shapes, devices or dtypes do not fit, or ``accumulate`` is set without ``out``.
+        InvalidInputError: If shapes, devices or dtypes do not fit.
     """
     _check_pair(train, preconditioned)
     if row_weights is not None and row_weights.shape != train.shape[:1]:
@@ -64,10 +62,16 @@ def score_block(
     dtype = torch.promote_types(torch.promote_types(train.dtype, preconditioned.dtype), torch.float32)
     shape = (train.shape[0], preconditioned.shape[0])
     if out is None:
-        if accumulate:
-            raise InvalidInputError("accumulate=True needs the tensor to add to. Give out, of shape (b, M).")
-        out = torch.empty(shape, dtype=dtype, device=train.device)
-    _check_out(out, shape, train.device)
+        out = torch.zeros(shape, dtype=dtype, device=train.device)
+    elif (
+        tuple(out.shape) != shape
+        or out.dtype not in (torch.float32, torch.float64)
+        or out.device != train.device
+    ):
+        raise InvalidInputError(
+            f"out must be a float32 or float64 tensor {shape} on {train.device}, "
+            f"got {tuple(out.shape)} of {out.dtype} on {out.device}."
+        )
     columns = preconditioned.to(dtype).T
     with full_float32(train.device):
         for start, rows in _upcast_rows(train, dtype):
@@ -75,11 +79,9 @@ def score_block(
             if row_weights is not None:
                 rows = rows * row_weights[start : start + rows.shape[0], None].to(rows)
             if out.dtype == dtype:
-                tile.addmm_(rows, columns, beta=1.0 if accumulate else 0.0)
-            elif accumulate:
-                tile.add_(rows @ columns)
+                tile.addmm_(rows, columns)
             else:
-                tile.copy_(rows @ columns)
+                tile.add_(rows @ columns)
     return out
 
 
@@ -100,13 +102,8 @@ def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: Feat
     Raises:
         InvalidInputError: If rows or kernels do not fit the layout.
     """
-    widths = [kernel.width for kernel in kernels]
-    expected = [segment.width for segment in layout.segments]
-    if not widths or widths != expected or train.dim() != 2 or train.shape[1] != layout.width:
-        raise InvalidInputError(
-            f"Rows of shape {tuple(train.shape)} and kernels of widths {widths} do not fit a layout "
-            f"with segments of widths {expected}. Use the layout that the features were made with."
-        )
+    check_rows(train, layout)
+    check_widths([kernel.width for kernel in kernels], layout)
     like = kernels[0].factor
     scores = torch.zeros(train.shape[0], dtype=like.dtype, device=like.device)
     step = _tile_rows(train, like.dtype)
@@ -132,10 +129,7 @@ def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
     Raises:
         InvalidInputError: If the rows are not of the layout's width.
     """
-    if rows.dim() != 2 or rows.shape[1] != layout.width or not rows.is_floating_point():
-        raise InvalidInputError(
-            f"Rows must be a floating tensor (rows, {layout.width}), got shape {tuple(rows.shape)} of {rows.dtype}."
-        )
+    check_rows(rows, layout)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return torch.cat([_unit_rows(wide[:, s.start : s.stop]) for s in layout.segments], dim=1)
 
@@ -181,12 +175,4 @@ def _check_pair(train: Tensor, targets: Tensor) -> None:
     if train.device != targets.device:
         raise InvalidInputError(
             f"Train rows are on {train.device} and targets on {targets.device}. Move both to one device."
-        )
-
-
-def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    if tuple(out.shape) != shape or out.dtype not in (torch.float32, torch.float64) or out.device != device:
-        raise InvalidInputError(
-            f"out must be a float32 or float64 tensor {shape} on {device}, "
-            f"got {tuple(out.shape)} of {out.dtype} on {out.device}."
         )

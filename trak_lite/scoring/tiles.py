@@ -190,7 +190,6 @@ def _add_products(
             features,
             term.targets,
             out=tile[part],
-            accumulate=True,
             row_weights=None if weights is None else weights[part],
         )
 
