@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -11,14 +11,16 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.types import (
     DenseBlock,
     FactoredBlock,
+    FeatureLayout,
     GradientBlock,
     LookupBlock,
     ParameterShapes,
+    Segment,
     SummedBlock,
     num_entries,
 )
 
-__all__ = ["block_rows", "check_block", "check_grad_dim", "sample_pieces"]
+__all__ = ["block_rows", "by_module", "check_block", "check_grad_dim", "sample_pieces", "side_by_side"]
 
 _PIECE_BYTES = 64 << 20  # size of the temporaries of a block that exist at once
 
@@ -108,6 +110,23 @@ def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:
             f"The gradients have {entries} entries per sample, but the projector has grad_dim={grad_dim}. "
             "Pass grad_dim = the number of entries of all parameters in grad_wrt."
         )
+
+
+def by_module(parameters: ParameterShapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the parameters by the module that owns them, in model order; the root module has the name ``""``."""
+    groups: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in parameters.items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = tuple(shape)
+    return groups
+
+
+def side_by_side(widths: Iterable[tuple[str, int]]) -> FeatureLayout:
+    """Return the layout of segments with these names and widths."""
+    segments: list[Segment] = []
+    for name, width in widths:
+        start = segments[-1].stop if segments else 0
+        segments.append(Segment(name, start, start + width))
+    return FeatureLayout(tuple(segments))
 
 
 def sample_pieces(num_samples: int, bytes_per_sample: int) -> Iterator[slice]:

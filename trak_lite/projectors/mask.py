@@ -29,7 +29,7 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows, check_block, sample_pieces
+from trak_lite.projectors._blocks import block_rows, by_module, check_block, sample_pieces, side_by_side
 from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import (
@@ -40,7 +40,7 @@ from trak_lite.projectors.random.hash import (
     parameter_key,
     wrap32,
 )
-from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes, Segment, num_entries
+from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes, num_entries
 
 __all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
 
@@ -101,13 +101,8 @@ class AbstractMaskProjector(AbstractProjector):
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment, or one per module; each has K columns, or its number of entries if that is smaller."""
-        segments: list[Segment] = []
-        start = 0
-        for name, shapes in self._segments(parameters).items():
-            stop = start + min(self.proj_dim, num_entries(shapes))
-            segments.append(Segment(name, start, stop))
-            start = stop
-        return FeatureLayout(tuple(segments))
+        sizes = {name: num_entries(shapes) for name, shapes in self._segments(parameters).items()}
+        return side_by_side((name, min(self.proj_dim, size)) for name, size in sizes.items())
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what determines the features, as JSON values."""
@@ -120,10 +115,7 @@ class AbstractMaskProjector(AbstractProjector):
 
     def _segments(self, parameters: ParameterShapes) -> dict[str, ParameterShapes]:
         """Return the parameters of every segment that has entries, by segment name."""
-        groups: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, shape in parameters.items():
-            segment = name.rpartition(".")[0] if self.layout_kind == "module" else "joint"
-            groups.setdefault(segment, {})[name] = tuple(shape)
+        groups = by_module(parameters) if self.layout_kind == "module" else {"joint": parameters}
         return {segment: shapes for segment, shapes in groups.items() if num_entries(shapes)}
 
     def _make_plan(self, model_id: int, parameters: ParameterShapes) -> _Plan:

@@ -19,17 +19,13 @@ from trak_lite.projectors.two_sided.projector import TwoSidedProjector
 __all__ = ["PROJECTORS", "projector_name", "select_projector"]
 
 
-def _identity(proj_dim: int, *, seed: int, device: str | torch.device | None) -> NoOpProjector:
-    return NoOpProjector(device=device)
-
-
 PROJECTORS: dict[str, Callable[..., AbstractProjector]] = {
     "countsketch": CountSketchProjector,
     "fast_jl": FastJLProjector,
     "gaussian": GaussianProjector,
     "grass": GraSSProjector,
     "mask": MaskProjector,
-    "none": _identity,
+    "none": lambda proj_dim, *, seed, device: NoOpProjector(device=device),
     "rademacher": RademacherProjector,
     "two_sided": TwoSidedProjector.of_width,
 }

@@ -222,12 +222,13 @@ class MatrixSketch(AbstractSketch):
         def spectrum(part: Block, inputs: Tensor, output_grads: Tensor) -> Tensor:
             x, g = self._signed(part, inputs, output_grads, dtype)
             spread = g.new_zeros(*g.shape[:2], size).index_copy_(2, part.shifts, g)
-            product: Tensor = torch.fft.rfft(spread) * torch.fft.rfft(x, n=size)
-            return product.sum(1)
+            product: Tensor = (torch.fft.rfft(spread) * torch.fft.rfft(x, n=size)).sum(1)
+            return product
 
         def features(*factors: Tensor) -> Tensor:
             total = functools.reduce(torch.add, (spectrum(part, *factors) for part in self._blocks))
-            return torch.fft.irfft(total, n=size)
+            made: Tensor = torch.fft.irfft(total, n=size)
+            return made
 
         num_samples = 8 * scratch_bytes(block.inputs.device) // (dtype.itemsize * size * positions)
         return in_pieces(features, block.inputs, block.output_grads, num_samples)

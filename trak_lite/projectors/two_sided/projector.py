@@ -22,7 +22,7 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows, check_block, sample_pieces
+from trak_lite.projectors._blocks import block_rows, check_block, sample_pieces, side_by_side
 from trak_lite.projectors._scratch import FeatureRows, empty_buffer, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
@@ -36,7 +36,6 @@ from trak_lite.types import (
     GradientBlock,
     LookupBlock,
     ParameterShapes,
-    Segment,
     SummedBlock,
 )
 
@@ -187,19 +186,13 @@ class TwoSidedProjector(AbstractProjector):
             InvalidInputError: If the principal axes were fitted for other matrices.
         """
         matrices, rest = self._divide(parameters)
-        segments = [Segment(matrix.name, matrix.start, matrix.stop) for matrix in matrices]
-        if rest:
-            start = segments[-1].stop if segments else 0
-            inner = self.rest.layout(rest).segments
-            segments += [
-                Segment(
-                    "rest" if len(inner) == 1 else f"rest.{segment.name}",
-                    start + segment.start,
-                    start + segment.stop,
-                )
-                for segment in inner
+        inner = self.rest.layout(rest).segments if rest else ()
+        whole = side_by_side(
+            [
+                *((matrix.name, matrix.stop - matrix.start) for matrix in matrices),
+                *(("rest" if len(inner) == 1 else f"rest.{part.name}", part.width) for part in inner),
             ]
-        whole = FeatureLayout(tuple(segments))
+        )
         return FeatureLayout.joint(whole.width) if self.layout_kind == "joint" and whole.width else whole
 
     def fingerprint(self) -> dict[str, Any]:
@@ -310,8 +303,8 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
         total = self._total.of(sum_dtype(inputs.dtype, output_grads.dtype), inputs.device)
         positions = inputs.shape[1]
         for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
-            x, in_scale = self._input_side(matrix, inputs[piece].to(total))
-            g, out_scale = self._output_side(matrix, output_grads[piece].to(total))
+            x, in_scale = self._side_product(matrix, Stream.TWO_SIDED_IN, inputs[piece].to(total))
+            g, out_scale = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
             _add(total, matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
 
     def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
@@ -320,19 +313,13 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
         total = self._total.of(sum_dtype(rows.dtype), rows.device)
         for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
             grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
-            x, in_scale = self._input_side(matrix, grads)
-            g, out_scale = self._output_side(matrix, x.transpose(1, 2))
+            x, in_scale = self._side_product(matrix, Stream.TWO_SIDED_IN, grads)
+            g, out_scale = self._side_product(matrix, Stream.TWO_SIDED_OUT, x.transpose(1, 2))
             _add(total, matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
 
-    def _input_side(self, matrix: _Matrix, values: Tensor) -> tuple[Tensor, float]:
-        return self._projector.side_product(
-            values, matrix.name, Stream.TWO_SIDED_IN, matrix.k_in, model_id=self._model_id
-        )
-
-    def _output_side(self, matrix: _Matrix, values: Tensor) -> tuple[Tensor, float]:
-        return self._projector.side_product(
-            values, matrix.name, Stream.TWO_SIDED_OUT, matrix.k_out, model_id=self._model_id
-        )
+    def _side_product(self, matrix: _Matrix, side: Stream, values: Tensor) -> tuple[Tensor, float]:
+        width = matrix.k_in if side == Stream.TWO_SIDED_IN else matrix.k_out
+        return self._projector.side_product(values, matrix.name, side, width, model_id=self._model_id)
 
 
 def _add(total: Tensor, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
