@@ -167,7 +167,7 @@ def counted(device: torch.device, *, triton: bool = True) -> Iterator[Counting]:
     with pytest.MonkeyPatch.context() as patch:
         kinds = frozenset({device.type}) if triton else frozenset()
         patch.setattr(f"{projectors}.sketch.base._KERNEL_DEVICES", kinds)
-        patch.setattr(f"{projectors}.dense.projectors._KERNEL_DEVICES", frozenset())
+        patch.setattr(f"{projectors}.dense.matrices._KERNEL_DEVICES", frozenset())
         if triton:
             from trak_lite.projectors.sketch import triton as sketches
 

@@ -106,7 +106,7 @@ def test_features_do_not_depend_on_the_memory_budget(make, dtype, budget):
 
 
 def test_gradients_of_another_dtype_are_cast_in_pieces(make, monkeypatch):
-    monkeypatch.setattr("trak_lite.projectors.dense.projectors._CAST_BYTES", 64)
+    monkeypatch.setattr("trak_lite.projectors.dense.matrices._CAST_BYTES", 64)
     grads = torch.full((4, 100), 60_000.0).half()  # two of them overflow float16
     assert_close(make(16).project(grads, 0), make(16).project(grads.double(), 0), 1e-5)
 
@@ -132,7 +132,7 @@ def test_a_memory_budget_too_small_for_one_row_is_refused_with_the_least_that_wo
 
 @pytest.mark.cuda
 def test_gradients_on_the_cpu_are_copied_to_the_projectors_gpu_in_pieces(monkeypatch):
-    monkeypatch.setattr("trak_lite.projectors.dense.projectors._COPY_BYTES", 1000)
+    monkeypatch.setattr("trak_lite.projectors.dense.matrices._COPY_BYTES", 1000)
     rows = random(4, 1000, dtype=torch.float32)
     features = RademacherProjector(64, device="cuda").project(rows, 0)
     assert features.is_cuda

@@ -83,11 +83,11 @@ def use(monkeypatch):
             )
         monkeypatch.setitem(sys.modules, "fast_jl", fake)
         monkeypatch.setattr(wrapper, "multiprocessors", lambda device: count)
-        wrapper.fast_jl_engine.cache_clear()
+        wrapper._tested.cache_clear()
 
-    wrapper.fast_jl_engine.cache_clear()
+    wrapper._tested.cache_clear()
     yield installed
-    wrapper.fast_jl_engine.cache_clear()
+    wrapper._tested.cache_clear()
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_an_extension_that_cannot_be_imported_is_replaced_and_other_errors_are_n
         FastJLProjector(16, proj_type="normal")
     assert "it cannot be imported (undefined symbol: _ZN3c10)" in caplog.text
     monkeypatch.setattr(sys, "meta_path", [Finder(MemoryError()), *before])
-    wrapper.fast_jl_engine.cache_clear()
+    wrapper._tested.cache_clear()
     with pytest.raises(MemoryError):
         FastJLProjector(16)
 

@@ -193,7 +193,7 @@ def added(projector: AbstractProjector, block: DenseBlock) -> None:
         (lambda: chunked(sizes=(15, 15)).project(gradients(), 0), r"do not divide into chunks of \[15, 15\]"),
         (lambda: chunked(sizes=(20, 1)).project(gradients(), 0), "do not divide into chunks"),
         (lambda: chunked().project(torch.zeros(2, 29), 0), "29 entries per sample, the chunks 30"),
-        (lambda: added(chunked(), DenseBlock("z", torch.zeros(2, 3))), "'z', which is in none of the chunks"),
+        (lambda: added(chunked(), DenseBlock("z", torch.zeros(2, 3))), "'z', which is not among the 2 parameters"),
         (lambda: ChunkedCudaProjector([], P, [], 8, "cpu", torch.float32), "at least one chunk"),
         (lambda: ChunkedCudaProjector([make("CudaProjector"), make("CudaProjector", proj_dim=13)], P, [P, P], 8, "cpu",
                                       torch.float32), "Expected one projector per chunk"),

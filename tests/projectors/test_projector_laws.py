@@ -126,6 +126,14 @@ def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([grad.double().reshape(len(grad), grad[0].numel()) for grad in grads.values()], 1)
 
 
+@pytest.fixture
+def threads():
+    """Sets the number of threads of torch."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 # ---- the kits
 
 
@@ -329,14 +337,28 @@ def test_models_in_turn_inference_mode_and_copies_change_nothing(name):
 
 
 @pytest.mark.parametrize("name", sorted(EXACT))
-def test_rows_have_the_same_bits_in_any_batch_and_in_any_order_of_blocks(name):
-    grads, projector = gradients(num_samples=9, dtype=torch.float32), ALL[name](16, 0)
-    whole, blocks = projector.project(grads, 0), dense_blocks(grads)
-    for rows in ([4], [8, 3, 4], list(reversed(range(9)))):
-        some = projector.project({key: grad[rows] for key, grad in grads.items()}, 0)
-        assert torch.equal(some, whole[rows])
-    for order in (blocks[::-1], blocks[3:] + blocks[:3]):
-        assert torch.equal(accumulate(projector, order, num_samples=9), whole)
+def test_bits_do_not_depend_on_batch_order_chunks_layout_and_threads(name, threads):
+    settings = {"num_samples": 27, "parameters": {**SHAPES, "tall": (150, 70), "vector": (3000,)}}
+    grads = random_gradients(settings["parameters"], 27, dtype=torch.float32)
+    projector, blocks = ALL[name](100, 4), dense_blocks(grads)
+    threads(1)
+    whole = projector.project(grads, 0)
+    transposed = {key: grad.movedim(0, -1).contiguous().movedim(-1, 0) for key, grad in grads.items()}
+    repeated = {key: grad[:1].expand_as(grad) for key, grad in grads.items()}
+    for count in (1, 3):
+        threads(count)
+        for rows in ([4], [26, 3, 4], list(range(9, 25)), list(reversed(range(27)))):
+            some = projector.project({key: grad[rows] for key, grad in grads.items()}, 0)
+            assert torch.equal(some, whole[rows])
+        assert torch.equal(projector.project(transposed, 0), whole)
+        assert torch.equal(projector.project(repeated, 0), whole[:1].expand_as(whole))
+        for order in (blocks[::-1], blocks[3:] + blocks[:3], blocks[::2] + blocks[1::2]):
+            assert torch.equal(accumulated(projector, order, **settings), whole)
+        chunks = [DenseBlock(b.name, b.grad[i : i + 10], i) for i in (20, 0, 10) for b in blocks]
+        assert torch.equal(accumulated(projector, chunks, **settings), whole)
+        with torch.inference_mode():
+            assert torch.equal(projector.project(grads, 0), whole)
+        projector.free_memory()
 
 
 @pytest.mark.parametrize("name", ["mask", "grass"])
@@ -381,10 +403,10 @@ def test_entries_are_chosen_once_per_model_whatever_tiles_and_bound_they_are_sea
     assert drawn[0] == 0 < drawn[1]
 
     for tile in (1, 7):
-        monkeypatch.setattr("trak_lite.projectors.mask.plan._TILE", 100 * tile)
+        monkeypatch.setattr("trak_lite.projectors.mask._TILE", 100 * tile)
         assert torch.equal(ALL[name](500, 0).project(grads, 0), expected)
     too_few = SimpleNamespace(isqrt=lambda n: -(n + 8) // 8, sqrt=math.sqrt)  # 500 - 8 * 64 + 16 = 4 at first
-    monkeypatch.setattr("trak_lite.projectors.mask.plan.math", too_few)
+    monkeypatch.setattr("trak_lite.projectors.mask.math", too_few)
     assert torch.equal(ALL[name](500, 0).project(grads, 0), expected)
 
 
@@ -433,35 +455,34 @@ def test_factors_of_lower_precision_are_multiplied_in_float32(name, dtype):
 
 
 @every_projector
-def test_factors_of_some_rows_are_added_in_their_place_also_without_positions(name):
-    shape, projector = (70, 80), ALL[name](33, 0)
-    block, table = factors(shape, 2, 20), lookups(shape, 7, 20)
-    for whole in (block, table):
-        parts = [slice(17, 20), slice(0, 17)]
+@pytest.mark.parametrize("shape", [(70, 80), (8, 3, 5, 5), (5, 300), (300, 64), (40, 6)])
+def test_factors_and_rows_of_tables_may_come_in_pieces_of_any_size(name, shape, monkeypatch):
+    """Rows of the batch in chunks, memory for a part of a sample, any layout in memory; also without positions."""
+    projector, settings = ALL[name](33, 0), {"num_samples": 20, "parameters": {"w": shape}}
+    blocks = [factors(shape, 2, 20)]
+    if len(shape) == 2:
+        blocks += [lookups(shape, positions, 20, torch.float32) for positions in (7, 400)]
+    expected = [accumulated(projector, [block], **settings) for block in blocks]
+    for limit, budget in (("_scratch._CPU_SCRATCH_BYTES", 3000), ("_blocks._PIECE_BYTES", 4000)):
+        monkeypatch.setattr(f"trak_lite.projectors.{limit}", budget)
+    for block, whole in zip(blocks, expected, strict=True):
+        is_table, parts = isinstance(block, LookupBlock), [slice(17, 20), slice(0, 17)]
         pieces = [
-            FactoredBlock("w", block.inputs[rows], block.output_grads[rows], rows.start)
-            if whole is block
-            else LookupBlock("w", table.rows[rows], table.values[rows], 70, rows.start)
+            LookupBlock("w", block.rows[rows], block.values[rows], shape[0], rows.start)
+            if is_table
+            else FactoredBlock(
+                "w", block.inputs[rows], block.output_grads[rows].mT.contiguous().mT, rows.start
+            )
             for rows in parts
         ]
-        settings = {"num_samples": 20, "parameters": {"w": shape}}
-        expected = accumulated(projector, [whole], **settings)
-        assert_close(accumulated(projector, pieces, **settings), expected, 1e-11)
+        found = accumulated(projector, pieces, **settings)
+        if is_table and name in EXACT:
+            assert torch.equal(found, whole)
+        assert_close(found, whole, 1e-5 if is_table else 1e-11)
     for empty, count in ((factors(shape, 0, 3), 3), (factors(shape, 2, 0), 0)):
         found = accumulated(projector, [empty], num_samples=count, parameters={"w": shape})
         width = projector.layout({"w": shape}).width
         assert torch.equal(found, torch.zeros(count, width, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "two_sided gaussian joint"])
-@pytest.mark.parametrize("piece_bytes", [1, 3000])
-def test_factors_are_taken_in_pieces_of_some_samples(name, piece_bytes, monkeypatch):
-    shape, projector = (6, 9), ALL[name](9, 0)
-    block = factors(shape, 6, 4)
-    expected = accumulated(projector, [formed(block, shape)], parameters={"w": shape})
-    monkeypatch.setattr("trak_lite.projectors._factored._PIECE_BYTES", piece_bytes)
-    for given in (block, formed(block, shape)):
-        assert_close(accumulated(projector, [given], parameters={"w": shape}), expected, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["mask", "grass", "two_sided", "fourier"])

@@ -131,7 +131,7 @@ def test_matrices_of_sides_begin_with_the_same_columns_and_are_drawn_in_tiles_th
     narrow = TwoSidedProjector(4, 5, matrices="gaussian").project(grads, 0).view(3, 5, 4) * math.sqrt(4 * 5)
     wide = TwoSidedProjector(7, 9, matrices="gaussian").project(grads, 0)
     torch.testing.assert_close(wide.view(3, 9, 7)[:, :5, :4] * math.sqrt(7 * 9), narrow)
-    monkeypatch.setattr("trak_lite.projectors.two_sided.sides._DRAW_BYTES", 400)
+    monkeypatch.setattr("trak_lite.projectors.two_sided.projector._DRAW_BYTES", 400)
     assert torch.equal(TwoSidedProjector(7, 9, matrices="gaussian").project(grads, 0), wide)
 
 

@@ -21,7 +21,7 @@ from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors.random.hash import Stream, parameter_key
 
 KEY = parameter_key(3, 1, "weight", Stream.RADEMACHER)
-PLACES = ("sketch.base", "dense.projectors")
+PLACES = ("sketch.base", "dense.matrices")
 """Modules that choose between Triton and torch."""
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block of threads may use
 

@@ -11,6 +11,7 @@ Only the lower triangle of a gram matrix is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Self, final
@@ -257,21 +258,20 @@ def gram(
         [tensor([[2., 1.],
                 [1., 2.]], dtype=torch.float64)]
     """
-    roots = None if weights is None else _root_weights(weights)
     accumulator: GramAccumulator | None = None
     row = 0
     for block in blocks:
-        _check_block(block, layout)
+        check_rows(block, layout)
         accumulator = accumulator or GramAccumulator(layout, block.device, exact=exact)
-        block_roots = None if roots is None else roots[row : row + block.shape[0]]
+        block_weights = None if weights is None else weights[row : row + block.shape[0]]
         row += block.shape[0]
-        if roots is not None and row > roots.shape[0]:
+        if weights is not None and row > len(weights):
             break
-        accumulator.add_roots(block, block_roots)
+        accumulator.add(block, block_weights)
     if accumulator is None or row == 0:
         raise InvalidInputError("There are no rows to sum over. Give at least one block with a row.")
-    if roots is not None:
-        _check_count(roots.shape[0], row)
+    if weights is not None:
+        _check_count(len(weights), row)
     return accumulator.result()
 
 
@@ -303,10 +303,7 @@ def factorise(
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    mean = _mean_eigenvalue(gram, segment)
-    width = gram.shape[0]
-    if mean < _SMALLEST**2:
-        raise SingularKernelError(_zero_message(f"segment {segment!r}"))
+    mean, width = _mean_eigenvalue(gram, segment), gram.shape[0]
     lambda_reg = settings.lambda_reg
     if lambda_reg is None and settings.damping is not None:
         lambda_reg = settings.damping * mean
@@ -363,7 +360,7 @@ def factorise_segments(
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    means = _mean_eigenvalues(grams, layout)
+    means = _segment_means(grams, layout)
     return [
         factorise(matrix, settings, num_rows=num_rows, segment=segment.name, allow_singular=allow_singular)
         if mean > 0.0
@@ -385,10 +382,8 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    if _mean_eigenvalue(gram, segment) < _SMALLEST**2:
-        raise SingularKernelError(_zero_message(f"segment {segment!r}"))
-    eigenvalues, eigenvectors = eigh_of_positive(gram)
-    return EigenKernel(eigenvalues, eigenvectors)
+    _mean_eigenvalue(gram, segment)
+    return EigenKernel(*eigh_of_positive(gram))
 
 
 def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> list[EigenKernel]:
@@ -402,7 +397,7 @@ def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> lis
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    means = _mean_eigenvalues(grams, layout)
+    means = _segment_means(grams, layout)
     return [
         eigenpath(matrix, segment=segment.name)
         if mean > 0.0
@@ -439,8 +434,8 @@ def precondition_path(
         SingularKernelError: If a kernel is numerically singular at a damping.
     """
     settings = KernelSettings() if settings is None else settings
-    _check_block(targets, layout)
-    _check_widths([kernel.width for kernel in kernels], layout, what="kernels")
+    check_rows(targets, layout)
+    check_widths([kernel.width for kernel in kernels], layout)
     first = kernels[0].eigenvectors
     result = torch.zeros(len(dampings), *targets.shape, dtype=first.dtype, device=first.device)
     for segment, kernel in zip(layout.segments, kernels, strict=True):
@@ -472,8 +467,8 @@ def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: F
     Raises:
         InvalidInputError: If targets or kernels do not fit the layout.
     """
-    _check_block(targets, layout)
-    _check_widths([kernel.width for kernel in kernels], layout, what="kernels")
+    check_rows(targets, layout)
+    check_widths([kernel.width for kernel in kernels], layout)
     first = kernels[0].factor
     result = torch.empty(targets.shape, dtype=first.dtype, device=first.device)
     for segment, kernel in zip(layout.segments, kernels, strict=True):
@@ -515,28 +510,26 @@ class GramAccumulator:
             InvalidInputError: As :func:`gram`.
             NonFiniteError: If a weight is NaN or infinite.
         """
-        _check_block(rows, self._layout)
+        check_rows(rows, self._layout)
+        roots: Tensor | None = None
         if weights is not None:
             _check_count(len(weights), len(rows))
-        self.add_roots(rows, None if weights is None else _root_weights(weights, self._next_row))
+            roots = _root_weights(weights, self._next_row).to(self._buffer.dtype)
         self._next_row += len(rows)
-
-    def add_roots(self, rows: Tensor, root_weights: Tensor | None) -> None:
-        """Add rows ``(b, K)`` with the square roots of their weights ``(b,)``; the caller has checked both."""
         if rows.device != self._buffer.device:
             raise InvalidInputError(
                 f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
                 "Give all blocks on one device."
             )
-        if root_weights is not None:
-            root_weights = to_device(root_weights.to(self._buffer.dtype), rows.device)
+        if roots is not None:
+            roots = to_device(roots, rows.device)
         start = 0
         while start < rows.shape[0]:
             stop = min(start + self._rows - self._filled, rows.shape[0])
             part = self._buffer[self._filled : self._filled + stop - start]
             part.copy_(rows[start:stop])
-            if root_weights is not None:
-                part.mul_(root_weights[start:stop, None])
+            if roots is not None:
+                part.mul_(roots[start:stop, None])
             self._filled += stop - start
             start = stop
             if self._filled == self._rows:
@@ -584,7 +577,7 @@ def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -
     return SegmentKernel(root, lambda_reg, multiplier, is_pseudo_inverse=True)
 
 
-def _root_weights(weights: Tensor, first_row: int = 0) -> Tensor:
+def _root_weights(weights: Tensor, first_row: int) -> Tensor:
     """Check the weights and return their square roots, so that H is a product of weighted rows."""
     if weights.dim() != 1 or not weights.is_floating_point():
         raise InvalidInputError(
@@ -617,7 +610,8 @@ def _check_count(num_weights: int, num_rows: int) -> None:
         )
 
 
-def _check_block(block: Tensor, layout: FeatureLayout) -> None:
+def check_rows(block: Tensor, layout: FeatureLayout) -> None:
+    """Raise if feature rows are not a floating ``(rows, K)`` tensor of the layout's width."""
     if block.dim() != 2 or block.shape[1] != layout.width or not block.is_floating_point():
         raise InvalidInputError(
             f"Feature rows must be a floating tensor (rows, {layout.width}), "
@@ -625,7 +619,8 @@ def _check_block(block: Tensor, layout: FeatureLayout) -> None:
         )
 
 
-def _check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str) -> None:
+def check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str = "kernels") -> None:
+    """Raise if there is not one width per segment of the layout, or one differs."""
     expected = [segment.width for segment in layout.segments]
     if not expected or list(widths) != expected:
         raise InvalidInputError(
@@ -636,18 +631,14 @@ def _check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str) ->
 
 def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
     """Return rows ``(n, width)`` in the dtype and on the device of ``like``."""
-    _check_block(rows, FeatureLayout((Segment("kernel", 0, width),)))
+    check_rows(rows, FeatureLayout((Segment("kernel", 0, width),)))
     return rows.to(like)
 
 
-def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
+def _segment_means(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
     """Return the mean eigenvalue of every segment's gram matrix, 0 if it vanishes; raise if all of them do."""
-    _check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
-    for matrix, segment in zip(grams, layout.segments, strict=True):
-        _check_gram(matrix, segment.name)
-    means: list[float] = torch.stack([matrix.diagonal().mean() for matrix in grams]).tolist()  # waits once
-    for mean, segment in zip(means, layout.segments, strict=True):
-        _check_mean(mean, segment.name)
+    check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
+    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments])
     # 1 / H of a smaller matrix is beyond float32. If all are smaller (an output in other units), they count as long as
     # the entries of the rows, the roots of those of H, are normal numbers.
     floor = _SMALLEST if max(means) >= _SMALLEST else _SMALLEST**2
@@ -656,37 +647,39 @@ def _mean_eigenvalues(grams: Sequence[Tensor], layout: FeatureLayout) -> list[fl
     return [mean if mean >= floor else 0.0 for mean in means]
 
 
+def _mean_eigenvalue(gram: Tensor, segment: str) -> float:
+    """Return ``trace(H) / k`` of a valid gram matrix that does not vanish."""
+    (mean,) = _mean_eigenvalues([gram], [segment])
+    if mean < _SMALLEST**2:
+        raise SingularKernelError(_zero_message(f"segment {segment!r}"))
+    return mean
+
+
+def _mean_eigenvalues(grams: Sequence[Tensor], segments: Sequence[str]) -> list[float]:
+    """Return ``trace(H) / k`` of valid gram matrices.
+
+    A NaN or infinite feature always makes the diagonal non-finite, so only the trace is checked.
+    """
+    for gram, segment in zip(grams, segments, strict=True):
+        if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not gram.is_floating_point():
+            raise InvalidInputError(
+                f"The gram matrix of segment {segment!r} must be a square floating matrix, "
+                f"got shape {tuple(gram.shape)} of {gram.dtype}."
+            )
+    means: list[float] = torch.stack([gram.diagonal().mean() for gram in grams]).tolist()  # waits once
+    for mean, segment in zip(means, segments, strict=True):
+        if not math.isfinite(mean):
+            raise NonFiniteError(
+                f"The gram matrix of segment {segment!r} holds NaN or infinite values. "
+                "Check the features that it was summed over."
+            )
+    return means
+
+
 def _sum_of_squares(gram: Tensor) -> float:
     """Return the sum of the squared eigenvalues: the squared Frobenius norm, from the lower triangle."""
     below = gram.tril(-1)
     return 2.0 * float((below * below).sum()) + float(gram.diagonal().square().sum())
-
-
-def _mean_eigenvalue(gram: Tensor, segment: str) -> float:
-    """Return ``trace(H) / k`` of a valid gram matrix.
-
-    A NaN or infinite feature always makes the diagonal non-finite, so only the trace is checked.
-    """
-    _check_gram(gram, segment)
-    mean = float(gram.diagonal().mean())
-    _check_mean(mean, segment)
-    return mean
-
-
-def _check_gram(gram: Tensor, segment: str) -> None:
-    if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not gram.is_floating_point():
-        raise InvalidInputError(
-            f"The gram matrix of segment {segment!r} must be a square floating matrix, "
-            f"got shape {tuple(gram.shape)} of {gram.dtype}."
-        )
-
-
-def _check_mean(mean: float, segment: str) -> None:
-    if not -float("inf") < mean < float("inf"):
-        raise NonFiniteError(
-            f"The gram matrix of segment {segment!r} holds NaN or infinite values. "
-            "Check the features that it was summed over."
-        )
 
 
 def _noise_floor(values: Tensor) -> float:

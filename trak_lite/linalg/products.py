@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.kernel import SegmentKernel
+from trak_lite.linalg.kernel import SegmentKernel, check_rows, check_widths
 from trak_lite.types import FeatureLayout
 
 __all__ = ["score_block", "self_scores", "unit_segments"]
@@ -67,7 +67,15 @@ def score_block(
         if accumulate:
             raise InvalidInputError("accumulate=True needs the tensor to add to. Give out, of shape (b, M).")
         out = torch.empty(shape, dtype=dtype, device=train.device)
-    _check_out(out, shape, train.device)
+    elif (
+        tuple(out.shape) != shape
+        or out.dtype not in (torch.float32, torch.float64)
+        or out.device != train.device
+    ):
+        raise InvalidInputError(
+            f"out must be a float32 or float64 tensor {shape} on {train.device}, "
+            f"got {tuple(out.shape)} of {out.dtype} on {out.device}."
+        )
     columns = preconditioned.to(dtype).T
     with full_float32(train.device):
         for start, rows in _upcast_rows(train, dtype):
@@ -100,13 +108,8 @@ def self_scores(train: Tensor, kernels: Sequence[SegmentKernel], *, layout: Feat
     Raises:
         InvalidInputError: If rows or kernels do not fit the layout.
     """
-    widths = [kernel.width for kernel in kernels]
-    expected = [segment.width for segment in layout.segments]
-    if not widths or widths != expected or train.dim() != 2 or train.shape[1] != layout.width:
-        raise InvalidInputError(
-            f"Rows of shape {tuple(train.shape)} and kernels of widths {widths} do not fit a layout "
-            f"with segments of widths {expected}. Use the layout that the features were made with."
-        )
+    check_rows(train, layout)
+    check_widths([kernel.width for kernel in kernels], layout)
     like = kernels[0].factor
     scores = torch.zeros(train.shape[0], dtype=like.dtype, device=like.device)
     step = _tile_rows(train, like.dtype)
@@ -132,10 +135,7 @@ def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
     Raises:
         InvalidInputError: If the rows are not of the layout's width.
     """
-    if rows.dim() != 2 or rows.shape[1] != layout.width or not rows.is_floating_point():
-        raise InvalidInputError(
-            f"Rows must be a floating tensor (rows, {layout.width}), got shape {tuple(rows.shape)} of {rows.dtype}."
-        )
+    check_rows(rows, layout)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return torch.cat([_unit_rows(wide[:, s.start : s.stop]) for s in layout.segments], dim=1)
 
@@ -181,12 +181,4 @@ def _check_pair(train: Tensor, targets: Tensor) -> None:
     if train.device != targets.device:
         raise InvalidInputError(
             f"Train rows are on {train.device} and targets on {targets.device}. Move both to one device."
-        )
-
-
-def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    if tuple(out.shape) != shape or out.dtype not in (torch.float32, torch.float64) or out.device != device:
-        raise InvalidInputError(
-            f"out must be a float32 or float64 tensor {shape} on {device}, "
-            f"got {tuple(out.shape)} of {out.dtype} on {out.device}."
         )

@@ -8,16 +8,16 @@ scale, like the originals.
 
 from trak_lite.projectors._base import AbstractProjector as AbstractProjector
 from trak_lite.projectors._base import ProjectionType as ProjectionType
-from trak_lite.projectors.dense.fast_jl import FastJLProjector as FastJLProjector
 from trak_lite.projectors.dense.original import BasicProjector as BasicProjector
 from trak_lite.projectors.dense.original import BasicSingleBlockProjector as BasicSingleBlockProjector
 from trak_lite.projectors.dense.original import ChunkedCudaProjector as ChunkedCudaProjector
 from trak_lite.projectors.dense.original import CudaProjector as CudaProjector
+from trak_lite.projectors.dense.projectors import FastJLProjector as FastJLProjector
 from trak_lite.projectors.dense.projectors import GaussianProjector as GaussianProjector
 from trak_lite.projectors.dense.projectors import RademacherProjector as RademacherProjector
 from trak_lite.projectors.identity import NoOpProjector as NoOpProjector
-from trak_lite.projectors.mask.projectors import GraSSProjector as GraSSProjector
-from trak_lite.projectors.mask.projectors import MaskProjector as MaskProjector
+from trak_lite.projectors.mask import GraSSProjector as GraSSProjector
+from trak_lite.projectors.mask import MaskProjector as MaskProjector
 from trak_lite.projectors.select import PROJECTORS as PROJECTORS
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector as CountSketchProjector
 from trak_lite.projectors.two_sided.projector import TwoSidedProjector as TwoSidedProjector

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._blocks import block_rows
+from trak_lite.projectors._blocks import block_rows, check_block
 from trak_lite.types import DenseBlock, FeatureLayout, GradientBlock, ParameterShapes, num_entries
 
 __all__ = [
     "AbstractFeatureAccumulator",
     "AbstractProjector",
     "ProjectionType",
+    "RoutedAccumulator",
     "named_gradients",
     "project_named",
 ]
@@ -156,6 +157,7 @@ class AbstractProjector(ABC):
         return
 
 
+@final
 @dataclass(eq=False)
 class _CollectingAccumulator(AbstractFeatureAccumulator):
     """Collects dense gradients in model order for a projector that defines only ``project``."""
@@ -186,6 +188,35 @@ class _CollectingAccumulator(AbstractFeatureAccumulator):
                 rows = some.new_zeros(self._num_samples, math.prod(shape))
             grads[name] = rows.reshape(self._num_samples, *shape)
         return self._projector.project(grads, self._model_id)
+
+
+@final
+class RoutedAccumulator(AbstractFeatureAccumulator):
+    """Passes each block to the accumulator of its parameter and joins the features of all accumulators."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[AbstractProjector, ParameterShapes]],
+        num_samples: int,
+        model_id: int,
+        join: Callable[[list[Tensor]], Tensor],
+    ) -> None:
+        self._num_samples = num_samples
+        self._join = join
+        self._parameters = {name: shape for _, own in parts for name, shape in own.items()}
+        self._parts = [
+            projector.accumulator(num_samples, model_id=model_id, parameters=own) for projector, own in parts
+        ]
+        self._by_name = {
+            name: part for part, (_, own) in zip(self._parts, parts, strict=True) for name in own
+        }
+
+    def add(self, block: GradientBlock) -> None:
+        check_block(block, self._num_samples, self._parameters)
+        self._by_name[block.name].add(block)
+
+    def features(self) -> Tensor:
+        return self._join([part.features() for part in self._parts])
 
 
 def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:

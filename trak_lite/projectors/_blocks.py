@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.types import DenseBlock, GradientBlock, LookupBlock, ParameterShapes, SummedBlock, num_entries
+from trak_lite.types import (
+    DenseBlock,
+    FactoredBlock,
+    FeatureLayout,
+    GradientBlock,
+    LookupBlock,
+    ParameterShapes,
+    Segment,
+    SummedBlock,
+    num_entries,
+)
 
-__all__ = ["block_rows", "check_block", "check_grad_dim"]
+__all__ = ["block_rows", "by_module", "check_block", "check_grad_dim", "sample_pieces", "side_by_side"]
+
+_PIECE_BYTES = 64 << 20  # size of the temporaries of a block that exist at once
 
 
 def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> Tensor:
@@ -37,7 +50,7 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
 
     Raises:
         InvalidInputError: If the name is unknown, the shape is not the parameter's, rows are outside the
-            batch, or the gradient is not real floating point.
+            batch, the gradient is not real floating point, or its factors disagree.
     """
     _check_place(block, num_samples, parameters)
     shape = tuple(parameters[block.name])
@@ -61,6 +74,14 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
         raise InvalidInputError(
             f"The gradient of {block.name!r} has dtype {rows.dtype}, expected floating point."
         )
+    if isinstance(block, FactoredBlock):
+        inputs, output_grads = block.inputs, block.output_grads
+        if inputs.shape[:2] != output_grads.shape[:2] or not output_grads.is_floating_point():
+            raise InvalidInputError(
+                f"The factors of {block.name!r} have shapes {tuple(inputs.shape)} and {tuple(output_grads.shape)} and "
+                f"dtypes {inputs.dtype} and {output_grads.dtype}. Expected floating-point factors (b, T, d_in) and "
+                "(b, T, d_out) with the same b and T."
+            )
 
 
 def _check_place(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:
@@ -89,3 +110,26 @@ def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:
             f"The gradients have {entries} entries per sample, but the projector has grad_dim={grad_dim}. "
             "Pass grad_dim = the number of entries of all parameters in grad_wrt."
         )
+
+
+def by_module(parameters: ParameterShapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the parameters by the module that owns them, in model order; the root module has the name ``""``."""
+    groups: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in parameters.items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = tuple(shape)
+    return groups
+
+
+def side_by_side(widths: Iterable[tuple[str, int]]) -> FeatureLayout:
+    """Return the layout of segments with these names and widths."""
+    segments: list[Segment] = []
+    for name, width in widths:
+        start = segments[-1].stop if segments else 0
+        segments.append(Segment(name, start, start + width))
+    return FeatureLayout(tuple(segments))
+
+
+def sample_pieces(num_samples: int, bytes_per_sample: int) -> Iterator[slice]:
+    """Yield consecutive slices of samples, each of at most about 64 MiB, or of one sample."""
+    step = max(1, _PIECE_BYTES // max(1, bytes_per_sample))
+    return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))

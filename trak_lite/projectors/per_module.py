@@ -11,17 +11,15 @@ Shapes: B samples, K features of each module (the projector's ``proj_dim``), L m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import check_block
+from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, RoutedAccumulator
+from trak_lite.projectors._blocks import by_module, side_by_side
 from trak_lite.projectors.identity import NoOpProjector
-from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, Segment, num_entries
+from trak_lite.types import FeatureLayout, ParameterShapes, num_entries
 
 __all__ = ["PerModuleProjector"]
 
@@ -55,11 +53,8 @@ class PerModuleProjector(AbstractProjector):
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
-        parts = {
-            module: self._projector_of(own).accumulator(num_samples, model_id=model_id, parameters=own)
-            for module, own in _modules(parameters).items()
-        }
-        return _PerModuleAccumulator(parts, num_samples, parameters)
+        parts = [(self._projector_of(own), own) for own in by_module(parameters).values()]
+        return RoutedAccumulator(parts, num_samples, model_id, _concatenated)
 
     def adjoint(
         self, features: Tensor, *, model_id: int, parameters: ParameterShapes
@@ -67,7 +62,7 @@ class PerModuleProjector(AbstractProjector):
         """Return the transposed map of every module; ``None`` if the wrapped projector does not define it."""
         found: dict[str, Tensor] = {}
         start = 0
-        for own in _modules(parameters).values():
+        for own in by_module(parameters).values():
             projector = self._projector_of(own)
             columns = features[:, start : start + projector.layout(own).width]
             start += columns.shape[1]
@@ -79,14 +74,11 @@ class PerModuleProjector(AbstractProjector):
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the segments of every module, in model order."""
-        segments: list[Segment] = []
-        for module, own in _modules(parameters).items():
-            inner = self._projector_of(own).layout(own).segments
-            for segment in inner:
-                start = segments[-1].stop if segments else 0
-                name = module if len(inner) == 1 else f"{module}/{segment.name}"
-                segments.append(Segment(name, start, start + segment.width))
-        return FeatureLayout(tuple(segments))
+        widths: list[tuple[str, int]] = []
+        for module, own in by_module(parameters).items():
+            name, inner = module or _ROOT, self._projector_of(own).layout(own).segments
+            widths += [(name if len(inner) == 1 else f"{name}/{part.name}", part.width) for part in inner]
+        return side_by_side(widths)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the wrapped projector's fingerprint, marked as per module."""
@@ -108,30 +100,6 @@ class PerModuleProjector(AbstractProjector):
         self.projector.free_memory()
 
 
-def _modules(parameters: ParameterShapes) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the parameters grouped by the module that owns them, in model order."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in parameters.items():
-        found.setdefault(_module(name), {})[name] = shape
-    return found
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0] or _ROOT
-
-
-@final
-@dataclass(eq=False)
-class _PerModuleAccumulator(AbstractFeatureAccumulator):
-    _parts: Mapping[str, AbstractFeatureAccumulator]
-    _num_samples: int
-    _parameters: ParameterShapes
-
-    def add(self, block: GradientBlock) -> None:
-        check_block(block, self._num_samples, self._parameters)
-        self._parts[_module(block.name)].add(block)
-
-    def features(self) -> Tensor:
-        rows = [part.features() for part in self._parts.values()]
-        device = next((row.device for row in rows if row.device.type != "cpu"), torch.device("cpu"))
-        return torch.cat([row.to(device) for row in rows], 1)
+def _concatenated(rows: list[Tensor]) -> Tensor:
+    device = next((row.device for row in rows if row.device.type != "cpu"), torch.device("cpu"))
+    return torch.cat([row.to(device) for row in rows], 1)

@@ -9,19 +9,14 @@ import torch
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractProjector
-from trak_lite.projectors.dense.fast_jl import FastJLProjector
-from trak_lite.projectors.dense.projectors import GaussianProjector, RademacherProjector
+from trak_lite.projectors.dense.projectors import FastJLProjector, GaussianProjector, RademacherProjector
 from trak_lite.projectors.identity import NoOpProjector
-from trak_lite.projectors.mask.projectors import GraSSProjector, MaskProjector
+from trak_lite.projectors.mask import GraSSProjector, MaskProjector
 from trak_lite.projectors.per_module import PerModuleProjector
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.projector import TwoSidedProjector
 
 __all__ = ["PROJECTORS", "projector_name", "select_projector"]
-
-
-def _identity(proj_dim: int, *, seed: int, device: str | torch.device | None) -> NoOpProjector:
-    return NoOpProjector(device=device)
 
 
 PROJECTORS: dict[str, Callable[..., AbstractProjector]] = {
@@ -30,7 +25,7 @@ PROJECTORS: dict[str, Callable[..., AbstractProjector]] = {
     "gaussian": GaussianProjector,
     "grass": GraSSProjector,
     "mask": MaskProjector,
-    "none": _identity,
+    "none": lambda proj_dim, *, seed, device: NoOpProjector(device=device),
     "rademacher": RademacherProjector,
     "two_sided": TwoSidedProjector.of_width,
 }

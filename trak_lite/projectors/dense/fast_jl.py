@@ -18,32 +18,25 @@ import functools
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import ProjectionType
-from trak_lite.projectors.dense.projectors import (
-    DEFAULT_MEMORY_BUDGET,
-    AbstractDenseProjector,
-    AbstractMatrixMap,
-    DenseMap,
-    integer_seed,
-    projection_type,
-)
+from trak_lite.projectors.dense.matrices import AbstractMatrices
 from trak_lite.projectors.random.hash import Stream, key32, parameter_key
 
-__all__ = ["FastJLEngine", "FastJLMap", "FastJLProjector", "fast_jl_engine", "fast_jl_map"]
+__all__ = ["MOST_ROWS", "FastJLMatrices", "fast_jl_matrices"]
 
 logger = logging.getLogger(__name__)
 
 _COLUMNS = 512  # the extension makes multiples of this many features
 _ROWS = (8, 16, 32)  # and has one function for each of these numbers of rows
+MOST_ROWS = _ROWS[-1]
 _TILE = 256  # entries that one of its blocks reads in a step
 _MOST_ENTRIES = 1 << 24  # of a row in one call: part of the definition of the matrix; the extension counts
 # rows * entries in 32 bits, and 32 rows of this length take 3 GiB while they are converted
@@ -56,8 +49,10 @@ _STREAMS = {ProjectionType.rademacher: Stream.RADEMACHER, ProjectionType.normal:
 
 @final
 @dataclass(frozen=True, slots=True)
-class FastJLEngine:
-    """The extension on one device: rows of any floating-point dtype and range in, float32 features out."""
+class FastJLMatrices(AbstractMatrices):
+    """The extension's matrices on one device, with seeds from this package's hash for each parameter."""
+
+    has_float64 = False
 
     _module: ModuleType
     """``fast_jl``, or what has its functions."""
@@ -65,14 +60,29 @@ class FastJLEngine:
     device: torch.device
     multiprocessors: int
     """Of the device; the extension cuts gradients in as many tiles."""
+    most_rows: int = MOST_ROWS
+    """Rows per call of the extension."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the kind and the number of multiprocessors, which the matrices depend on."""
+        return {"kind": f"fast_jl_{self._proj_type.value}", "multiprocessors": self.multiprocessors}
+
+    def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
+        """Add ``rows @ matrix``; see :meth:`AbstractMatrices.add_product_`."""
+        key = parameter_key(seed, model_id, name, _STREAMS[self._proj_type])
+        for number, start in enumerate(range(0, rows.shape[1], _MOST_ENTRIES)):
+            for first in range(0, rows.shape[0], self.most_rows):
+                few = slice(first, first + self.most_rows)
+                part = rows[few, start : start + _MOST_ENTRIES].to(self.device)
+                total[few] += self.project(part, total.shape[1], key32(key, number))
 
     def project(self, rows: Tensor, proj_dim: int, seed: int) -> Tensor:
-        """Return the unscaled features ``(b, K)`` of gradient rows, float32.
+        """Return the unscaled features ``(b, K)`` of gradient rows of any floating-point dtype and range, float32.
 
         Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row.
 
         Args:
-            rows: ``(b, n)`` on the engine's device, b from 1 to 32, n from 1 to 2**24.
+            rows: ``(b, n)`` on this device, b from 1 to 32, n from 1 to 2**24.
             proj_dim: K.
             seed: In ``[0, 2**32)``.
         """
@@ -117,14 +127,36 @@ def multiprocessors(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def fast_jl_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEngine | None:
-    """Return the tested extension on a device, or ``None``, with one logged warning, where it cannot be used.
+def fast_jl_matrices(
+    device: torch.device | None, proj_type: ProjectionType, *, most_rows: int
+) -> FastJLMatrices | None:
+    """Return the tested extension on a device, or ``None`` where it cannot be used.
 
-    The test runs once per process, device and distribution.
+    Args:
+        device: ``None`` for the current GPU where there is one, else the CPU.
+        proj_type: Distribution of the entries.
+        most_rows: Rows per call of the extension, 8, 16 or 32.
+
+    Raises:
+        InvalidInputError: If there is no function for this number of rows.
     """
-    found = _tested_engine(device, proj_type)
-    if isinstance(found, FastJLEngine):
+    if most_rows not in _ROWS:
+        raise InvalidInputError(
+            f"fast_jl projects {list(_ROWS)} rows at a time, got {most_rows}. Choose one of these numbers."
+        )
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu") if device is None else device
+    if str(device) == "cuda" and has_gpu:
+        device = torch.device("cuda", torch.cuda.current_device())
+    found = _tested(device, proj_type)
+    return None if found is None else replace(found, most_rows=most_rows)
+
+
+@functools.cache
+def _tested(device: torch.device, proj_type: ProjectionType) -> FastJLMatrices | None:
+    """Test the extension, once per process, device and distribution; log one warning where it cannot be used."""
+    found = _extension(device, proj_type)
+    if isinstance(found, FastJLMatrices):
         return found
     logger.warning(
         "fast_jl is not used on %s: %s. The dense projection of trak_lite is used instead, which has another matrix; "
@@ -135,7 +167,7 @@ def fast_jl_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEng
     return None
 
 
-def _tested_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEngine | str:
+def _extension(device: torch.device, proj_type: ProjectionType) -> FastJLMatrices | str:
     """Return the extension on a device, or why it cannot be used there."""
     count = multiprocessors(device)
     if count is None:
@@ -144,15 +176,15 @@ def _tested_engine(device: torch.device, proj_type: ProjectionType) -> FastJLEng
         import fast_jl
     except ImportError as error:
         return f"it cannot be imported ({error}). Install it with pip install --no-build-isolation fast-jl"
-    engine = FastJLEngine(fast_jl, proj_type, device, count)
+    matrices = FastJLMatrices(fast_jl, proj_type, device, count)
     try:
-        fault = _self_test(engine)
+        fault = _self_test(matrices)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # what a compiled extension raises
         return f"its self-test raised {type(error).__name__}: {error}"
-    return engine if fault is None else f"in its self-test {fault}"
+    return matrices if fault is None else f"in its self-test {fault}"
 
 
-def _self_test(engine: FastJLEngine) -> str | None:
+def _self_test(engine: FastJLMatrices) -> str | None:
     """Return what is wrong with the extension on its device, or ``None``.
 
     Vectors of small integers are exact in float16, so tolerances are for float32 sums alone. They are long enough for
@@ -188,121 +220,3 @@ def _self_test(engine: FastJLEngine) -> str | None:
         if not all(finite):
             return f"a gradient of {value} spoiled the features of other rows"
     return None
-
-
-@final
-class FastJLMap(AbstractMatrixMap):
-    """The extension's matrices, with seeds from this package's hash for each parameter."""
-
-    def __init__(
-        self,
-        engine: FastJLEngine,
-        proj_dim: int,
-        proj_type: ProjectionType,
-        *,
-        most_rows: int = _ROWS[-1],
-        **settings: Any,
-    ) -> None:
-        kind = f"fast_jl_{proj_type.value}"
-        super().__init__(proj_dim, kind=kind, device=engine.device, **settings)
-        self._engine = engine
-        self._stream = _STREAMS[proj_type]
-        self._most_rows = most_rows
-        self._fingerprint["multiprocessors"] = engine.multiprocessors
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return float32: the extension knows no other."""
-        return torch.float32
-
-    def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
-        """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
-        key = parameter_key(self.seed, model_id, name, self._stream)
-        for number, start in enumerate(range(0, rows.shape[1], _MOST_ENTRIES)):
-            seed = key32(key, number)
-            for first in range(0, rows.shape[0], self._most_rows):
-                few = slice(first, first + self._most_rows)
-                part = rows[few, start : start + _MOST_ENTRIES].to(self._engine.device)
-                total[few] += self._engine.project(part, self.proj_dim, seed)
-
-
-def fast_jl_map(
-    proj_dim: int,
-    proj_type: ProjectionType,
-    *,
-    device: str | torch.device | None,
-    memory_budget: int,
-    most_rows: int = _ROWS[-1],
-    **settings: Any,
-) -> AbstractMatrixMap:
-    """Return the extension's map if it can be used, otherwise the map of this package.
-
-    The arguments are those of :class:`FastJLProjector` and :class:`AbstractMatrixMap`, and ``most_rows``: rows per call
-    of the extension, 8, 16 or 32.
-
-    Raises:
-        InvalidInputError: If an argument is out of range.
-    """
-    if most_rows not in _ROWS:
-        raise InvalidInputError(
-            f"fast_jl projects {list(_ROWS)} rows at a time, got {most_rows}. Choose one of these numbers."
-        )
-    engine = fast_jl_engine(_concrete(device), proj_type)
-    if engine is None:
-        return DenseMap(proj_dim, proj_type, device=device, memory_budget=memory_budget, **settings)
-    return FastJLMap(engine, proj_dim, proj_type, most_rows=most_rows, **settings)
-
-
-def _concrete(device: str | torch.device | None) -> torch.device:
-    """Return the device with its index; ``None`` means the current GPU where there is one, else the CPU."""
-    has_gpu = torch.cuda.is_available()
-    device = torch.device(("cuda" if has_gpu else "cpu") if device is None else device)
-    if str(device) == "cuda" and has_gpu:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-@final
-class FastJLProjector(AbstractDenseProjector):
-    """Dense projection by an installed ``fast_jl`` on CUDA, scaled by ``1/sqrt(K)``.
-
-    Gradients are rounded to float16's 11 significant bits, scaled by the largest entry of their row: the relative
-    error of features is about 2e-4.
-
-    If the extension is missing, fails its self-test, or the device is not an NVIDIA GPU, one warning is logged and
-    the projector computes the map of :class:`~trak_lite.projectors.RademacherProjector` (``GaussianProjector`` for
-    normal entries) and has its fingerprint. The matrices differ, so a store made with one is not usable with the other.
-
-    Example:
-        >>> FastJLProjector(512, device="cpu").fingerprint()["kind"]
-        'dense_rademacher'
-    """
-
-    def __init__(
-        self,
-        proj_dim: int,
-        *,
-        seed: int = 0,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        proj_type: str | ProjectionType = ProjectionType.rademacher,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ) -> None:
-        """Find and test the extension, once per process, device and distribution.
-
-        Args:
-            proj_dim: K, number of features per sample; the extension's cost is rounded up to a multiple of 512.
-            seed: Any integer.
-            device: Where the projection runs; ``None`` for the current GPU.
-            dtype: Dtype of the features; ``None`` gives float32.
-            proj_type: ``"rademacher"`` or ``"normal"``.
-            memory_budget: Limit of matrices in bytes if the extension cannot be used.
-
-        Raises:
-            InvalidInputError: If an argument is out of range.
-        """
-        kind = projection_type(proj_type)
-        made = fast_jl_map(
-            positive_int(proj_dim=proj_dim), kind, seed=integer_seed(seed), device=device, dtype=dtype,
-            memory_budget=memory_budget, scaled=True,
-        )  # fmt: skip
-        super().__init__(0, made, kind)

@@ -1,50 +1,106 @@
 """Random matrices within a memory budget: kept while they fit, drawn again block by block where they do not.
 
 Shapes: p rows of a parameter's matrix (its gradient entries), K columns (``proj_dim``), n rows of a block.
-Numerics: entries are float32 numbers; a float64 product uses the same numbers, widened.
+Numerics: entries are float32 numbers; a float64 product uses the same numbers, widened. On CUDA, float32 products with
+signs are computed by a Triton kernel that generates the same signs on the fly, or by torch operations without triton.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import final
+from types import ModuleType
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
+from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
+from trak_lite.projectors._base import ProjectionType
+from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors._scratch import empty_buffer
-from trak_lite.projectors.random.entries import AbstractEntries
+from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
 from trak_lite.projectors.random.hash import parameter_key
 
-__all__ = ["MatrixCache"]
+__all__ = ["AbstractMatrices", "HashedMatrices"]
 
 _CPU_WORKSPACE = 4 << 20  # stays in a core's cache
 _ACCELERATOR_WORKSPACE = 256 << 20  # large enough to hide the launches
+_CAST_BYTES = 2 << 20  # gradients of another dtype or device are converted in pieces of about this size
+_COPY_BYTES = 256 << 20  # gradients on another device than a kernel are copied in pieces of about this size
+_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernel is tried
+
+_ENTRIES: dict[ProjectionType, type[AbstractEntries]] = {
+    ProjectionType.rademacher: RademacherEntries,
+    ProjectionType.normal: GaussianEntries,
+}
+
+
+class AbstractMatrices(ABC):
+    """A family of random matrices with entries of variance 1, one per (seed, model_id, parameter name)."""
+
+    has_float64: ClassVar[bool]
+    """Whether products with float64 gradients can be summed in float64."""
+
+    @abstractmethod
+    def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
+        """Add ``rows @ matrix`` of one parameter to ``total``.
+
+        Args:
+            total: ``(b, K)`` float32 or float64.
+            rows: ``(b, p)`` gradient rows on any device.
+            seed: Any integer.
+            model_id: The checkpoint.
+            name: Canonical parameter name.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return ``kind``, the name of the family in the store's manifest, and what else determines the matrices."""
+
+    def clear(self) -> None:
+        """Free all matrices and workspaces; they are generated again when needed."""
+        return
 
 
 @final
-class MatrixCache:
-    """The matrices of one model at a time, in at most ``memory_budget`` bytes with all workspaces.
+class HashedMatrices(AbstractMatrices):
+    """Matrices drawn from the hash, identical on every device: those of one model at a time.
 
-    The first rows of each parameter's matrix stay resident, in the order in which parameters first come,
-    until the budget is used up; all other rows are drawn into one scratch every time. The numbers are the
-    same either way. Not safe for use by several threads at once.
+    The first rows of each parameter's matrix stay resident, in the order in which parameters first come, until the
+    budget is used up; all other rows are drawn into one scratch every time. The numbers are the same either way. Not
+    safe for use by several threads at once.
     """
 
+    has_float64 = True
+
     def __init__(
-        self, entries: type[AbstractEntries], proj_dim: int, *, seed: int, memory_budget: int
+        self, proj_type: ProjectionType, proj_dim: int, *, memory_budget: int, precision: str = "ieee"
     ) -> None:
         """Store the settings; nothing is drawn or allocated.
 
+        Args:
+            proj_type: Distribution of the entries.
+            proj_dim: K.
+            memory_budget: Limit of matrices and workspaces in bytes.
+            precision: ``"ieee"`` or ``"tf32"``, of the Triton kernel's products.
+
         Raises:
-            InvalidInputError: If the budget does not hold the scratch for a single row.
+            InvalidInputError: If the budget does not hold the scratch for a single row, or the entries have no
+                products of this precision.
         """
-        self._entries_type = entries
+        self._entries_type = _ENTRIES[proj_type]
+        self._has_signs = proj_type == ProjectionType.rademacher
+        if one_of(["ieee", "tf32"], precision=precision) != "ieee" and not self._has_signs:
+            raise InvalidInputError(
+                f"precision={precision!r} is for the signs of a Rademacher projection, got {proj_type.value} "
+                "entries. Leave precision at 'ieee'."
+            )
+        self._precision = precision
         self._proj_dim = proj_dim
-        self._seed = seed
-        self._memory_budget = memory_budget
-        self._width = entries.width(proj_dim)
+        self._memory_budget = positive_int(memory_budget=memory_budget)
+        self._width = self._entries_type.width(proj_dim)
         if self._workspace_bytes(1) > memory_budget:
             raise InvalidInputError(
                 f"memory_budget={memory_budget} bytes does not hold one row of a matrix with "
@@ -52,8 +108,13 @@ class MatrixCache:
             )
         self.clear()
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the kind, and the precision if it is not that of float32."""
+        precision = {} if self._precision == "ieee" else {"precision": self._precision}
+        return {"kind": f"dense_{self._entries_type.kind}", **precision}
+
     def clear(self) -> None:
-        """Free all matrices and workspaces."""
+        """Free all matrices and workspaces; they are generated again when needed."""
         self._owner: tuple[int, torch.device] | None = None
         self._resident: dict[str, Tensor] = {}
         self._entries: AbstractEntries | None = None
@@ -62,36 +123,27 @@ class MatrixCache:
         self._num_rows = 0
         self._reserved = 0
 
-    def blocks(
-        self, name: str, num_rows: int, *, model_id: int, dtype: torch.dtype, device: torch.device
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the parameter's matrix as ``(first row, rows (n, K))``, top to bottom.
+    def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
+        """Add ``rows @ matrix``; see :meth:`AbstractMatrices.add_product_`."""
+        key = parameter_key(seed, model_id, name, self._entries_type.stream)
+        kernel = self._kernel_for(total, rows)
+        if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
+            for start, piece in _pieces_on(rows, total.device):
+                kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
+            return
+        entries = self._prepare(model_id, total.device)
+        for start, matrix in self._blocks(entries, name, key, rows.shape[1], total.dtype):
+            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
 
-        Args:
-            name: Canonical parameter name.
-            num_rows: p, number of entries of the parameter.
-            model_id: The checkpoint; matrices of another one are dropped.
-            dtype: float32 or float64.
-            device: Device of the result; matrices on another device are dropped.
-
-        Yields:
-            A tensor that is valid until the next call.
-        """
-        entries = self._prepare(model_id, device)
-        key = parameter_key(self._seed, model_id, name, self._entries_type.stream)
-        resident = self._resident_rows(name, num_rows, key, entries)
-        num_resident = resident.shape[0]
-        if dtype == torch.float32 and num_resident:
-            yield 0, resident[:, : self._proj_dim]
-        elif num_resident:
-            for start in range(0, num_resident, self._num_rows):
-                yield start, self._widened(resident[start : start + self._num_rows], dtype)
-        for start in range(num_resident, num_rows, self._num_rows):
-            out = self._block_rows(min(self._num_rows, num_rows - start))
-            yield start, self._widened(entries.draw_(out, key, start), dtype)
+    def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:
+        """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
+        if not self._has_signs or total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
+            return None
+        kernel = usable_kernels(_load, "Dense Rademacher projections", total.device)
+        return kernel if kernel is not None and rows.dtype in kernel.DTYPES else None
 
     def _prepare(self, model_id: int, device: torch.device) -> AbstractEntries:
-        """Make the cache belong to this model and device."""
+        """Drop the matrices of another model or device."""
         if self._entries is not None and self._owner == (model_id, device):
             return self._entries
         self.clear()
@@ -108,23 +160,33 @@ class MatrixCache:
         """Return the bytes of the scratch and of a float32 and a float64 block of ``num_rows`` rows."""
         return self._entries_type.scratch_bytes(self._proj_dim, num_rows) + num_rows * self._width * (4 + 8)
 
-    def _resident_rows(self, name: str, num_rows: int, key: int, entries: AbstractEntries) -> Tensor:
+    def _blocks(
+        self, entries: AbstractEntries, name: str, key: int, num_rows: int, dtype: torch.dtype
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield a matrix as ``(first row, rows (n, K))``, top to bottom; rows are valid until the next call."""
+        resident = self._resident_rows(entries, name, key, num_rows)
+        num_resident = resident.shape[0]
+        if dtype == torch.float32 and num_resident:
+            yield 0, resident[:, : self._proj_dim]
+        elif num_resident:
+            for start in range(0, num_resident, self._num_rows):
+                yield start, self._widened(resident[start : start + self._num_rows], dtype)
+        for start in range(num_resident, num_rows, self._num_rows):
+            if self._block is None:
+                self._block = self._empty(self._num_rows, torch.float32)
+            out = self._block[: min(self._num_rows, num_rows - start)]
+            yield start, self._widened(entries.draw_(out, key, start), dtype)
+
+    def _resident_rows(self, entries: AbstractEntries, name: str, key: int, num_rows: int) -> Tensor:
         """Return the rows ``(r, width)`` of the parameter that stay in memory, drawn on the first call."""
         if name not in self._resident:
             held = self._reserved + sum(matrix.nbytes for matrix in self._resident.values())
-            free = self._memory_budget - held
-            num_resident = min(num_rows, free // (4 * self._width))
+            num_resident = min(num_rows, (self._memory_budget - held) // (4 * self._width))
             matrix = self._empty(num_resident, torch.float32)
             for start in range(0, num_resident, self._num_rows):
                 entries.draw_(matrix[start : start + self._num_rows], key, start)
             self._resident[name] = matrix
         return self._resident[name][:num_rows]
-
-    def _block_rows(self, num_rows: int) -> Tensor:
-        """Return the first rows of the scratch for rows that do not stay in memory."""
-        if self._block is None:
-            self._block = self._empty(self._num_rows, torch.float32)
-        return self._block[:num_rows]
 
     def _widened(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the K columns of at most one block of rows in ``dtype``."""
@@ -135,5 +197,32 @@ class MatrixCache:
         return self._wide[: rows.shape[0]].copy_(rows)[:, : self._proj_dim]
 
     def _empty(self, num_rows: int, dtype: torch.dtype) -> Tensor:
-        assert self._owner is not None, "blocks() must set the device before allocating"
+        assert self._owner is not None, "the device must be set before allocating"
         return empty_buffer(num_rows, self._width, dtype=dtype, device=self._owner[1])
+
+
+def _load() -> ModuleType:
+    from trak_lite.projectors.dense import triton as _triton_dense
+
+    return _triton_dense
+
+
+def _add_product_(total: Tensor, rows: Tensor, matrix: Tensor) -> None:
+    """Add ``rows (b, n) @ matrix (n, K)`` to ``total (b, K)``; rows of another dtype are cast in pieces."""
+    if rows.dtype == matrix.dtype and rows.device == matrix.device:
+        total.addmm_(rows, matrix)
+        return
+    width = max(1, _CAST_BYTES // (matrix.element_size() * max(1, rows.shape[0])))
+    for start in range(0, rows.shape[1], width):
+        piece = rows[:, start : start + width].to(matrix.device, matrix.dtype)
+        total.addmm_(piece, matrix[start : start + width])
+
+
+def _pieces_on(rows: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` on a device, in pieces if they must be copied."""
+    if rows.device == device:
+        yield 0, rows
+        return
+    width = max(1, _COPY_BYTES // (rows.element_size() * max(1, rows.shape[0])))
+    for start in range(0, rows.shape[1], width):
+        yield start, rows[:, start : start + width].to(device)

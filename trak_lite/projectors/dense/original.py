@@ -8,11 +8,9 @@ model 0 is block 0 of model 1); these classes do not.
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, final
 
@@ -25,27 +23,18 @@ from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
+    RoutedAccumulator,
     named_gradients,
     project_named,
 )
-from trak_lite.projectors.dense.fast_jl import fast_jl_map
-from trak_lite.projectors.dense.projectors import (
-    DEFAULT_MEMORY_BUDGET,
-    AbstractDenseProjector,
-    AbstractMatrixMap,
-    DenseMap,
-    integer_seed,
-    projection_type,
-)
-from trak_lite.types import GradientBlock, ParameterShapes, num_entries
+from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET, AbstractDenseProjector
+from trak_lite.types import ParameterShapes, num_entries
 
 __all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
 
 
 class _UnscaledProjector(AbstractDenseProjector):
     """Dense projection with entries of variance 1; subclasses add arguments of the original."""
-
-    _make: Callable[..., AbstractMatrixMap] = DenseMap
 
     def __init__(
         self,
@@ -76,16 +65,9 @@ class _UnscaledProjector(AbstractDenseProjector):
         Raises:
             InvalidInputError: If an argument is out of range.
         """
-        matrix_map = self._make(
-            positive_int(proj_dim=proj_dim),
-            projection_type(proj_type),
-            seed=integer_seed(seed),
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            scaled=False,
+        super().__init__(
+            grad_dim, proj_dim, seed, proj_type, device, dtype, scaled=False, memory_budget=memory_budget
         )
-        super().__init__(grad_dim, matrix_map, proj_type)
         self.model_id = model_id
 
 
@@ -153,7 +135,7 @@ class CudaProjector(_UnscaledProjector):
         """
         self.max_batch_size = positive_int(max_batch_size=max_batch_size)
         if use_fast_jl:
-            self._make = functools.partial(fast_jl_map, most_rows=max_batch_size)
+            self._fast_jl_rows = max_batch_size
         super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, **kwargs)
 
 
@@ -228,12 +210,14 @@ class ChunkedCudaProjector(AbstractProjector):
             InvalidInputError: If chunk boundaries are not parameter boundaries, in model order.
         """
         chunks = self._chunks(parameters)
-        parts = [
-            projector.accumulator(num_samples, model_id=model_id, parameters=chunk)
-            for projector, chunk in zip(self.projector_per_chunk, chunks, strict=True)
-        ]
-        by_name = {name: part for part, chunk in zip(parts, chunks, strict=True) for name in chunk}
-        return _ChunkedAccumulator(parts, by_name, self.device, self.dtype)
+        parts = list(zip(self.projector_per_chunk, chunks, strict=True))
+        return RoutedAccumulator(parts, num_samples, model_id, self._summed)
+
+    def _summed(self, parts: list[Tensor]) -> Tensor:
+        total, *others = parts
+        for features in others:
+            total = total + features.to(total.device)
+        return total.to(self.device, self.dtype)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the usual entries plus the chunks' sizes and fingerprints."""
@@ -267,29 +251,3 @@ class ChunkedCudaProjector(AbstractProjector):
                 "Compute params_per_chunk from these parameters."
             )
         return chunks
-
-
-@final
-@dataclass(eq=False)
-class _ChunkedAccumulator(AbstractFeatureAccumulator):
-    """Passes each block to the accumulator of its chunk and sums the chunks' features."""
-
-    _parts: Sequence[AbstractFeatureAccumulator]
-    _by_name: Mapping[str, AbstractFeatureAccumulator]
-    _device: str | torch.device | None
-    _dtype: torch.dtype
-
-    def add(self, block: GradientBlock) -> None:
-        """Add one block; raises InvalidInputError if its parameter is in no chunk."""
-        if block.name not in self._by_name:
-            raise InvalidInputError(
-                f"Got a gradient block of parameter {block.name!r}, which is in none of the chunks. Pass its shape in "
-                "`parameters`."
-            )
-        self._by_name[block.name].add(block)
-
-    def features(self) -> Tensor:
-        total, *others = (part.features() for part in self._parts)
-        for features in others:
-            total = total + features.to(total.device)
-        return total.to(self._device, self._dtype)

@@ -6,8 +6,7 @@ size, parameter order, memory budget or device beyond the rounding of a matrix p
 only appends rows or columns.
 
 Shapes: B samples, K features (``proj_dim``), p entries of a parameter.
-Numerics: float64 gradients are accumulated in float64, all others in float32. On CUDA, float32 products with signs
-are computed by a Triton kernel that generates the same signs on the fly, or by torch operations without triton.
+Numerics: float64 gradients are accumulated in float64, all others in float32.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, ClassVar, final
 
 import torch
@@ -28,35 +25,22 @@ from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
 from trak_lite.projectors._blocks import block_rows, check_grad_dim
-from trak_lite.projectors._kernels import usable_kernels
-from trak_lite.projectors.dense.matrices import MatrixCache
-from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
-from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.projectors.dense.fast_jl import MOST_ROWS, fast_jl_matrices
+from trak_lite.projectors.dense.matrices import AbstractMatrices, HashedMatrices
 from trak_lite.types import GradientBlock, ParameterShapes
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
     "AbstractDenseProjector",
-    "AbstractMatrixMap",
     "AbstractScaledProjector",
-    "DenseMap",
+    "FastJLProjector",
     "GaussianProjector",
     "RademacherProjector",
     "integer_seed",
-    "projection_type",
 ]
 
 DEFAULT_MEMORY_BUDGET = 1 << 30
 """Memory limit of a dense projector in bytes: enough for a matrix of 512 columns and half a million rows."""
-
-_CAST_BYTES = 2 << 20  # gradients of another dtype or device are converted in pieces of about this size
-_COPY_BYTES = 256 << 20  # gradients on another device than a kernel are copied in pieces of about this size
-_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernel is tried
-
-_ENTRIES: dict[ProjectionType, type[AbstractEntries]] = {
-    ProjectionType.rademacher: RademacherEntries,
-    ProjectionType.normal: GaussianEntries,
-}
 
 
 def integer_seed(seed: object) -> int:
@@ -73,209 +57,45 @@ def integer_seed(seed: object) -> int:
     raise InvalidInputError(f"seed must be an integer, got {seed!r}.")
 
 
-def projection_type(proj_type: str) -> ProjectionType:
-    """Return the distribution with this name.
-
-    Raises:
-        InvalidInputError: If there is none.
-    """
-    return ProjectionType(one_of([kind.value for kind in ProjectionType], proj_type=proj_type))
-
-
-class AbstractMatrixMap(ABC):
-    """A family of random matrices, one per (model_id, parameter name), and the scale of their products."""
-
-    @abstractmethod
-    def __init__(
-        self,
-        proj_dim: int,
-        *,
-        kind: str,
-        seed: int,
-        device: str | torch.device | None,
-        dtype: torch.dtype | None,
-        scaled: bool,
-    ) -> None:
-        """Store the settings; nothing is drawn.
-
-        Args:
-            proj_dim: K, number of features per sample.
-            kind: Name of the map in the store's manifest.
-            seed: Any integer.
-            device: Device of the products; ``None`` for the gradients' device.
-            dtype: Dtype of the features; ``None`` for the dtype of the sums.
-            scaled: Whether features are divided by ``sqrt(K)``; entries have variance 1.
-
-        Raises:
-            InvalidInputError: If the dtype is not floating point.
-        """
-        if dtype is not None and not dtype.is_floating_point:
-            raise InvalidInputError(f"dtype must be a floating-point dtype or None, got {dtype}.")
-        self.proj_dim = proj_dim
-        self.seed = seed
-        self.device = None if device is None else torch.device(device)
-        self.dtype = dtype
-        self.scale = 1 / math.sqrt(proj_dim) if scaled else 1.0
-        numbers = {"proj_dim": proj_dim, "seed": seed, "version": 1}
-        self._fingerprint: dict[str, Any] = {"kind": kind, **numbers, "scaled": scaled}
-
-    @abstractmethod
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which products with gradients of ``dtype`` are summed."""
-
-    @abstractmethod
-    def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
-        """Add ``rows @ matrix`` of one parameter to ``total``.
-
-        Args:
-            total: ``(b, K)`` in :meth:`sum_dtype`, unscaled.
-            rows: ``(b, p)`` gradient rows on any device.
-            name: Canonical parameter name.
-            model_id: The checkpoint.
-        """
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the JSON values that determine the features."""
-        return dict(self._fingerprint)
-
-    def clear(self) -> None:
-        """Free all matrices and workspaces; they are generated again when needed."""
-        return
-
-
-@final
-class DenseMap(AbstractMatrixMap):
-    """Matrices generated by the hash, identical on every device, within a memory budget.
-
-    ``settings`` are those of :class:`AbstractMatrixMap`.
-    """
-
-    def __init__(
-        self,
-        proj_dim: int,
-        proj_type: ProjectionType,
-        *,
-        memory_budget: int,
-        precision: str = "ieee",
-        **settings: Any,
-    ) -> None:
-        entries = _ENTRIES[proj_type]
-        super().__init__(proj_dim, kind=f"dense_{entries.kind}", **settings)
-        one_of(["ieee", "tf32"], precision=precision)
-        if precision != "ieee" and entries is not RademacherEntries:
-            raise InvalidInputError(
-                f"precision={precision!r} is for the signs of a Rademacher projection, got {proj_type.value} "
-                "entries. Leave precision at 'ieee'."
-            )
-        budget = positive_int(memory_budget=memory_budget)
-        self.matrices = MatrixCache(entries, proj_dim, seed=self.seed, memory_budget=budget)
-        self._precision = precision
-        self._has_signs = entries is RademacherEntries
-        if precision != "ieee":
-            self._fingerprint["precision"] = precision
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return float64 if the chosen dtype, or without one the gradients' dtype, is float64; else float32."""
-        wide = (self.dtype or dtype) == torch.float64
-        return torch.float64 if wide else torch.float32
-
-    def add_product_(self, total: Tensor, rows: Tensor, *, name: str, model_id: int) -> None:
-        """Add ``rows @ matrix``; see :meth:`AbstractMatrixMap.add_product_`."""
-        kernel = self._kernel_for(total, rows)
-        if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
-            key = parameter_key(self.seed, model_id, name, Stream.RADEMACHER)
-            for start, piece in _pieces_on(rows, total.device):
-                kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
-            return
-        matrix_blocks = self.matrices.blocks(
-            name, rows.shape[1], model_id=model_id, dtype=total.dtype, device=total.device
-        )
-        for start, matrix in matrix_blocks:
-            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
-
-    def clear(self) -> None:
-        """Free all matrices and workspaces; they are generated again when needed."""
-        self.matrices.clear()
-
-    def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:
-        """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
-        if not self._has_signs or total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
-            return None
-        kernel = usable_kernels(_load, "Dense Rademacher projections", total.device)
-        return kernel if kernel is not None and rows.dtype in kernel.DTYPES else None
-
-
-def _load() -> ModuleType:
-    from trak_lite.projectors.dense import triton as _triton_dense
-
-    return _triton_dense
-
-
-@final
-@dataclass(eq=False)
-class _MatrixAccumulator(AbstractFeatureAccumulator):
-    """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
-
-    _map: AbstractMatrixMap
-    _num_samples: int
-    _model_id: int
-    _parameters: ParameterShapes
-    _sums: dict[torch.dtype, Tensor] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        rows = block_rows(block, self._num_samples, self._parameters)
-        total = self._sum(self._map.sum_dtype(rows.dtype), rows.device)
-        part = total[block.start : block.start + block.num_samples]
-        self._map.add_product_(part, rows, name=block.name, model_id=self._model_id)
-
-    def features(self) -> Tensor:
-        if not self._sums:
-            self._sum(torch.float32, torch.device("cpu"))
-        total = functools.reduce(torch.add, self._sums.values())  # float32 + float64 gives float64
-        return (total * self._map.scale).to(self._map.dtype or total.dtype)
-
-    def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the running sum for gradients of this precision, on the device of the first block."""
-        if dtype not in self._sums:
-            first = next((total.device for total in self._sums.values()), device)
-            self._sums[dtype] = torch.zeros(
-                self._num_samples, self._map.proj_dim, dtype=dtype, device=self._map.device or first
-            )
-        return self._sums[dtype]
-
-
-def _add_product_(total: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    """Add ``rows (b, n) @ matrix (n, K)`` to ``total (b, K)``; rows of another dtype are cast in pieces."""
-    if rows.dtype == matrix.dtype and rows.device == matrix.device:
-        total.addmm_(rows, matrix)
-        return
-    width = max(1, _CAST_BYTES // (matrix.element_size() * max(1, rows.shape[0])))
-    for start in range(0, rows.shape[1], width):
-        piece = rows[:, start : start + width].to(matrix.device, matrix.dtype)
-        total.addmm_(piece, matrix[start : start + width])
-
-
-def _pieces_on(rows: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` on a device, in pieces if they must be copied."""
-    if rows.device == device:
-        yield 0, rows
-        return
-    width = max(1, _COPY_BYTES // (rows.element_size() * max(1, rows.shape[0])))
-    for start in range(0, rows.shape[1], width):
-        yield start, rows[:, start : start + width].to(device)
-
-
 class AbstractDenseProjector(AbstractProjector):
     """Base class of projections by dense random matrices; a subclass defines only its constructor."""
 
-    _map: AbstractMatrixMap
+    _fast_jl_rows: int | None = None
+    """Rows per call of ``fast_jl``; ``None`` for the matrices of this package."""
 
     @abstractmethod
-    def __init__(self, grad_dim: int, matrix_map: AbstractMatrixMap, proj_type: str | ProjectionType) -> None:
-        super().__init__(grad_dim, matrix_map.proj_dim, matrix_map.seed, proj_type, matrix_map.device)
-        self._map = matrix_map
-        self.dtype = matrix_map.dtype
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None,
+        *,
+        scaled: bool,
+        memory_budget: int,
+        precision: str = "ieee",
+    ) -> None:
+        """Store the settings; arguments are those of :class:`AbstractScaledProjector`.
+
+        ``scaled`` tells whether features are divided by ``sqrt(K)``; entries have variance 1.
+        """
+        kind = ProjectionType(one_of([kind.value for kind in ProjectionType], proj_type=proj_type))
+        if dtype is not None and not dtype.is_floating_point:
+            raise InvalidInputError(f"dtype must be a floating-point dtype or None, got {dtype}.")
+        where = None if device is None else torch.device(device)
+        super().__init__(grad_dim, positive_int(proj_dim=proj_dim), integer_seed(seed), proj_type, where)
+        self.dtype = dtype
+        self.scaled = scaled
+        extension = None
+        if self._fast_jl_rows is not None:
+            extension = fast_jl_matrices(where, kind, most_rows=self._fast_jl_rows)
+        if extension is not None:
+            self.device = extension.device
+        self._matrices: AbstractMatrices = extension or HashedMatrices(
+            kind, proj_dim, memory_budget=memory_budget, precision=precision
+        )
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
@@ -286,15 +106,52 @@ class AbstractDenseProjector(AbstractProjector):
             InvalidInputError: If the parameters do not have ``grad_dim`` entries.
         """
         check_grad_dim(self.grad_dim, parameters)
-        return _MatrixAccumulator(self._map, num_samples, model_id, parameters)
+        return _DenseAccumulator(self, self._matrices, num_samples, model_id, parameters)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features, equal for classes that compute the same map."""
-        return self._map.fingerprint()
+        return {**super().fingerprint(), "scaled": self.scaled, **self._matrices.fingerprint()}
 
     def free_memory(self) -> None:
         """Free all matrices and workspaces; they are generated again when needed."""
-        self._map.clear()
+        self._matrices.clear()
+
+
+@final
+@dataclass(eq=False)
+class _DenseAccumulator(AbstractFeatureAccumulator):
+    """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
+
+    _projector: AbstractDenseProjector
+    _matrices: AbstractMatrices
+    _num_samples: int
+    _model_id: int
+    _parameters: ParameterShapes
+    _sums: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        rows = block_rows(block, self._num_samples, self._parameters)
+        is_wide = self._matrices.has_float64 and (self._projector.dtype or rows.dtype) == torch.float64
+        total = self._sum(torch.float64 if is_wide else torch.float32, rows.device)
+        part = total[block.start : block.start + block.num_samples]
+        seed = self._projector.seed
+        self._matrices.add_product_(part, rows, seed=seed, model_id=self._model_id, name=block.name)
+
+    def features(self) -> Tensor:
+        if not self._sums:
+            self._sum(torch.float32, torch.device("cpu"))
+        total = functools.reduce(torch.add, self._sums.values())  # float32 + float64 gives float64
+        scale = 1 / math.sqrt(self._projector.proj_dim) if self._projector.scaled else 1.0
+        return (total * scale).to(self._projector.dtype or total.dtype)
+
+    def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the running sum for gradients of this precision, on the device of the first block."""
+        if dtype not in self._sums:
+            first = next((total.device for total in self._sums.values()), device)
+            shape = (self._num_samples, self._projector.proj_dim)
+            self._sums[dtype] = torch.zeros(shape, dtype=dtype, device=self._projector.device or first)
+        return self._sums[dtype]
 
 
 class AbstractScaledProjector(AbstractDenseProjector):
@@ -331,17 +188,10 @@ class AbstractScaledProjector(AbstractDenseProjector):
         Raises:
             InvalidInputError: If an argument is out of range.
         """
-        dense_map = DenseMap(
-            positive_int(proj_dim=proj_dim),
-            self._proj_type,
-            seed=integer_seed(seed),
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            scaled=True,
-            precision=precision,
-        )
-        super().__init__(0, dense_map, self._proj_type)
+        super().__init__(
+            0, proj_dim, seed, self._proj_type, device, dtype,
+            scaled=True, memory_budget=memory_budget, precision=precision,
+        )  # fmt: skip
 
 
 @final
@@ -378,3 +228,49 @@ class GaussianProjector(AbstractScaledProjector):
     """
 
     _proj_type = ProjectionType.normal
+
+
+@final
+class FastJLProjector(AbstractDenseProjector):
+    """Dense projection by an installed ``fast_jl`` on CUDA, scaled by ``1/sqrt(K)``.
+
+    Gradients are rounded to float16's 11 significant bits, scaled by the largest entry of their row: the relative
+    error of features is about 2e-4.
+
+    If the extension is missing, fails its self-test, or the device is not an NVIDIA GPU, one warning is logged and
+    the projector computes the map of :class:`~trak_lite.projectors.RademacherProjector` (``GaussianProjector`` for
+    normal entries) and has its fingerprint. The matrices differ, so a store made with one is not usable with the other.
+
+    Example:
+        >>> FastJLProjector(512, device="cpu").fingerprint()["kind"]
+        'dense_rademacher'
+    """
+
+    _fast_jl_rows = MOST_ROWS
+
+    def __init__(
+        self,
+        proj_dim: int,
+        *,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        proj_type: str | ProjectionType = ProjectionType.rademacher,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ) -> None:
+        """Find and test the extension, once per process, device and distribution.
+
+        Args:
+            proj_dim: K, number of features per sample; the extension's cost is rounded up to a multiple of 512.
+            seed: Any integer.
+            device: Where the projection runs; ``None`` for the current GPU.
+            dtype: Dtype of the features; ``None`` gives float32.
+            proj_type: ``"rademacher"`` or ``"normal"``.
+            memory_budget: Limit of matrices in bytes if the extension cannot be used.
+
+        Raises:
+            InvalidInputError: If an argument is out of range.
+        """
+        super().__init__(
+            0, proj_dim, seed, proj_type, device, dtype, scaled=True, memory_budget=memory_budget
+        )

@@ -6,6 +6,7 @@ Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from trak_lite.projectors._scratch import Scratch, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["AbstractSketch", "Keys", "form_tables", "triton_kernels"]
+__all__ = ["AbstractSketch", "Keys", "form_tables", "in_pieces", "triton_kernels"]
 
 _KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
 
@@ -78,9 +79,19 @@ def form_tables(sketch: AbstractSketch, block: LookupBlock, scratch: Scratch) ->
     """Return features ``(b, K)`` of gradients of table rows; dense gradients are formed for a few samples at a time."""
     dtype = sum_dtype(block.values.dtype)
     entries = max(1, block.num_rows * block.values.shape[2])
-    step = max(1, scratch_bytes(block.values.device) // (dtype.itemsize * entries))
-    parts = [
-        sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), scratch)
-        for rows, values in zip(torch.split(block.rows, step), torch.split(block.values, step), strict=True)
-    ]
-    return torch.cat(parts)
+
+    def features(rows: Tensor, values: Tensor) -> Tensor:
+        return sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), scratch)
+
+    return in_pieces(
+        features, block.rows, block.values, scratch_bytes(block.values.device) // (dtype.itemsize * entries)
+    )
+
+
+def in_pieces(
+    features: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor, num_samples: int
+) -> Tensor:
+    """Return the features of two tensors of samples, computed for ``num_samples`` of them at a time, at least one."""
+    pieces = zip(*(torch.split(tensor, max(1, num_samples)) for tensor in (one, other)), strict=True)
+    parts = [features(*piece) for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

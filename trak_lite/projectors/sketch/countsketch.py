@@ -30,7 +30,6 @@ from trak_lite.projectors._base import (
     ProjectionType,
 )
 from trak_lite.projectors._blocks import check_block
-from trak_lite.projectors._factored import check_factors
 from trak_lite.projectors._scratch import Scratch, empty_buffer
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys
@@ -213,9 +212,6 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
     def add(self, block: GradientBlock) -> None:
         """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
         check_block(block, self._num_samples, self._parameters)
-        for piece in block.parts if isinstance(block, SummedBlock) else (block,):
-            if isinstance(piece, FactoredBlock):
-                check_factors(piece, self._num_samples, self._parameters)
         shape = tuple(self._parameters[block.name])
         part = self._projector.sketch(block, shape, self._model_id)
         self._waiting.setdefault(block.name, []).append((block.start, part))

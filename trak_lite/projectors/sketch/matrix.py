@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, in_pieces, triton_kernels
 from trak_lite.projectors.sketch.blocks import AllBlocks, Block, fourier_takes_less_time, moved
 from trak_lite.types import FactoredBlock, LookupBlock
 
@@ -176,18 +176,24 @@ class MatrixSketch(AbstractSketch):
         """Form some rows of the matrix for some samples, in memory that fits into the cache, and add them."""
         budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
         columns = max(1, self._most_columns)
-        count = max(1, len(block.inputs))
-        rows = max(
-            _FEWEST_ROWS, budget // (count * columns)
-        )  # with fewer rows, the inputs are read too often
-        step = max(1, budget // (min(rows, self.shape[0]) * columns))
-        parts = [
-            self._formed_rows(x, g, rows, scratch)
-            for x, g in zip(
-                torch.split(block.inputs, step), torch.split(block.output_grads, step), strict=True
-            )
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        # With fewer rows, the inputs are read too often.
+        step = max(_FEWEST_ROWS, budget // (max(1, len(block.inputs)) * columns))
+
+        def features(inputs: Tensor, output_grads: Tensor) -> Tensor:
+            dtype = sum_dtype(inputs.dtype, output_grads.dtype)
+            total = self._zeros(scratch, len(inputs), dtype, inputs.device)
+            for part in self._blocks:
+                x, g = self._signed(part, inputs, output_grads, dtype)
+                by_row = g.transpose(1, 2)
+                places = scratch.views(part.number, total, part.starts, part.width)
+                for first in range(0, by_row.shape[1], step):
+                    formed = form(by_row[:, first : first + step], x, scratch)
+                    # An ordered loop without Python overhead: places overlap.
+                    torch._foreach_add_(places[first : first + step], formed.unbind(1))
+            return self._wrapped(total)
+
+        num_samples = budget // (min(step, self.shape[0]) * columns)
+        return in_pieces(features, block.inputs, block.output_grads, num_samples)
 
     def _made_by(self, kernels: ModuleType) -> MatrixKernel:
         """Return the kernel of this sketch, created at the first call."""
@@ -205,38 +211,27 @@ class MatrixSketch(AbstractSketch):
             self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, parts)
         return self._kernel
 
-    def _formed_rows(self, inputs: Tensor, output_grads: Tensor, step: int, scratch: Scratch) -> Tensor:
-        dtype = sum_dtype(inputs.dtype, output_grads.dtype)
-        total = self._zeros(scratch, len(inputs), dtype, inputs.device)
-        for part in self._blocks:
-            x, g = self._signed(part, inputs, output_grads, dtype)
-            columns = g.transpose(1, 2)
-            places = scratch.views(part.number, total, part.starts, part.width)
-            for first in range(0, columns.shape[1], step):
-                formed = form(columns[:, first : first + step], x, scratch)
-                _add_each(places[first : first + step], formed.unbind(1))
-        return self._wrapped(total)
-
     def _convolved(self, block: FactoredBlock) -> Tensor:
         """Multiply the Fourier transforms of the sketches of the factors; no gradient is formed."""
         size = self._proj_dim
         count, positions, _ = block.inputs.shape
         dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-        features = torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
-        if positions == 0:  # some FFT backends fail for empty input
-            return features
-        step = max(1, 8 * scratch_bytes(features.device) // (dtype.itemsize * size * positions))
-        for start in range(0, count, step):
-            some = slice(start, start + step)
-            spectrum: Tensor | None = None
-            for part in self._blocks:
-                x, g = self._signed(part, block.inputs[some], block.output_grads[some], dtype)
-                spread = g.new_zeros(*g.shape[:2], size).index_copy_(2, part.shifts, g)
-                product = (torch.fft.rfft(spread) * torch.fft.rfft(x, n=size)).sum(1)
-                spectrum = product if spectrum is None else spectrum + product
-            assert spectrum is not None, "a matrix has at least one block"
-            features[some] = torch.fft.irfft(spectrum, n=size)
-        return features
+        if positions == 0 or count == 0:  # some FFT backends fail for empty input
+            return torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
+
+        def spectrum(part: Block, inputs: Tensor, output_grads: Tensor) -> Tensor:
+            x, g = self._signed(part, inputs, output_grads, dtype)
+            spread = g.new_zeros(*g.shape[:2], size).index_copy_(2, part.shifts, g)
+            product: Tensor = (torch.fft.rfft(spread) * torch.fft.rfft(x, n=size)).sum(1)
+            return product
+
+        def features(*factors: Tensor) -> Tensor:
+            total = functools.reduce(torch.add, (spectrum(part, *factors) for part in self._blocks))
+            made: Tensor = torch.fft.irfft(total, n=size)
+            return made
+
+        num_samples = 8 * scratch_bytes(block.inputs.device) // (dtype.itemsize * size * positions)
+        return in_pieces(features, block.inputs, block.output_grads, num_samples)
 
     @staticmethod
     def _signed(
@@ -276,15 +271,6 @@ class MatrixSketch(AbstractSketch):
             signs=row_signs.tolist(),
             number=next(_NUMBERS),
         )
-
-
-def _add_each(places: list[Tensor], rows: tuple[Tensor, ...]) -> None:
-    """Add every row to its place, one after the other, because places overlap."""
-    if rows[0].device.type == "cpu":
-        torch._foreach_add_(places, rows)  # on a CPU this is an ordered loop without Python overhead
-        return
-    for place, row in zip(places, rows, strict=True):
-        place.add_(row)
 
 
 # Nanoseconds on one CPU thread, measured by benchmarks/bench_projection.py; only their ratios matter.

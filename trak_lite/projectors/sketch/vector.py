@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, in_pieces, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -79,14 +79,12 @@ class VectorSketch(AbstractSketch):
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of factored gradients, which are formed for a few samples at a time."""
         dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-        step = max(1, scratch_bytes(block.inputs.device) // max(1, dtype.itemsize * self._num_entries))
-        parts = [
-            self.dense(form(g.to(dtype).transpose(1, 2), x.to(dtype), scratch).flatten(1), scratch)
-            for x, g in zip(
-                torch.split(block.inputs, step), torch.split(block.output_grads, step), strict=True
-            )
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        def features(x: Tensor, g: Tensor) -> Tensor:
+            return self.dense(form(g.to(dtype).transpose(1, 2), x.to(dtype), scratch).flatten(1), scratch)
+
+        num_samples = scratch_bytes(block.inputs.device) // max(1, dtype.itemsize * self._num_entries)
+        return in_pieces(features, block.inputs, block.output_grads, num_samples)
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows, which are formed for a few samples at a time."""

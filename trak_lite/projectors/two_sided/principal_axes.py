@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,16 +29,33 @@ from trak_lite._validate import one_of, parse_json, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.projectors._scratch import sum_dtype
 from trak_lite.projectors.random.hash import Stream
-from trak_lite.projectors.two_sided.sides import DEFAULT_MAX_SIDE, AbstractSides, matrix_shapes
 from trak_lite.types import Batch, BlockSink, FactoredBlock, GradientBlock, OutputTerms, ParameterShapes
 
-__all__ = ["FittedSides", "GradientStream", "PrincipalAxes"]
+__all__ = ["DEFAULT_MAX_SIDE", "GradientStream", "PrincipalAxes", "matrix_shapes"]
+
+DEFAULT_MAX_SIDE = 16384
+"""Longest side of a matrix that is projected on both sides. It includes the layers of language models of up to about
+8 billion parameters and excludes their embeddings and heads, whose vocabulary side is longer."""
 
 _FORMAT = "trak_lite.principal_axes.1"
 _SUFFIXES = {
     Stream.TWO_SIDED_OUT: ":out",
     Stream.TWO_SIDED_IN: ":in",
 }  # in the order of a shape (d_out, d_in)
+
+
+def matrix_shapes(parameters: ParameterShapes, max_side: int) -> dict[str, tuple[int, int]]:
+    """Return ``(d_out, d_in)`` of every parameter that is projected on both sides, in model order.
+
+    These are the non-empty parameters with at least two axes whose sides are at most ``max_side``. All axes but the
+    first form the input side, as in the factors of a convolution.
+
+    Example:
+        >>> matrix_shapes({"conv": (8, 3, 5, 5), "bias": (8,), "embedding": (50257, 64)}, max_side=16384)
+        {'conv': (8, 75)}
+    """
+    shapes = {name: (shape[0], math.prod(shape[1:])) for name, shape in parameters.items() if len(shape) >= 2}
+    return {name: shape for name, shape in shapes.items() if min(shape) > 0 and max(shape) <= max_side}
 
 
 class GradientStream(Protocol):
@@ -187,28 +205,6 @@ class PrincipalAxes:
     def _header(self) -> dict[str, Any]:
         shapes = {name: list(self.shapes[name]) for name in sorted(self.shapes)}
         return {"k_in": self.k_in, "k_out": self.k_out, "shapes": shapes}
-
-
-@final
-class FittedSides(AbstractSides):
-    """Principal axes as side matrices: the same for every model_id, orthonormal and therefore not scaled."""
-
-    def __init__(self, axes: PrincipalAxes) -> None:
-        super().__init__()
-        self._axes = axes
-
-    def scale(self, width: int) -> float:
-        """Return 1."""
-        return 1.0
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return the digest of the axes."""
-        return {"kind": "principal_axes", "digest": self._axes.digest}
-
-    def _make(
-        self, name: str, side: Stream, shape: tuple[int, int], model_id: int, device: torch.device
-    ) -> Tensor:
-        return self._axes.axes(name, side).to(device)
 
 
 @final

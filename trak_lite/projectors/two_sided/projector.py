@@ -22,20 +22,13 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows
-from trak_lite.projectors._factored import check_factors, sample_pieces
-from trak_lite.projectors._scratch import FeatureRows, sum_dtype
+from trak_lite.projectors._blocks import block_rows, check_block, sample_pieces, side_by_side
+from trak_lite.projectors._scratch import FeatureRows, empty_buffer, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
-from trak_lite.projectors.random.hash import Stream
+from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
+from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
-from trak_lite.projectors.two_sided.principal_axes import FittedSides, PrincipalAxes
-from trak_lite.projectors.two_sided.sides import (
-    DEFAULT_MAX_SIDE,
-    RANDOM_SIDES,
-    AbstractSides,
-    RandomSides,
-    matrix_shapes,
-)
+from trak_lite.projectors.two_sided.principal_axes import DEFAULT_MAX_SIDE, PrincipalAxes, matrix_shapes
 from trak_lite.types import (
     DenseBlock,
     FactoredBlock,
@@ -43,11 +36,16 @@ from trak_lite.types import (
     GradientBlock,
     LookupBlock,
     ParameterShapes,
-    Segment,
     SummedBlock,
 )
 
 __all__ = ["TwoSidedProjector"]
+
+_RANDOM: dict[str, type[AbstractEntries]] = {
+    entries.kind: entries for entries in (RademacherEntries, GaussianEntries)
+}
+"""Distributions of random side matrices by name."""
+_DRAW_BYTES = 4 << 20  # scratch of a draw: stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +117,14 @@ class TwoSidedProjector(AbstractProjector):
         """
         self.k_in = positive_int(k_in=k_in)
         self.k_out = self.k_in if k_out is None else positive_int(k_out=k_out)
-        self._sides, self._axes = _decide_sides(matrices, self.k_in, self.k_out, integer_seed(seed))
-        kind = "principal_axes" if isinstance(matrices, PrincipalAxes) else matrices
+        self._axes = matrices if isinstance(matrices, PrincipalAxes) else None
+        kind = "principal_axes" if isinstance(matrices, PrincipalAxes) else one_of(_RANDOM, matrices=matrices)
+        if self._axes is not None and (self._axes.k_in, self._axes.k_out) != (self.k_in, self.k_out):
+            raise InvalidInputError(
+                f"The principal axes were fitted with k_in={self._axes.k_in} and k_out={self._axes.k_out}, expected "
+                f"{self.k_in} and {self.k_out}. Fit them with these numbers, or pass the numbers that they were fitted "
+                "with."
+            )
         device = None if device is None else torch.device(device)
         super().__init__(0, self.k_in * self.k_out, integer_seed(seed), kind, device)
         if rest is not None and rest_dim is not None:
@@ -132,6 +136,8 @@ class TwoSidedProjector(AbstractProjector):
         self.rest = CountSketchProjector(rest_dim, seed=seed, device=device) if rest is None else rest
         self.layout_kind = one_of(("module", "joint"), layout=layout)
         self.max_side = positive_int(max_side=max_side)
+        self._owner: tuple[int, torch.device] | None = None
+        self._made: dict[tuple[str, Stream], Tensor] = {}
 
     @classmethod
     def of_width(
@@ -180,29 +186,24 @@ class TwoSidedProjector(AbstractProjector):
             InvalidInputError: If the principal axes were fitted for other matrices.
         """
         matrices, rest = self._divide(parameters)
-        segments = [Segment(matrix.name, matrix.start, matrix.stop) for matrix in matrices]
-        if rest:
-            start = segments[-1].stop if segments else 0
-            inner = self.rest.layout(rest).segments
-            segments += [
-                Segment(
-                    "rest" if len(inner) == 1 else f"rest.{segment.name}",
-                    start + segment.start,
-                    start + segment.stop,
-                )
-                for segment in inner
+        inner = self.rest.layout(rest).segments if rest else ()
+        whole = side_by_side(
+            [
+                *((matrix.name, matrix.stop - matrix.start) for matrix in matrices),
+                *(("rest" if len(inner) == 1 else f"rest.{part.name}", part.width) for part in inner),
             ]
-        whole = FeatureLayout(tuple(segments))
+        )
         return FeatureLayout.joint(whole.width) if self.layout_kind == "joint" and whole.width else whole
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features, including a digest of fitted axes."""
+        axes = self._axes
         return {
             **super().fingerprint(),
             "kind": "two_sided",
             "k_in": self.k_in,
             "k_out": self.k_out,
-            "matrices": self._sides.fingerprint(),
+            "matrices": self.proj_type if axes is None else {"kind": self.proj_type, "digest": axes.digest},
             "layout": self.layout_kind,
             "max_side": self.max_side,
             "rest": self.rest.fingerprint(),
@@ -210,17 +211,46 @@ class TwoSidedProjector(AbstractProjector):
 
     def free_memory(self) -> None:
         """Free all matrices; they are generated or copied again when needed."""
-        self._sides.clear()
+        self._made.clear()
         self.rest.free_memory()
 
-    def side(
-        self, name: str, side: Stream, shape: tuple[int, int], *, model_id: int, like: Tensor
-    ) -> tuple[Tensor, float] | None:
-        """Return a side's matrix ``(d, k)`` and its scale, or ``None`` where the side is kept whole."""
-        if shape[1] == shape[0]:
-            return None
-        matrix = self._sides.matrix(name, side, shape, model_id=model_id, device=like.device)
-        return matrix.to(like.dtype), self._sides.scale(shape[1])
+    def side_product(
+        self, values: Tensor, name: str, side: Stream, width: int, *, model_id: int
+    ) -> tuple[Tensor, float]:
+        """Return ``values (b, n, d) @ side matrix (d, k)``, unscaled, and the scale.
+
+        The matrices of one model and device at a time are kept. A side with d = k is kept whole. Random matrices are
+        scaled by 1/sqrt(k): then P^T P is the identity in expectation. Axes are orthonormal and not scaled.
+        """
+        if values.shape[2] == width:
+            return values, 1.0
+        if self._owner != (model_id, values.device):
+            self._made.clear()
+            self._owner = (model_id, values.device)
+        matrix = self._made.get((name, side))
+        if matrix is None:
+            matrix = (
+                self._axes.axes(name, side).to(values.device)
+                if self._axes is not None
+                else self._drawn(
+                    parameter_key(self.seed, model_id, name, side), values.shape[2], width, values.device
+                )
+            )
+            self._made[name, side] = matrix
+        return values @ matrix.to(values.dtype), 1.0 if self._axes is not None else 1 / math.sqrt(width)
+
+    def _drawn(self, key: int, num_rows: int, width: int, device: torch.device) -> Tensor:
+        """Return the random matrix of a key, float32 ``(num_rows, width)``."""
+        kind = _RANDOM[self.proj_type]
+        padded = kind.width(width)
+        step = min(num_rows, max(1, _DRAW_BYTES // (4 * padded)))
+        entries = kind(width, step, device)
+        drawn = empty_buffer(step, padded, dtype=torch.float32, device=device)
+        matrix = empty_buffer(num_rows, width, dtype=torch.float32, device=device)
+        for start in range(0, num_rows, step):
+            part = matrix[start : start + step]
+            part.copy_(entries.draw_(drawn[: part.shape[0]], key, start)[:, :width])
+        return matrix
 
     def _divide(self, parameters: ParameterShapes) -> tuple[list[_Matrix], ParameterShapes]:
         """Return the matrices with their columns, in model order, and the shapes of the rest."""
@@ -236,20 +266,6 @@ class TwoSidedProjector(AbstractProjector):
             matrices.append(_Matrix(name, d_out, d_in, min(d_out, self.k_out), min(d_in, self.k_in), start))
             start = matrices[-1].stop
         return matrices, {name: shape for name, shape in parameters.items() if name not in shapes}
-
-
-def _decide_sides(
-    matrices: str | PrincipalAxes, k_in: int, k_out: int, seed: int
-) -> tuple[AbstractSides, PrincipalAxes | None]:
-    """Return what gives the side matrices, and the axes if they are fitted."""
-    if not isinstance(matrices, PrincipalAxes):
-        return RandomSides(RANDOM_SIDES[one_of(RANDOM_SIDES, matrices=matrices)], seed=seed), None
-    if (matrices.k_in, matrices.k_out) != (k_in, k_out):
-        raise InvalidInputError(
-            f"The principal axes were fitted with k_in={matrices.k_in} and k_out={matrices.k_out}, expected {k_in} and "
-            f"{k_out}. Fit them with these numbers, or pass the numbers that they were fitted with."
-        )
-    return FittedSides(matrices), matrices
 
 
 @final
@@ -282,13 +298,13 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
 
     def _add_factors(self, matrix: _Matrix, block: FactoredBlock) -> None:
         """Add ``sum_t (g_t P_out) (x_t P_in)^T``: the gradient is not formed."""
-        check_factors(block, self._num_samples, self._parameters)
+        check_block(block, self._num_samples, self._parameters)
         inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
         total = self._total.of(sum_dtype(inputs.dtype, output_grads.dtype), inputs.device)
         positions = inputs.shape[1]
         for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
-            (x, in_scale) = self._side_product(matrix, Stream.TWO_SIDED_IN, inputs[piece].to(total))
-            (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
+            x, in_scale = self._side_product(matrix, Stream.TWO_SIDED_IN, inputs[piece].to(total))
+            g, out_scale = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
             _add(total, matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
 
     def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
@@ -297,16 +313,13 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
         total = self._total.of(sum_dtype(rows.dtype), rows.device)
         for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
             grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
-            (x, in_scale) = self._side_product(matrix, Stream.TWO_SIDED_IN, grads)
-            (g, out_scale) = self._side_product(matrix, Stream.TWO_SIDED_OUT, x.transpose(1, 2))
+            x, in_scale = self._side_product(matrix, Stream.TWO_SIDED_IN, grads)
+            g, out_scale = self._side_product(matrix, Stream.TWO_SIDED_OUT, x.transpose(1, 2))
             _add(total, matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
 
     def _side_product(self, matrix: _Matrix, side: Stream, values: Tensor) -> tuple[Tensor, float]:
-        """Return ``values (b, n, d) @ side matrix (d, k)``, unscaled, and the scale."""
-        is_input = side == Stream.TWO_SIDED_IN
-        shape = (matrix.d_in, matrix.k_in) if is_input else (matrix.d_out, matrix.k_out)
-        found = self._projector.side(matrix.name, side, shape, model_id=self._model_id, like=values)
-        return (values, 1.0) if found is None else (values @ found[0], found[1])
+        width = matrix.k_in if side == Stream.TWO_SIDED_IN else matrix.k_out
+        return self._projector.side_product(values, matrix.name, side, width, model_id=self._model_id)
 
 
 def _add(total: Tensor, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:

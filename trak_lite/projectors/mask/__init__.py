@@ -1,1 +1,0 @@
-"""Masks: projections that select some of the coordinates."""
