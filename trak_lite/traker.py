@@ -40,7 +40,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.featurizing.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
-from trak_lite.featurizing.rows import compute_features, put_features
+from trak_lite.featurizing.rows import ComputedRows, HostRows, compute_features, joined
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -58,8 +58,6 @@ from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
 from trak_lite.run.tables import (
     FEATURES,
-    LOSS_CURVATURE,
-    OUT_TO_LOSS,
     SCORES,
     checkpoint_path,
     feature_table_spec,
@@ -74,7 +72,7 @@ from trak_lite.scoring.grams import has_kernel, kernels_of
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.types import Batch, FeatureLayout, OutputTerms, ParameterShapes, num_entries
+from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 __all__ = ["TRAKer"]
 
@@ -525,17 +523,11 @@ class TRAKer:
         if len(waiting) < len(rows):
             batch = take_rows(batch, waiting.tolist())
         batch = move_batch(batch, model_device(self.model))
-        features, terms = self._computed(cursor, batch, rows[waiting])
-        put_features(
-            cursor.attached(),
-            rows[waiting],
-            features / self.normalize_factor,
-            terms,
-            self.gradient_computer,
-            batch,
-            cursor.label,
-            None if keys is None else {_SAMPLE_KEYS: keys[waiting]},
-        )
+        found = self._computed(cursor, batch, rows[waiting])
+        if keys is not None:
+            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[waiting])})
+        table = cursor.attached()
+        HostRows(found, table.spec).put(table, rows[waiting], cursor.label)
         cursor.waiting[rows[waiting]] = False
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
@@ -555,14 +547,7 @@ class TRAKer:
 
         def computed(some: list[int]) -> Computed:
             part = move_batch(take_rows(batch, some), model_device(self.model))
-            features, terms = self._computed(cursor, part, rows[some])
-            columns = {
-                FEATURES: features / self.normalize_factor,
-                OUT_TO_LOSS: terms.out_to_loss_grad,
-                LOSS_CURVATURE: terms.loss_curvature,
-            }
-            values = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
-            return Computed(values, terms.output.detach().double().cpu().numpy())
+            return joined([self._computed(cursor, part, rows[some])])
 
         compare_rows(
             stored,
@@ -579,10 +564,10 @@ class TRAKer:
             ),
         )
 
-    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> tuple[Tensor, OutputTerms]:
-        """Return the features ``(B, K)`` of a batch, not normalised, and f, q and w."""
+    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> ComputedRows:
+        """Return the features ``(B, K)`` of a batch divided by the normalisation factor, and f, q and w."""
 
-        def compute() -> tuple[Tensor, OutputTerms]:
+        def compute() -> ComputedRows:
             model_id = int(cursor.spec.fingerprint["model_id"])
             features, terms, _ = compute_features(
                 *(self.gradient_computer, self.projector, batch),
@@ -591,7 +576,7 @@ class TRAKer:
                 what=cursor.label,
                 to_come=int(cursor.waiting.sum()) / len(rows) - 1,
             )
-            return features, terms
+            return ComputedRows(batch, self.gradient_computer, features / self.normalize_factor, terms, {})
 
         try:
             return compute()
