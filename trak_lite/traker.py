@@ -41,7 +41,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.featurizing.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
-from trak_lite.featurizing.rows import compute_features, put_features
+from trak_lite.featurizing.rows import ComputedRows, HostRows, compute_features, joined
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -59,8 +59,6 @@ from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
 from trak_lite.run.tables import (
     FEATURES,
-    LOSS_CURVATURE,
-    OUT_TO_LOSS,
     SCORES,
     checkpoint_path,
     feature_table_spec,
@@ -75,7 +73,7 @@ from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.types import Batch, FeatureLayout, OutputTerms, ParameterShapes, num_entries
+from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 __all__ = ["TRAKer"]
 
@@ -535,17 +533,11 @@ class TRAKer:
         if len(waiting) < len(rows):
             batch = take_rows(batch, waiting.tolist())
         batch = move_batch(batch, model_device(self.model))
-        features, terms = self._computed(cursor, batch, rows[waiting])
-        put_features(
-            cursor.attached(),
-            rows[waiting],
-            features / self.normalize_factor,
-            terms,
-            self.gradient_computer,
-            batch,
-            cursor.label,
-            None if keys is None else {_SAMPLE_KEYS: keys[waiting]},
-        )
+        found = self._computed(cursor, batch, rows[waiting])
+        if keys is not None:
+            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[waiting])})
+        table = cursor.attached()
+        HostRows(found, table.spec).put(table, rows[waiting], cursor.label)
         cursor.waiting[rows[waiting]] = False
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
@@ -565,14 +557,7 @@ class TRAKer:
 
         def computed(some: list[int]) -> Computed:
             part = move_batch(take_rows(batch, some), model_device(self.model))
-            features, terms = self._computed(cursor, part, rows[some])
-            columns = {
-                FEATURES: features / self.normalize_factor,
-                OUT_TO_LOSS: terms.out_to_loss_grad,
-                LOSS_CURVATURE: terms.loss_curvature,
-            }
-            values = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
-            return Computed(values, terms.output.detach().double().cpu().numpy())
+            return joined([self._computed(cursor, part, rows[some])])
 
         compare_rows(
             stored,
@@ -589,19 +574,21 @@ class TRAKer:
             ),
         )
 
-    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> tuple[Tensor, OutputTerms]:
-        """Return the features ``(B, K)`` of a batch, not normalised, and f, q and w."""
-        compute = partial(
-            compute_features,
-            projector=self.projector,
-            batch=batch,
-            model_id=int(cursor.spec.fingerprint["model_id"]),
-            rows=rows,
-            what=cursor.label,
-            to_come=int(cursor.waiting.sum()) / len(rows) - 1,
-        )
+    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> ComputedRows:
+        """Return the features ``(B, K)`` of a batch divided by the normalisation factor, and f, q and w."""
+
+        def compute(computer: AbstractGradientComputer) -> ComputedRows:
+            features, terms, _ = compute_features(
+                *(computer, self.projector, batch),
+                model_id=int(cursor.spec.fingerprint["model_id"]),
+                rows=rows,
+                what=cursor.label,
+                to_come=int(cursor.waiting.sum()) / len(rows) - 1,
+            )
+            return ComputedRows(batch, computer, features / self.normalize_factor, terms, {})
+
         try:
-            return compute(self.gradient_computer)[:2]
+            return compute(self.gradient_computer)
         except SelfCheckError:
             raise
         except UnsupportedModelError as error:
@@ -621,7 +608,7 @@ class TRAKer:
                 "Using %s instead, which is exact for this model. %s", type(chosen.computer).__name__, error
             )
             self.gradient_computer = chosen.computer
-            return compute(chosen.computer)[:2]
+            return compute(chosen.computer)
 
     @contextmanager
     def _locks_for_success_only(self) -> Iterator[None]:

@@ -1,65 +1,232 @@
-"""Normalised rows and stored norms, against gradients of one sample at a time, divided by hand in float64."""
+"""Normalised rows and stored norms: autograd divided by hand in float64, and steps that torch.optim really makes."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 
 import numpy as np
 import pytest
 import reference
 import torch
-from dense_cases import columns, projection
+from dense_cases import close, columns, gradients, projection
 from tiny_runs import Counting
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold
 from trak_lite.errors import (
+    CheckpointError,
     InvalidInputError,
+    ManifestMismatchError,
     MissingStoreError,
     NonFiniteError,
+    PrecisionError,
     StateError,
 )
 from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
-from trak_lite.methods import GaussNewton
+from trak_lite.methods import LESS, GaussNewton, GradCos
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.store import Manifest
 
-N, M, K, CLASSES = 40, 5, 6, 3
+N, M, K, CLASSES, WORDS = 40, 5, 6, 3, 9
 NONE, UNIT, UNIT_BY_MODULE = Normalization(), Normalization("unit"), Normalization("unit", scope="module")
 CLIP, CLIP_BY_MODULE = clip(1.5), clip(0.8, scope="module")
-EVERY = [NONE, UNIT, UNIT_BY_MODULE, CLIP, CLIP_BY_MODULE]
+ADAM, ADAM_UPDATE = Normalization("adam"), Normalization("adam_update")
+BY_NORM, BY_ADAM = [NONE, UNIT, UNIT_BY_MODULE, CLIP, CLIP_BY_MODULE], [ADAM, ADAM_UPDATE]
+EVERY = [*BY_NORM, *BY_ADAM]
+COMPUTERS = ("hook", "functional", "iterative")
 
 
 def name_of(normalize):
     return f"{normalize.kind}-{normalize.scope}"
 
 
+by_norm = pytest.mark.parametrize("normalize", BY_NORM, ids=name_of)
+by_adam = pytest.mark.parametrize("normalize", BY_ADAM, ids=name_of)
 by_kind = pytest.mark.parametrize("normalize", EVERY, ids=name_of)
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, CLASSES)).double()
+class Texts(nn.Module):
+    """An embedding, layers with several positions, and a head that f does not use but training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.hidden = nn.Linear(4, 5)
+        self.norm = nn.LayerNorm(5)
+        self.auxiliary = nn.Linear(5, 2)
+        self.head = nn.Linear(5, CLASSES)
+
+    def inner(self, ids):
+        return self.norm(self.hidden(self.words(ids)).tanh()).mean(-2)
+
+    def forward(self, ids):
+        return self.head(self.inner(ids))
 
 
 def dataset(count, seed):
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, 2, 3, generator=generator, dtype=torch.float64)
-    sizes = torch.linspace(0.1, 3, count, dtype=torch.float64).view(-1, 1, 1)
-    return TensorDataset(inputs * sizes, torch.randint(CLASSES, (count,), generator=generator))
+    ids = torch.randint(WORDS - 1, (count, 3), generator=generator)
+    ids[0] = 2  # a word that occurs three times
+    return TensorDataset(ids, torch.randint(CLASSES, (count,), generator=generator))
 
 
 TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
+TARGETS.tensors[0][-1] = WORDS - 1
+"""The last target has a word that no train row has, so that Adam's moments of its embedding are zero."""
 ROWS = {"name": "d", "batch_size": 10}
 
 
-@by_kind
+@functools.cache
+def trained(steps=4, **settings):
+    torch.manual_seed(0)
+    net = Texts().double()
+    given = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, **settings}
+    optimizer = torch.optim.AdamW(net.parameters(), **given)
+    ids, labels = TRAIN.tensors
+    for step in range(steps):
+        optimizer.zero_grad()
+        some = slice(step, step + 12)
+        loss = nn.functional.cross_entropy(net(ids[some]), labels[some])
+        (loss + net.auxiliary(net.inner(ids[some])).square().mean()).backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def saved(*args, **settings):
+    net, optimizer = trained(*args, **settings)
+    return copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def both():
+    return [saved(2), saved(5)]
+
+
+def attributor(path, normalize=NONE, net=None, **changes):
+    settings = {"proj_dim": K, "dtype": "float32", "projector": "gaussian", "progress": False, **changes}
+    net = copy.deepcopy(trained()[0]) if net is None else net
+    return Attributor(net, "image_classification", path, normalize=normalize, **settings)
+
+
+def margins(net, data):
+    ids, labels = data.tensors
+    p = net(ids).softmax(1)[range(len(labels)), labels]
+    return gradients(net, (p / (1 - p)).log())
+
+
+def flat(rows):
+    return np.concatenate([row.reshape(len(row), -1) for row in rows.values()], 1)
+
+
+def divided(rows, normalize):
+    """Every sample's gradient, or its part in each module, over its norm or brought down to C."""
+    modules = {name: "all" if normalize.scope == "global" else name.split(".")[0] for name in rows}
+    found = {}
+    for name in rows:
+        own = flat({other: rows[other] for other in rows if modules[other] == modules[name]})
+        norms = np.maximum(np.linalg.norm(own, axis=1), 1e-300)
+        ratio = (normalize.threshold or (1 if normalize.kind == "unit" else np.inf)) / norms
+        factors = ratio if normalize.kind == "unit" else np.minimum(1, ratio)
+        found[name] = rows[name] * factors.reshape(-1, *[1] * (rows[name].ndim - 1))
+    return flat(found)
+
+
+def scaled(net, optimizer, data):
+    """Gradients of f over the fourth root of the bias-corrected second moment."""
+    group, rows = optimizer.param_groups[0], margins(net, data)
+    for name, p in net.named_parameters():
+        state = optimizer.state[p]
+        second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+        root = (second / (1 - group["betas"][1] ** float(state["step"]))).sqrt() + group["eps"]
+        rows[name] = np.where(second > 0, rows[name] / root.sqrt().numpy(), 0)
+    return flat(rows)
+
+
+def steps(net, optimizer, data):
+    """The change of the weights over the learning rate, when Adam steps on the loss of one row."""
+    rows = []
+    for ids, label in data:
+        own = copy.deepcopy(net)
+        again = type(optimizer)(own.parameters())
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        again.param_groups[0].update(weight_decay=0.0, lr=1e-3)
+        before = [p.detach().clone() for p in own.parameters()]
+        for p in own.parameters():
+            p.grad = torch.zeros_like(p)
+        nn.functional.cross_entropy(own(ids[None]), label[None]).backward()
+        again.step()
+        pairs = zip(own.parameters(), before, strict=True)
+        rows.append(torch.cat([(p.detach() - old).flatten() for p, old in pairs]) / 1e-3)
+    return torch.stack(rows).numpy()
+
+
+@functools.cache
+def expected(normalize, side, *args, **settings):
+    """Whole rows ``(n, P)`` of the train data or of the targets."""
+    (net, optimizer), data = trained(*args, **settings), {"train": TRAIN, "targets": TARGETS}[side]
+    if normalize == ADAM:
+        return scaled(net, optimizer, data)
+    if normalize == ADAM_UPDATE and side == "train":
+        return steps(net, optimizer, data)
+    return divided(margins(net, data), NONE if normalize == ADAM_UPDATE else normalize)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "computer"),
+    [
+        pytest.param(normalize, computer, id=f"{name_of(normalize)}-{computer}", marks=marks)
+        for normalize in EVERY
+        for computer in COMPUTERS
+        for marks in [pytest.mark.quick if normalize in BY_ADAM and computer == "hook" else ()]
+    ],
+)
+def test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand(
+    tmp_path, normalize, computer, monkeypatch
+):
+    """Of two checkpoints, which have their own moments; also where the gradients do not fit at once."""
+    amsgrad = computer == "functional"
+    if computer == "iterative":
+        monkeypatch.setattr("trak_lite.featurizing.normalized._MOST_ENTRIES", 50)
+    method = LESS() if normalize == ADAM_UPDATE else GaussNewton(damping=1.0)
+    settings = {"gradient_computer": computer, "store_norms": True, "method": method}
+    made = attributor(tmp_path / "a.zarr", normalize, **settings)
+    made.featurize(Rows(TRAIN, batch_size=16), [saved(count, amsgrad=amsgrad) for count in (2, 5)])
+    scores = made.score(Rows(TARGETS, batch_size=2), name="test").numpy()
+
+    rows: dict[str, list[np.ndarray]] = {"train": [], "targets": [], "q": [], "w": []}
+    norms = made.gradient_norms()  # of what nothing divided
+    assert (norms.shape, norms.dtype) == ((2, N), np.float32)
+    for model_id, count in enumerate((2, 5)):
+        matrix = np.concatenate(list(projection(made.projector, made.parameters, model_id).values()))
+        for name, table in (("train", "ckpt"), ("targets", "targets/test/ckpt")):
+            whole = expected(normalize, name, count, amsgrad=amsgrad)
+            found = columns(tmp_path / "a.zarr", f"{table}-{model_id}")["features"]
+            close(found, whole @ matrix, rtol=1e-6)
+            rows[name].append(whole @ matrix)
+        net = trained(count, amsgrad=amsgrad)[0]
+        close(norms[model_id], np.linalg.norm(flat(margins(net, TRAIN)), axis=1), rtol=1e-6)
+        logits, labels = net(TRAIN.tensors[0]), TRAIN.tensors[1]
+        rows["q"].append(reference.out_to_loss_grad(logits, labels))
+        rows["w"].append(reference.loss_curvature(logits, labels))
+    if normalize == ADAM_UPDATE:  # whose scores are cosines
+        return
+    segments = [(s.start, s.stop) for s in made.layout.segments]
+    segments = [own for own in segments if rows["train"][0][:, slice(*own)].any()]
+    assert len(segments) == 4
+    products = reference.kernel_scores(
+        rows["train"], rows["q"], rows["w"], rows["targets"], segments=segments, damping=1.0
+    )
+    np.testing.assert_allclose(scores, products, rtol=1e-4, atol=1e-5 * np.abs(products).max())
+
+
+@by_norm
 def test_a_batch_that_is_streamed_again_has_the_same_rows_and_norms(normalize):
     """As after a pass that failed half way, and for comparisons."""
-    computer = HookGradientComputer(model(), resolve_task("image_classification"))
+    computer = HookGradientComputer(trained()[0], resolve_task("image_classification"))
     batch, parameters = default_collate([dataset(4, 0)[i] for i in range(4)]), computer.parameters
     normalizer, found = RowNormalizer(normalize, 4), []
     for _ in range(2):
@@ -70,96 +237,11 @@ def test_a_batch_that_is_streamed_again_has_the_same_rows_and_norms(normalize):
     assert torch.equal(found[0][1], found[1][1])
 
 
-def states():
-    first = {name: value.clone() for name, value in model().state_dict().items()}
-    return [first, {name: -1.3 * value for name, value in first.items()}]
-
-
-def attributor(path, net=None, **changes):
-    settings = {
-        "proj_dim": K,
-        "dtype": "float32",
-        "projector": "gaussian",
-        "store_norms": True,
-        "progress": False,
-    }
-    settings = {**settings, "method": GaussNewton(damping=1.0), **changes}
-    return Attributor(net or model(), "image_classification", path, **settings)
-
-
-def gradients(state, data):
-    """One backward pass per sample, in float64."""
-    net = model()
-    net.load_state_dict(state)
-    samples = reference.samples_of(data.tensors)
-    names = [name for name, _ in net.named_parameters()]
-    return reference.per_sample_gradients(net, lambda m, b: reference.margin(m(b[0]), b[1]), samples, names)
-
-
-GRADIENTS = {
-    (c, d): gradients(state, (TRAIN, TARGETS)[d]) for c, state in enumerate(states()) for d in (0, 1)
-}
-"""Of both checkpoints, for train rows and targets."""
-
-
-def by_hand(grads, normalize):
-    """Every sample's gradient, or its part in each module, over its norm or brought down to C."""
-    modules = {name: "all" if normalize.scope == "global" else name.split(".")[0] for name in grads}
-    scaled = {name: grad.copy() for name, grad in grads.items()}
-    for module in set(modules.values()):
-        own = [name for name in grads if modules[name] == module]
-        for i in range(len(grads[own[0]])):
-            norm = np.sqrt(sum((grads[name][i] ** 2).sum() for name in own))
-            ratio = (normalize.threshold or (1 if normalize.kind == "unit" else np.inf)) / norm
-            factor = ratio if normalize.kind == "unit" else min(1.0, ratio)
-            for name in own:
-                scaled[name][i] = grads[name][i] * factor
-    return scaled
-
-
-@pytest.mark.parametrize(
-    ("normalize", "computer"),
-    [
-        pytest.param(normalize, computer, id=f"{name_of(normalize)}-{computer}", marks=marks)
-        for row, normalize in enumerate(EVERY)
-        for column, computer in enumerate(("hook", "functional", "iterative"))
-        for marks in [() if row % 3 == column or normalize is UNIT_BY_MODULE else pytest.mark.campaign]
-    ],
-)
-def test_rows_norms_and_scores_are_those_of_gradients_divided_by_hand(tmp_path, normalize, computer):
-    made = attributor(tmp_path / "a.zarr", normalize=normalize, gradient_computer=computer)
-    made.featurize(Rows(TRAIN, batch_size=16), checkpoints=states())
-    scores = made.score(Rows(TARGETS, batch_size=2), name="test").numpy()
-
-    rows: dict[str, list[np.ndarray]] = {"train": [], "targets": [], "q": [], "w": []}
-    for model_id, state in enumerate(states()):
-        matrices = projection(made.projector, made.parameters, model_id)
-        for d, (name, table) in enumerate((("train", "ckpt"), ("targets", "targets/test/ckpt"))):
-            expected = reference.features(by_hand(GRADIENTS[model_id, d], normalize), matrices)
-            found = columns(tmp_path / "a.zarr", f"{table}-{model_id}")["features"]
-            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-            rows[name].append(expected)
-        net = model()
-        net.load_state_dict(state)
-        logits, labels = net(TRAIN.tensors[0]), TRAIN.tensors[1]
-        rows["q"].append(reference.out_to_loss_grad(logits, labels))
-        rows["w"].append(reference.loss_curvature(logits, labels))
-    expected = reference.kernel_scores(
-        rows["train"], rows["q"], rows["w"], rows["targets"], segments=[(0, K), (K, 2 * K)], damping=1.0
-    )
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
-
-    norms = made.gradient_norms()  # of what nothing divided
-    assert (norms.shape, norms.dtype) == ((2, N), np.float32)
-    whole = [np.linalg.norm(reference.flatten(GRADIENTS[c, 0]), axis=1) for c in (0, 1)]
-    np.testing.assert_allclose(norms, whole, rtol=1e-6)
-
-
 @by_kind
 def test_q_and_w_keep_their_bits_and_keeping_norms_those_of_the_features(tmp_path, normalize):
-    attributor(tmp_path / "plain.zarr").featurize(TRAIN)
-    attributor(tmp_path / "a.zarr", normalize=normalize).featurize(TRAIN)
-    attributor(tmp_path / "without.zarr", normalize=normalize, store_norms=False).featurize(TRAIN)
+    attributor(tmp_path / "plain.zarr", store_norms=True).featurize(TRAIN, saved())
+    attributor(tmp_path / "a.zarr", normalize, store_norms=True).featurize(TRAIN, saved())
+    attributor(tmp_path / "without.zarr", normalize).featurize(TRAIN, saved())
 
     plain, found, without = (columns(tmp_path / f"{name}.zarr") for name in ("plain", "a", "without"))
     for name in ("out_to_loss", "loss_curvature", "gradient_norm"):
@@ -168,39 +250,47 @@ def test_q_and_w_keep_their_bits_and_keeping_norms_those_of_the_features(tmp_pat
     np.testing.assert_array_equal(found["features"], without["features"])
 
 
-@by_kind
+@by_norm
 def test_one_pass_over_the_data_is_enough(normalize):
     counts = []
     for setting in (NONE, normalize):
-        mine, calls = model(), list[int]()
+        mine, calls = copy.deepcopy(trained()[0]), list[int]()
         mine.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        made = attributor(None, mine, normalize=setting, gradient_computer="hook")
+        made = attributor(None, setting, mine, gradient_computer="hook", store_norms=True)
         made.featurize(Rows(TRAIN, batch_size=10))
         counts.append(len(calls))
 
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(
-    ("normalize", "fail_at"), [(NONE, 5), (UNIT, 25), (UNIT_BY_MODULE, 39), (CLIP, 25), (CLIP_BY_MODULE, 15)]
-)
+FAILING = [*zip(EVERY, (5, 25, 39, 25, 15, 13, 25), strict=True)]
+
+
+@pytest.mark.parametrize(("normalize", "fail_at"), FAILING)
 def test_an_interrupted_run_is_continued_by_what_opens_the_store(tmp_path, normalize, fail_at):
-    whole = attributor(tmp_path / "whole.zarr", normalize=normalize)
-    whole.featurize(Rows(TRAIN, **ROWS))
-    made = attributor(tmp_path / "a.zarr", normalize=normalize)
+    """Into a model of other weights: those of the checkpoint, and its moments, are found again."""
+    torch.save(saved(), tmp_path / "epoch-1.pt")
+    source = tmp_path / "epoch-1.pt"
+    whole = attributor(tmp_path / "whole.zarr", normalize, store_norms=True)
+    whole.featurize(Rows(TRAIN, **ROWS), source)
+    made = attributor(tmp_path / "a.zarr", normalize, store_norms=True)
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Rows(Counting(TRAIN, fail_at), **ROWS))
+        made.featurize(Rows(Counting(TRAIN, fail_at), **ROWS), source)
 
-    opened = made if fail_at < 10 else Attributor.open(tmp_path / "a.zarr", model(), store_norms=True)
+    opened = (
+        made if fail_at < 10 else Attributor.open(tmp_path / "a.zarr", Texts().double(), store_norms=True)
+    )
     assert opened.normalization == normalize
-    opened.featurize(Rows(TRAIN, **ROWS))
-    assert opened.featurize(Rows(TRAIN, **ROWS)).rows_written == 0
+    assert 0 < opened.featurize(Rows(TRAIN, **ROWS), source).rows_written < N + (fail_at < 10)
+    assert opened.featurize(Rows(TRAIN, **ROWS), source).rows_written == 0
 
-    found, expected = columns(tmp_path / "a.zarr"), columns(tmp_path / "whole.zarr")
-    assert found.keys() == expected.keys() == {"features", "out_to_loss", "loss_curvature", "gradient_norm"}
-    for name, column in expected.items():
+    found, complete = columns(tmp_path / "a.zarr"), columns(tmp_path / "whole.zarr")
+    assert found.keys() == complete.keys() == {"features", "out_to_loss", "loss_curvature", "gradient_norm"}
+    for name, column in complete.items():
         np.testing.assert_array_equal(found[name], column)
-    np.testing.assert_array_equal(opened.score(TARGETS).numpy(), whole.score(TARGETS).numpy())
+    scores = Attributor.open(tmp_path / "a.zarr", Texts().double(), progress=False).score(TARGETS)
+    assert isinstance(scores.method, LESS if normalize == ADAM_UPDATE else GaussNewton)
+    np.testing.assert_array_equal(scores.numpy(), whole.score(TARGETS).numpy())
 
 
 def forget(path, *settings):
@@ -216,15 +306,15 @@ def forget(path, *settings):
 
 
 def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path):
-    whole = attributor(tmp_path / "whole.zarr")
-    whole.featurize(Rows(TRAIN, **ROWS), checkpoints=states())
-    made = attributor(tmp_path / "a.zarr", store_norms=False)
+    whole = attributor(tmp_path / "whole.zarr", store_norms=True)
+    whole.featurize(Rows(TRAIN, **ROWS), checkpoints=both())
+    made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
-        made.featurize(Rows(Counting(TRAIN, 35), **ROWS), checkpoints=states()[:1])
+        made.featurize(Rows(Counting(TRAIN, 35), **ROWS), checkpoints=both()[:1])
     forget(tmp_path / "a.zarr", "normalize", "store_norms")
 
-    opened = Attributor.open(tmp_path / "a.zarr", model(), store_norms=True)
-    summary = opened.featurize(Rows(TRAIN, **ROWS), checkpoints=states())
+    opened = Attributor.open(tmp_path / "a.zarr", Texts().double(), store_norms=True)
+    summary = opened.featurize(Rows(TRAIN, **ROWS), checkpoints=both())
 
     assert opened.normalization == NONE
     assert summary.rows_found > 0
@@ -252,31 +342,31 @@ def test_every_normalisation_has_rows_of_its_own():
 
 
 def test_normalising_twice_is_refused_and_once_in_the_computer_is_the_same(tmp_path):
-    twice = attributor(tmp_path / "a.zarr", normalize=CLIP, gradient_computer=ComputerThatNormalises)
+    twice = attributor(tmp_path / "a.zarr", CLIP, gradient_computer=ComputerThatNormalises)
     with pytest.raises(InvalidInputError, match=r"already normalises .*Leave out one of the two"):
         twice.featurize(TRAIN)
     assert not (tmp_path / "a.zarr").exists()
 
-    attributor(tmp_path / "a.zarr", normalize="unit").featurize(TRAIN)
+    attributor(tmp_path / "a.zarr", "unit").featurize(TRAIN)
     attributor(tmp_path / "b.zarr", gradient_computer=ComputerThatNormalises).featurize(TRAIN)
-    found, expected = (columns(tmp_path / f"{name}.zarr")["features"] for name in ("b", "a"))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    found, once = (columns(tmp_path / f"{name}.zarr")["features"] for name in ("b", "a"))
+    np.testing.assert_allclose(found, once, rtol=1e-5, atol=1e-7)
 
 
 def test_a_threshold_from_stored_norms_clips_the_share_that_was_asked_for(tmp_path):
     """Norms in memory are those on disk."""
-    made = attributor(tmp_path / "plain.zarr", projector="none")
-    made.featurize(TRAIN, checkpoints=states()[:1])
+    made = attributor(tmp_path / "plain.zarr", projector="none", store_norms=True)
+    made.featurize(TRAIN, checkpoints=both()[:1])
     assert made.gradient_norms().shape == (1, N)
-    made.featurize(TRAIN, checkpoints=states())
-    memory = attributor(None)
-    memory.featurize(TRAIN, checkpoints=states())
-    norms = Attributor.open(tmp_path / "plain.zarr", model()).gradient_norms()
+    made.featurize(TRAIN, checkpoints=both())
+    memory = attributor(None, store_norms=True)
+    memory.featurize(TRAIN, checkpoints=both())
+    norms = Attributor.open(tmp_path / "plain.zarr", Texts().double()).gradient_norms()
     np.testing.assert_array_equal(memory.gradient_norms(), norms)
 
     threshold = clipping_threshold(norms, quantile=0.75)
-    clipped = attributor(tmp_path / "clipped.zarr", projector="none", normalize=clip(threshold))
-    clipped.featurize(TRAIN, checkpoints=states())
+    clipped = attributor(tmp_path / "clipped.zarr", clip(threshold), projector="none")
+    clipped.featurize(TRAIN, checkpoints=both())
 
     long = norms > threshold
     assert long.mean() == pytest.approx(0.25)
@@ -292,11 +382,11 @@ def test_norms_that_are_not_there_yet_are_asked_for(tmp_path):
         attributor(None).gradient_norms()
     with pytest.raises(MissingStoreError, match="nowhere"):
         attributor(tmp_path / "nowhere.zarr").gradient_norms()
-    without = attributor(None, store_norms=False)
+    without = attributor(None)
     without.featurize(TRAIN)
     with pytest.raises(StateError, match="store_norms=False"):
         without.gradient_norms()
-    made = attributor(tmp_path / "a.zarr")
+    made = attributor(tmp_path / "a.zarr", store_norms=True)
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, 35), name="d"))
     with pytest.raises(StateError, match=r"ckpt-0 has 32 of 40 train rows"):
@@ -342,3 +432,79 @@ def test_a_gradient_of_zero_is_a_row_of_zeros_with_norm_zero(tmp_path, normalize
     np.testing.assert_allclose(found["gradient_norm"], inputs.norm(dim=1), rtol=1e-6)
     assert not found["features"][2].any()
     assert found["features"][[0, 1, 3]].any(axis=1).all()
+
+
+@by_adam
+def test_a_store_refuses_other_moments_and_other_kinds(tmp_path, normalize):
+    made, first = attributor(tmp_path / "a.zarr", normalize), saved()
+    for source in (None, first["model"]):
+        with pytest.raises(CheckpointError, match="has no optimizer state"):
+            made.featurize(TRAIN, source)
+    assert not (tmp_path / "a.zarr").exists()
+    made.featurize(TRAIN, first)
+    assert made.featurize(TRAIN, first).rows_written == 0
+
+    other = copy.deepcopy(first)
+    other["optimizer"]["state"][0]["exp_avg_sq"][1] *= 1.5
+    with pytest.raises(ManifestMismatchError, match="optimizer"):
+        made.featurize(TRAIN, other)
+    for another in {"none", "unit", "adam", "adam_update"} - {normalize.kind}:
+        with pytest.raises(ManifestMismatchError, match="normalization"):
+            attributor(tmp_path / "a.zarr", another).featurize(TRAIN, first)
+
+
+@pytest.mark.parametrize("layout", ["module", "joint"])
+def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout):
+    """Section 4.1 of arXiv:2402.04333: the sum over checkpoints of eta cos(Gamma(z), gradient of the target)."""
+    rates, cosines = (0.05, 0.02), np.zeros((N, M))
+    made = attributor(None, ADAM_UPDATE, projector="none", layout=layout)
+    made.featurize(TRAIN, both())
+
+    for rate, count in zip(rates, (2, 5), strict=True):
+        sides = (expected(ADAM_UPDATE, name, count) for name in ("train", "targets"))
+        own, targets = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides)
+        cosines += rate * own @ targets.T
+    scores = made.score(TARGETS, method=LESS(learning_rates=rates)).numpy()
+    np.testing.assert_allclose(scores, cosines, atol=1e-6 * max(rates))
+    by_name = made.score(TARGETS, method={"name": "LESS", "learning_rates": list(rates)}).numpy()
+    assert by_name.tobytes() == scores.tobytes()
+    assert made.method == LESS()  # without learning rates, the cosine of whole rows
+    plain = made.score(TARGETS, method=GradCos(layout="joint")).numpy()
+    np.testing.assert_allclose(made.score(TARGETS).numpy(), plain, atol=1e-6)
+    with pytest.raises(InvalidInputError, match="learning_rates has 1 numbers, but 2 checkpoints"):
+        made.score(TARGETS, method=LESS(learning_rates=rates[:1]))
+
+
+def test_the_fisher_information_is_that_of_scaled_gradients():
+    """A diagonal change of coordinates: with all features and little damping the scores do not depend on it."""
+    method = {"name": "Fisher", "samples_per_feature": 40, "max_draws": 4000, "damping": 1e-6}
+    found = []
+    for kind in ("none", "adam"):
+        made = attributor(None, kind, projector="none", grad_wrt="head.*", layout="joint", batch_size=512)
+        made.featurize(TRAIN, saved())
+        found.append(made.score(TARGETS, method=method).numpy().ravel())
+
+    assert np.corrcoef(*found)[0, 1] > 0.99
+
+
+def test_methods_and_dtypes_that_the_rows_do_not_fit_are_refused():
+    content, kinds = saved(), ("adam", "adam_update")
+    made = {kind: attributor(None, kind) for kind in ("none", *kinds)}
+    for one in made.values():
+        one.featurize(TRAIN, content)
+    refused = [(kind, "LESS", "normalize='adam_update'") for kind in ("none", "adam")]
+    plain = ("GaussNewton", "TRAK", "TracIn", "GradDot", "Fisher")
+    refused += [("adam_update", method, "rows are Adam updates") for method in plain]
+    refused += [(kind, "EKFAC", f"normalize='{kind}', and EKFAC") for kind in kinds]
+    for kind, method, said in refused:
+        with pytest.raises(InvalidInputError, match=said):
+            made[kind].score(TARGETS, method=method)
+    with pytest.raises(InvalidInputError, match="Self-influence"):
+        made["adam_update"].score(TARGETS).self_influence()
+    with pytest.raises(InvalidInputError, match="entry by entry"):
+        Normalization("adam", scope="module")
+    content = saved(eps=0.0)
+    for state in content["optimizer"]["state"].values():
+        state["exp_avg_sq"] *= 1e-24
+    with pytest.raises(PrecisionError):
+        attributor(None, "adam", projector="none", dtype="float16").featurize(TRAIN, content)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import flatten_batch, take_rows
+from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -176,6 +176,11 @@ class Rows:
         for batch in loader:
             self._hold(drawn[0], batch)
             yield drawn.popleft(), batch
+
+    def moved(self, wanted: _RowNumbers, device: torch.device) -> Iterator[tuple[_RowNumbers, Batch]]:
+        """Yield some rows in batches, each with its batch on a device; see :meth:`batches`."""
+        for rows, batch in self.batches(rows_in_batches(wanted, self.batch_size)):
+            yield rows, move_batch(batch, device)
 
     def _hold(self, rows: _RowNumbers, batch: Batch) -> None:
         """Keep a copy of a few samples of the first batch whose tensors all have one entry per row."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -36,7 +36,7 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.featurizing.rows import RowWork, featurize_rows
+from trak_lite.featurizing.rows import RowPass, RowWork, featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -94,12 +94,7 @@ class FisherFits:
             return False
 
     def grams(self, path: str, layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
-        """Return the gram matrix of one checkpoint, segment by segment.
-
-        Args:
-            path: Table of its train rows.
-            layout: Segments of the stored rows.
-            device: Device of the result.
+        """Return the gram matrix of the checkpoint with this table of train rows, segment by segment.
 
         Raises:
             StateError: If it was not fitted with these settings and segments, or train rows were appended since.
@@ -124,25 +119,29 @@ class FisherFits:
     def fit(
         self,
         path: str,
-        made: RowWork,
+        passes: RowPass,
         rows: Rows,
         task: AbstractModelOutput,
         computer: AbstractGradientComputer,
-        *,
         layout: FeatureLayout,
+        *,
+        lazy_table: Callable[[str, TableSpec, Mapping[str, Any]], LazyTable],
+        label: str,
         progress: bool | None,
         ranks: Ranks,
-        wait: bool = True,
+        wait: bool,
     ) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part, together with other processes.
 
         Args:
             path: Table of its train rows.
-            made: What computes them; their normalisation is none, or one that is linear in the gradient.
+            passes: Computes them; their normalisation is none, or one that is linear in the gradient.
             rows: The train rows.
             task: Draws the labels.
             computer: Computes the gradients of :func:`fisher_task`.
             layout: Segments of the stored rows.
+            lazy_table: Returns a table of the store that is created when its first rows are put.
+            label: Label of the progress bar.
             progress: Show the bar; ``None`` shows it on a terminal only.
             ranks: See :func:`~trak_lite.featurizing.rows.featurize_rows`.
             wait: Wait for chunks that other processes hold. ``False`` returns without them.
@@ -159,18 +158,17 @@ class FisherFits:
 
         fingerprint = self._fingerprint(path, layout)
         drawn_path, gram_path = fisher_paths(path, fingerprint)
-        samples = _DrawnRows(
-            rows, task, computer, self.method, self.method.num_samples(layout, made.projector.proj_dim)
-        )
+        number = self.method.num_samples(layout, passes.projector.proj_dim)
+        samples = _DrawnRows(rows, task, computer, self.method, number)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
-        table = self._lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path})
-        work = replace(made, table=table, rows=samples, computer_for=lambda *_: computer)
+        table = lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path})
+        work = RowWork(table, replace(passes, rows=samples, computer_for=lambda *_: computer), label)
         try:
             with ranks.checking(stop_when_fitted):
                 featurize_rows(work, progress=progress, ranks=ranks, wait=wait)
             drawn = self.store.open_table(drawn_path)
             if drawn.complete:
-                self._sum_up(gram_path, drawn, layout, len(rows), device=made.device, ranks=ranks, wait=wait)
+                self._sum_up(gram_path, drawn, layout, len(rows), passes.device, ranks, wait)
         except (_FittedByOthersError, StoreError, StateError):
             # The process that completes the matrices drops the table that they are computed from, while others use it.
             if not self.has(path, layout):
@@ -198,7 +196,6 @@ class FisherFits:
         drawn: AbstractRowTable,
         layout: FeatureLayout,
         num_rows: int,
-        *,
         device: torch.device,
         ranks: Ranks,
         wait: bool,
@@ -217,18 +214,6 @@ class FisherFits:
             for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
-
-    def _lazy_table(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> LazyTable:
-        """Return a table that is created when its first rows are put."""
-
-        def find() -> AbstractRowTable | None:
-            return (
-                self.store.open_table(path)
-                if path in self.store.table_names(path.rpartition("/")[0])
-                else None
-            )
-
-        return LazyTable(spec, find(), lambda: self.store.create_table(path, spec, attributes), find)
 
     def require_writable(self) -> None:
         """Raise if a fit cannot be stored.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite._devices import full_float32
 from trak_lite._random import row_noise
-from trak_lite.data.batches import batch_size, move_batch, rows_in_batches
+from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -42,7 +42,7 @@ from trak_lite.modelout_functions._sampling import LossModelOutput
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import Batch, ParameterShapes
 
-__all__ = ["CurvatureProducts", "FisherProducts", "GaussNewtonProducts", "quiet_forward_mode"]
+__all__ = ["CurvatureProducts", "quiet_forward_mode"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,77 +55,18 @@ Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
 
 
-class CurvatureProducts(Protocol):
-    """Multiplies vectors by the curvature of the training loss of some train rows."""
-
-    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
-        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
-
-
 @final
 @dataclass(eq=False)
-class FisherProducts:
-    r"""Products with an estimate of the Gauss-Newton matrix: :math:`\frac1D \sum_{i,d} g_{i,d} g_{i,d}^\top`.
+class CurvatureProducts:
+    r"""Multiplies vectors by the Gauss-Newton matrix of the loss of some train rows, or by an estimate of it.
 
-    g is the loss gradient of row i for the d-th label drawn from the model. The gradients of a batch are computed once
-    for all vectors. They are the same in every call, so the matrix is fixed.
+    The estimate is :math:`\frac1D \sum_{i,d} g_{i,d} g_{i,d}^\top`, where g is the loss gradient of row i for the d-th
+    label drawn from the model. The gradients of a batch are computed once for all vectors. They are the same in every
+    call, so the matrix is fixed.
     """
 
     model: nn.Module
-    """In the mode that its gradients are taken in."""
-    task: AbstractModelOutput
-    """Draws the labels, and defines the loss."""
-    rows: Rows
-    """The train rows."""
-    parameters: ParameterShapes
-    """Shapes of the kept parameters, in model order."""
-    _: KW_ONLY
-    draws: int
-    """D, labels per row."""
-    seed: int
-    """Seed of the draws."""
-    device: torch.device
-    """Device of the model."""
-
-    @cached_property
-    def _computer(self) -> HookGradientComputer:
-        return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
-
-    @torch.no_grad()
-    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
-        """Return the products; see :class:`CurvatureProducts`.
-
-        Raises:
-            UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
-        """
-        total = torch.zeros_like(vectors)
-        plan = rows_in_batches(wanted, self.rows.batch_size)
-        with full_float32(self.device):
-            for rows, batch in self.rows.batches(plan):
-                moved = move_batch(batch, self.device)
-                for draw in range(self.draws):
-                    gradients = self._gradients(rows, moved, draw).to(vectors)
-                    total.addmm_(vectors @ gradients.T, gradients)
-        return total.mul_(scale / self.draws)
-
-    def _gradients(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Tensor:
-        noise = row_noise(rows, seed=self.seed, draw=draw)
-        labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
-        accumulator = NoOpProjector(device=self.device).accumulator(
-            len(rows), model_id=0, parameters=self.parameters
-        )
-        with torch.enable_grad():
-            self._computer.stream_gradients(labelled, accumulator.add)
-        return accumulator.features()
-
-
-@final
-@dataclass(eq=False)
-class GaussNewtonProducts:
-    """Products with the Gauss-Newton matrix of the loss of some train rows, at the weights that the model has."""
-
-    model: nn.Module
-    """In the mode that its gradients are taken in."""
+    """With the weights and in the mode that its gradients are taken in."""
     task: AbstractModelOutput
     """Defines the loss. If q times the gradient of its f is not the loss gradient, its log-likelihood does."""
     rows: Rows
@@ -133,6 +74,10 @@ class GaussNewtonProducts:
     parameters: ParameterShapes
     """Shapes of the kept parameters, in model order."""
     _: KW_ONLY
+    draws: int | None
+    """D, labels per row; ``None`` multiplies by the matrix itself."""
+    seed: int
+    """Seed of the draws."""
     device: torch.device
     """Device of the model."""
     _forward_mode: bool | None = None
@@ -142,17 +87,38 @@ class GaussNewtonProducts:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
 
         Raises:
-            UnsupportedModelError: If ``torch.func`` cannot transform the model.
+            UnsupportedModelError: If ``torch.func`` cannot transform the model, or with draws, if hooks cannot
+                differentiate it sample by sample.
         """
         total = torch.zeros_like(vectors)
-        plan = rows_in_batches(wanted, self.rows.batch_size)
-        with (
-            full_float32(self.device),
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # the other kernels have no second derivative
-            for _, batch in self.rows.batches(plan):
-                self._add(total, vectors, move_batch(batch, self.device))
-        return total.mul_(scale)
+        # The other kernels of fused attention have no second derivative.
+        kernels = sdpa_kernel(SDPBackend.MATH) if self.draws is None else nullcontext()
+        with full_float32(self.device), kernels:
+            for rows, batch in self.rows.moved(wanted, self.device):
+                if self.draws is None:
+                    self._add(total, vectors, batch)
+                for draw in range(self.draws or 0):
+                    self._add_drawn(total, vectors, rows, batch, draw)
+        return total.mul_(scale / (self.draws or 1))
+
+    @cached_property
+    def _computer(self) -> HookGradientComputer:
+        return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
+
+    @torch.no_grad()
+    def _add_drawn(
+        self, total: Tensor, vectors: Tensor, rows: NDArray[np.int64], batch: Batch, draw: int
+    ) -> None:
+        """Add the products with the gradients of a batch for the labels of one draw to ``total``."""
+        noise = row_noise(rows, seed=self.seed, draw=draw)
+        labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
+        accumulator = NoOpProjector(device=self.device).accumulator(
+            len(rows), model_id=0, parameters=self.parameters
+        )
+        with torch.enable_grad():
+            self._computer.stream_gradients(labelled, accumulator.add)
+        gradients = accumulator.features().to(vectors)
+        total.addmm_(vectors @ gradients.T, gradients)
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
         """Add the products with the matrix of a batch to ``total``, some vectors at a time."""

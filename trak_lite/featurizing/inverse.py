@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from trak_lite.data.datasets import spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.precondition import Accumulator, PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.solvers import (
     Convergence,
     conjugate_gradients,
@@ -30,7 +29,7 @@ from trak_lite.featurizing.unprojected import by_name
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
-from trak_lite.types import GradientBlock, ParameterShapes
+from trak_lite.types import ParameterShapes
 
 __all__ = ["InverseCurvature", "Solution"]
 
@@ -57,18 +56,10 @@ class InverseCurvature:
     """The inverse curvature of a method at the loaded checkpoint."""
 
     method: AbstractInverseMethod
-    """The method."""
     preconditioner: Preconditioner
     """The inverse of the method's EK-FAC."""
     products: CurvatureProducts
-    """Products with the Gauss-Newton matrix or an estimate; EKFAC does not use them."""
-    parameters: ParameterShapes
-    """Shapes of the kept parameters, in model order."""
-    _: KW_ONLY
-    num_rows: int
-    """N."""
-    device: torch.device
-    """Device of the model."""
+    """Products with the Gauss-Newton matrix or an estimate, for the iterative methods."""
     label: str
     """Name of the checkpoint in messages."""
     _scale: float | None = None
@@ -81,11 +72,11 @@ class InverseCurvature:
             num_samples, model_id=model_id, parameters=parameters
         )
 
-        def finish(gradients: Tensor) -> Tensor:
-            found = by_name(self.solve(gradients).gradients, parameters)
+        def features() -> Tensor:
+            found = by_name(self.solve(whole.features()).gradients, parameters)
             return project_named(projector, found, model_id)
 
-        return _SolvingAccumulator(whole, finish)
+        return Accumulator(whole.add, features)
 
     @torch.no_grad()
     def solve(self, gradients: Tensor) -> Solution:
@@ -106,13 +97,15 @@ class InverseCurvature:
         return Solution(self._precondition(gradients), None)
 
     def _precondition(self, gradients: Tensor) -> Tensor:
-        ekfac = PreconditionedProjector(NoOpProjector(device=self.device), self.preconditioner)
-        return ekfac.project(by_name(gradients, self.parameters), 0)
+        whole = NoOpProjector(device=self.products.device)
+        named = by_name(gradients, self.products.parameters)
+        return PreconditionedProjector(whole, self.preconditioner).project(named, 0)
 
     def _solve_by_cg(self, method: CG, gradients: Tensor) -> Solution:
         damping, right = self._damping(gradients)
-        wanted = spread_rows(self.num_rows, method.max_rows)
-        scale = self.num_rows / len(wanted)
+        num_rows = len(self.products.rows)
+        wanted = spread_rows(num_rows, method.max_rows)
+        scale = num_rows / len(wanted)
         found, convergence = conjugate_gradients(
             lambda vectors: self.products(vectors, wanted, scale=scale) + damping * vectors,
             self._precondition,
@@ -125,10 +118,10 @@ class InverseCurvature:
 
     def _solve_by_lissa(self, method: LiSSA, gradients: Tensor) -> Solution:
         damping, right = self._damping(gradients)
-        everything = np.arange(self.num_rows)
+        num_rows = len(self.products.rows)
 
         def whole(vectors: Tensor) -> Tensor:
-            return self.products(vectors, everything) + damping * vectors
+            return self.products(vectors, np.arange(num_rows)) + damping * vectors
 
         if method.scale is None and self._scale is None:
             largest = largest_eigenvalue(whole, gradients, iterations=_POWER_ITERATIONS, seed=method.seed)
@@ -136,11 +129,11 @@ class InverseCurvature:
             logger.info("LiSSA, %s: the largest eigenvalue is about %.3g.", self.label, largest)
         scale = method.scale or self._scale or 1.0
         drawn = np.random.default_rng(method.seed)
-        count = min(method.rows, self.num_rows)
+        count = min(method.rows, num_rows)
 
         def estimated(vectors: Tensor) -> Tensor:
-            rows = np.sort(drawn.permutation(self.num_rows)[:count])
-            return self.products(vectors, rows, scale=self.num_rows / count) + damping * vectors
+            rows = np.sort(drawn.permutation(num_rows)[:count])
+            return self.products(vectors, rows, scale=num_rows / count) + damping * vectors
 
         found = torch.zeros_like(right)
         for _ in range(method.repeats):
@@ -163,7 +156,7 @@ class InverseCurvature:
         """
         parts = [
             gradients.new_full((int(np.prod(shape)),), self.preconditioner.lambdas[name])
-            for name, shape in self.parameters.items()
+            for name, shape in self.products.parameters.items()
         ]
         damping = torch.cat(parts)
         return damping, torch.where(damping > 0, gradients, 0.0)
@@ -191,18 +184,3 @@ class InverseCurvature:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _SolvingAccumulator(AbstractFeatureAccumulator):
-    """Passes the whole gradients of a batch to a function."""
-
-    _whole: AbstractFeatureAccumulator
-    _finish: Callable[[Tensor], Tensor]
-
-    def add(self, block: GradientBlock) -> None:
-        self._whole.add(block)
-
-    def features(self) -> Tensor:
-        return self._finish(self._whole.features())

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._progress import progress_bar
-from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import ReadOnlyStoreError, StateError
-from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, is_fitted, loaded
-from trak_lite.featurizing.kronecker.fit import fit_curvature, kept_units
+from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitArrays
+from trak_lite.featurizing.kronecker.fit import fit_curvature, unit_arrays
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.run.tables import curvature_path
@@ -56,7 +55,7 @@ class KroneckerFits:
 
     def has(self, digest: str) -> bool:
         """Whether the fit of the checkpoint with these weights is complete."""
-        return is_fitted(kept_units(self.model, self.names), self._keeper(digest))
+        return all(found.is_complete() for found in self._arrays(digest))
 
     def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
         """Return the curvature of the checkpoint with these weights.
@@ -70,25 +69,18 @@ class KroneckerFits:
                 f"{self.method.fit_json()} on the present train rows. Call score(targets, method=...) with this "
                 "method, which fits it."
             )
-        return loaded(kept_units(self.model, self.names), self._keeper(digest), device)
+        return KroneckerCurvature.of(self._arrays(digest), device)
 
     def fit(
         self,
         digest: str,
         rows: Rows,
-        *,
         device: torch.device,
+        *,
         label: str,
         progress: bool | None,
     ) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part of the fit.
-
-        Args:
-            digest: Digest of its weights.
-            rows: The train rows.
-            device: Device of the model.
-            label: Label of the progress bar.
-            progress: Show the bar; ``None`` shows it on a terminal only.
 
         Raises:
             ReadOnlyStoreError: If the store was opened for reading.
@@ -101,10 +93,9 @@ class KroneckerFits:
         wanted = spread_rows(len(rows), self.method.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
-            plan = rows_in_batches(wanted, rows.batch_size)
             with progress_bar(len(wanted), label=label, progress=progress) as bar:
-                for numbers, batch in rows.batches(plan):
-                    yield numbers, move_batch(batch, device)
+                for numbers, batch in rows.moved(wanted, device):
+                    yield numbers, batch
                     bar.update(len(numbers))
 
         fit_curvature(
@@ -116,6 +107,9 @@ class KroneckerFits:
             keeper=self._keeper(digest),
             num_rows=len(rows),
         )
+
+    def _arrays(self, digest: str) -> list[UnitArrays]:
+        return unit_arrays(self.model, self.names, self._keeper(digest))
 
     def _keeper(self, digest: str) -> _StoredArrays:
         key = Manifest({**self.record(), "weights": digest, "parameters": self.names}).digest()

@@ -6,8 +6,10 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, final
 
@@ -35,7 +37,16 @@ from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO
 from trak_lite.store import TableSpec
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["RowWork", "SampleRows", "compute_features", "featurize_rows", "put_features"]
+__all__ = [
+    "ComputedRows",
+    "HostRows",
+    "RowPass",
+    "RowWork",
+    "SampleRows",
+    "compute_features",
+    "featurize_rows",
+    "joined",
+]
 
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
@@ -58,15 +69,6 @@ class SampleRows(Protocol):
 
     def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Return the row numbers to use in messages for some rows."""
-
-
-def require_one_per_sample(rows: NDArray[np.int64], batch: Batch, what: str) -> None:
-    """Raise if the collate function has dropped or added samples of a batch."""
-    if batch_size(batch) != len(rows):
-        raise InvalidInputError(
-            f"Collating {len(rows)} samples of {what} gave a batch of {batch_size(batch)}. The collate function must "
-            "keep one entry per sample, in order."
-        )
 
 
 def compute_features(
@@ -125,6 +127,92 @@ def compute_features(
     return features, OutputTerms(output, q, w), norms[0] if norms else None
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ComputedRows:
+    """Results of one batch, on the model's device."""
+
+    batch: Batch
+    computer: AbstractGradientComputer
+    features: Tensor
+    terms: OutputTerms
+    more: Mapping[str, Tensor]
+    """Values of further columns of the table, ``(B,)`` each."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RowPass:
+    """One pass of the model over samples, which computes their features batch by batch."""
+
+    rows: SampleRows
+    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
+    """Returns the gradient computer for a batch and its rows."""
+    projector: AbstractProjector
+    _: KW_ONLY
+    model_id: int
+    """Number of the checkpoint."""
+    device: torch.device
+    """Device of the model."""
+    normalization: Normalization
+    adam: AdamStates | None = None
+    """States of Adam at the checkpoint, if the normalisation needs them."""
+    with_norms: bool = False
+    """Whether the norms of the gradients before normalisation are measured."""
+
+    def compute(self, wanted: NDArray[np.int64], batch: Batch, to_come: float | None = None) -> ComputedRows:
+        """Compute the features of a batch, rows ``wanted``; all passes of the model happen here."""
+        batch = self.rows.prepared(move_batch(batch, self.device), wanted)
+        numbers = self.rows.numbers(wanted)
+        computer = self.computer_for(batch, numbers)
+        normalizer = None
+        if self.with_norms or self.normalization.kind != "none":
+            normalizer = RowNormalizer(self.normalization, len(wanted), self.adam)
+        features, terms, norms = compute_features(
+            computer,
+            self.projector,
+            batch,
+            model_id=self.model_id,
+            rows=numbers,
+            what=self.rows.what,
+            normalizer=normalizer,
+            to_come=to_come,
+        )
+        more = {GRADIENT_NORM: norms.float()} if self.with_norms and norms is not None else {}
+        return ComputedRows(batch, computer, features, terms, more)
+
+    def stream(
+        self,
+        plan: Iterable[NDArray[np.int64]],
+        num_left: Callable[[], int],
+        turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> Iterator[tuple[NDArray[np.int64], ComputedRows]]:
+        """Yield the rows of every batch of the plan, in order, and its results.
+
+        Args:
+            plan: The rows of each batch.
+            num_left: Returns the number of rows that are not done, asked before each batch.
+            turn: Returns the context of the pass of a batch.
+        """
+        found: ComputedRows | None = None
+        complete = False
+        try:
+            for wanted, batch in self.rows.batches(plan):
+                if batch_size(batch) != len(wanted):
+                    raise InvalidInputError(
+                        f"Collating {len(wanted)} samples of {self.rows.what} gave a batch of {batch_size(batch)}. The "
+                        "collate function must keep one entry per sample, in order."
+                    )
+                to_come = max(0, num_left() - len(wanted)) / self.rows.batch_size
+                with turn():
+                    found = self.compute(wanted, batch, to_come)
+                yield wanted, found
+            complete = True
+        finally:
+            if found is not None:
+                found.computer.confirm(complete)
+
+
 def featurize_rows(
     made: RowWork, *, progress: bool | None = None, ranks: Ranks | None = None, wait: bool = True
 ) -> int:
@@ -150,11 +238,11 @@ def featurize_rows(
         ManifestMismatchError: If recomputed rows differ from the stored ones; see :meth:`RowWork.check`.
         RankError: If another rank of a sharded model has failed.
     """
-    table = made.table
+    table, rows = made.table, made.passes.rows
     ranks = Ranks() if ranks is None else ranks
     turns = Turns(ranks.lockstep, made.repeat)
     shared = SharedRows(
-        table, made.rows.batch_size, label=made.label, progress=progress, ranks=ranks, pause=turns.pause
+        table, rows.batch_size, label=made.label, progress=progress, ranks=ranks, pause=turns.pause
     )
     own: set[int] = set()
     """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
@@ -163,10 +251,12 @@ def featurize_rows(
         compared = made.compare(turns, own)
         first = not compared
         for plan in work.rounds(wait=wait):
+            stream = made.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
+            copies = ((wanted, HostRows(found, table.spec)) for wanted, found in stream)
             # On an accelerator a batch is written when the next one is under way, so that the device has work.
-            for wanted, found in one_behind(made.computed(made.rows.batches(plan), turns, work)):
+            for wanted, copy in one_behind(copies):
                 written = work.written
-                made.put(work, wanted, found)
+                copy.put(work, wanted, rows.what, numbers=rows.numbers(wanted))
                 if work.written > written:
                     own.add(int(wanted[0]) // table.spec.chunk_rows)
                 # Another process may have made the table meanwhile, with other data or another model.
@@ -177,79 +267,80 @@ def featurize_rows(
     return work.written
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """Results of one batch, on the model's device."""
-
-    batch: Batch
-    computer: AbstractGradientComputer
-    features: Tensor
-    terms: OutputTerms
-    norms: dict[str, Tensor]
-
-
 @final
-class _Values:
-    """Checked columns of one batch, on their way to the host: they are waited for once, by :meth:`checked`."""
+class HostRows:
+    """Columns of one batch, on their way to the host: they are waited for once, by :meth:`put`."""
 
-    def __init__(self, found: _Computed, spec: TableSpec, more: Mapping[str, Tensor]) -> None:
-        """Start to copy the features, q and w of a batch, and values of further columns of a table."""
-        self._computer, self._batch = found.computer, found.batch
+    def __init__(self, found: ComputedRows, spec: TableSpec) -> None:
+        """Start to copy the features, q and w of a batch, and further columns, as a table stores them."""
+        self._found = found
         features, terms = found.features, found.terms
         stored, norms, lost = _in_storage_dtype(features, spec)
         columns = {
             FEATURES: stored,
             OUT_TO_LOSS: terms.out_to_loss_grad.float(),
             LOSS_CURVATURE: terms.loss_curvature.float(),
-            **more,
+            **found.more,
         }
         self._names = tuple(columns)
         values = [finite_numbers(features, terms), norms, lost, *columns.values()]
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
-        self._more = tuple(more)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing has to be waited for."""
         return self._copy.is_done
 
-    def checked(self, numbers: NDArray[np.int64], what: str) -> dict[str, NDArray[Any]]:
-        """Wait for the columns and return them by name; raise as :func:`put_features` does."""
+    def put(
+        self,
+        table: LazyTable | SharedRows,
+        rows: NDArray[np.int64],
+        what: str,
+        *,
+        numbers: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Wait for the columns, check them, and write them.
+
+        Args:
+            table: The table to write to.
+            rows: ``(B,)`` rows of the table.
+            what: Name of the data in messages.
+            numbers: ``(B,)`` row numbers for messages; ``None`` uses ``rows``.
+
+        Raises:
+            NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
+            PrecisionError: If the table's dtype cannot hold a row; names the rows.
+            BusyError: If another run writes the same rows.
+        """
+        numbers = rows if numbers is None else numbers
         finite, norms, lost, *columns = self._copy.arrays()
-        refuse_non_finite(finite, numbers, what, self._computer, self._batch)
+        refuse_non_finite(finite, numbers, what, self._found.computer, self._found.batch)
         values = dict(zip(self._names, columns, strict=True))
-        for name in self._more:
+        for name in self._found.more:
             _refuse_non_finite_column(name, values[name], numbers, what)
         _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
-        return values
+        try:
+            table.put(rows, values)
+        except StateError as error:
+            raise BusyError(
+                f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until that run "
+                "ends, then run again; its rows are found."
+            ) from error
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class RowWork:
-    """A table of features, its samples, and what computes the features; computes and writes batches of rows."""
+    """A table of features, and the pass that computes its rows."""
 
     table: LazyTable
-    """Has a spec of :func:`feature_table_spec`, and one row per row of ``rows``. The first valid batch creates it, so
-    invalid input leaves nothing on disk. If it has a column of gradient norms, those before normalisation are written.
+    """Has a spec of :func:`feature_table_spec`, and one row per row of the pass. The first valid batch creates it, so
+    invalid input leaves nothing on disk.
     """
-    rows: SampleRows
-    """The data; only pending rows are loaded."""
-    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
-    """Returns the gradient computer for a batch and its rows."""
-    projector: AbstractProjector
-    """Projects gradients to features."""
-    _: KW_ONLY
-    model_id: int
-    """Number of the checkpoint."""
-    device: torch.device
-    """Device of the model."""
+    passes: RowPass
+    """Only pending rows are loaded."""
     label: str
     """Label of the progress bar."""
-    normalization: Normalization
-    """Normalisation of the gradients."""
-    adam: AdamStates | None = None
-    """States of Adam at the checkpoint, if the normalisation needs them."""
 
     def check(self, ranks: Ranks, wanted: NDArray[np.int64] | None = None) -> None:
         """Recompute a few done rows of the table, and compare them with the stored ones within rounding.
@@ -268,17 +359,17 @@ class RowWork:
 
     def compare(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
         """Compare a few done rows outside the chunks ``own``; return whether there were any."""
-        table = self.table.table
+        table, rows = self.table.table, self.passes.rows
         stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
         if stored is None:
             return False
-        plan = rows_in_batches(stored.rows, self.rows.batch_size)
-        batches = [batch for part in plan for _, batch in self.rows.batches([part])]
+        plan = rows_in_batches(stored.rows, rows.batch_size)
+        batches = [batch for part in plan for _, batch in rows.batches([part])]
         place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
 
-        def computed(wanted: NDArray[np.int64], batch: Batch) -> _Computed:
+        def computed(wanted: NDArray[np.int64], batch: Batch) -> ComputedRows:
             with turns.batch():
-                return self.compute(wanted, batch)
+                return self.passes.compute(wanted, batch)
 
         def sample(place: int) -> Batch:
             group, at = place_of[place]
@@ -287,11 +378,11 @@ class RowWork:
         parts = [computed(*pair) for pair in zip(plan, batches, strict=True)]
         compare_rows(
             stored,
-            _joined(parts),
-            lambda place: _joined([computed(stored.rows[place : place + 1], sample(place))]),
-            rounding=rounding_of(parts[0].computer.model, self.device),
-            named=self.rows.numbers(stored.rows),
-            what=self.rows.what,
+            joined(parts),
+            lambda place: joined([computed(stored.rows[place : place + 1], sample(place))]),
+            rounding=rounding_of(parts[0].computer.model, self.passes.device),
+            named=rows.numbers(stored.rows),
+            what=rows.what,
             label=self.label,
             why=lambda place: self._why(stored.rows[place : place + 1], sample(place)),
         )
@@ -299,7 +390,7 @@ class RowWork:
 
     def _why(self, row: NDArray[np.int64], sample: Batch) -> str:
         """Return the sentence of the message that explains why a row differs from the stored one."""
-        _, again = next(self.rows.batches([row]))
+        _, again = next(self.passes.rows.batches([row]))
         pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
         if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
             return (
@@ -313,60 +404,16 @@ class RowWork:
             "another path (for targets: another name)."
         )
 
-    def compute(self, wanted: NDArray[np.int64], batch: Batch, to_come: float | None = None) -> _Computed:
-        """Compute the features of a batch, rows ``wanted`` of the table; all passes of the model happen here."""
-        batch = self.rows.prepared(move_batch(batch, self.device), wanted)
-        numbers = self.rows.numbers(wanted)
-        computer = self.computer_for(batch, numbers)
-        has_norms = self.table.has_column(GRADIENT_NORM)
-        normalizer = None
-        if has_norms or self.normalization.kind != "none":
-            normalizer = RowNormalizer(self.normalization, len(wanted), self.adam)
-        features, terms, norms = compute_features(
-            computer,
-            self.projector,
-            batch,
-            model_id=self.model_id,
-            rows=numbers,
-            what=self.rows.what,
-            normalizer=normalizer,
-            to_come=to_come,
-        )
-        columns = {GRADIENT_NORM: norms.float()} if has_norms and norms is not None else {}
-        return _Computed(batch, computer, features, terms, columns)
-
-    def computed(
-        self, batches: Iterable[tuple[NDArray[np.int64], Batch]], turns: Turns, work: SharedRows
-    ) -> Iterator[tuple[NDArray[np.int64], _Values]]:
-        """Yield the rows of every batch, in order, and its results, which are on their way to the host."""
-        found: _Computed | None = None
-        complete = False
-        try:
-            for wanted, batch in batches:
-                require_one_per_sample(wanted, batch, self.rows.what)
-                left = work.pending_at_first - work.written - len(wanted)
-                with turns.batch():
-                    found = self.compute(wanted, batch, max(0, left) / self.rows.batch_size)
-                yield wanted, _Values(found, self.table.spec, found.norms)
-            complete = True
-        finally:
-            if found is not None:
-                found.computer.confirm(complete)
-
-    def put(self, work: SharedRows, wanted: NDArray[np.int64], found: _Values) -> None:
-        """Write the results of a batch."""
-        _put(work, wanted, found.checked(self.rows.numbers(wanted), self.rows.what), self.rows.what)
-
     def repeat(self) -> None:
         """Run the passes of a batch of one row and discard the results."""
-        self.compute(*self._first)
+        self.passes.compute(*self._first)
 
     @functools.cached_property
     def _first(self) -> tuple[NDArray[np.int64], Batch]:
-        return next(self.rows.batches([np.arange(1)]))
+        return next(self.passes.rows.batches([np.arange(1)]))
 
 
-def _joined(parts: Sequence[_Computed]) -> Computed:
+def joined(parts: Sequence[ComputedRows]) -> Computed:
     """Return the results of some batches by column, without the rounding of storage."""
     columns = {
         FEATURES: [part.features for part in parts],
@@ -374,57 +421,9 @@ def _joined(parts: Sequence[_Computed]) -> Computed:
         LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
     }
     values = {name: torch.cat(found).detach().cpu().double().numpy() for name, found in columns.items()}
-    norms = {name: torch.cat([part.norms[name] for part in parts]).cpu().numpy() for name in parts[0].norms}
+    more = {name: torch.cat([part.more[name] for part in parts]).cpu().numpy() for name in parts[0].more}
     outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
-    return Computed({**values, **norms}, outputs)
-
-
-def put_features(
-    table: LazyTable | SharedRows,
-    rows: NDArray[np.int64],
-    features: Tensor,
-    terms: OutputTerms,
-    computer: AbstractGradientComputer,
-    batch: Batch,
-    what: str,
-    more: Mapping[str, NDArray[Any]] | None = None,
-    *,
-    numbers: NDArray[np.int64] | None = None,
-) -> None:
-    """Check the features, q and w of a batch, and write them.
-
-    Args:
-        table: The table to write to.
-        rows: ``(B,)`` rows of the table.
-        features: ``(B, K)``.
-        terms: f, q and w, each ``(B,)``.
-        computer: The gradient computer; used to find the cause of a number that is not finite.
-        batch: The samples; used in the same way.
-        what: Name of the data in messages.
-        more: Values of further columns of the table, ``(B,)`` each.
-        numbers: ``(B,)`` row numbers for messages; ``None`` uses ``rows``.
-
-    Raises:
-        NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
-        PrecisionError: If the table's dtype cannot hold a row; names the rows.
-        BusyError: If another run writes the same rows.
-    """
-    named = rows if numbers is None else numbers
-    columns = {name: torch.from_numpy(column).to(features.device) for name, column in (more or {}).items()}
-    values = _Values(_Computed(batch, computer, features, terms, {}), table.spec, columns)
-    _put(table, rows, values.checked(named, what), what)
-
-
-def _put(
-    table: LazyTable | SharedRows, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]], what: str
-) -> None:
-    try:
-        table.put(rows, values)
-    except StateError as error:
-        raise BusyError(
-            f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until that run ends, "
-            "then run again; its rows are found."
-        ) from error
+    return Computed({**values, **more}, outputs)
 
 
 def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.int64], what: str) -> None:

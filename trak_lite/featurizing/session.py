@@ -21,11 +21,11 @@ from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import FisherFits
-from trak_lite.featurizing.gauss_newton import CurvatureProducts, FisherProducts, GaussNewtonProducts
+from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution
-from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
-from trak_lite.featurizing.rows import RowWork, SampleRows, compute_features, featurize_rows
+from trak_lite.featurizing.rows import RowPass, RowWork, SampleRows, compute_features, featurize_rows
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -243,11 +243,8 @@ class FeaturizingSession:
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
         """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
 
-        Args:
-            checkpoint: The checkpoint.
-            rows: The train rows.
-            wait: Return when every row is stored. If ``False``, or if earlier checkpoints are unfinished, chunks that
-                other processes hold are left to :meth:`finish`.
+        Without ``wait``, or if earlier checkpoints are unfinished, chunks that other processes hold are left to
+        :meth:`finish`.
         """
         digest = self.load(checkpoint)
         # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
@@ -374,23 +371,23 @@ class FeaturizingSession:
             StateError: If the checkpoint's train rows are not featurized.
         """
         digest = self.load(checkpoint)
-        self._fill_targets(targets, complete_tables(self.store, [digest]), digest, checkpoint.name)
+        train = complete_tables(self.store, [digest])
+        self._check_train(train[digest])
+        self._fill_targets(targets, train, digest, checkpoint.name)
         return digest
 
     def find_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
         """Compute the missing target features of all checkpoints, from any known source of their weights.
 
-        Args:
-            targets: The target set.
-            train: Tables of the train rows by the digest of the checkpoint's weights.
-
         Raises:
             StateError: If the weights of a checkpoint cannot be found.
         """
-        waiting = [
-            digest for digest, table in train.items() if not self.agreed(self._has_targets(targets, table))
-        ]
-        self._visit(waiting, partial(self._fill_targets, targets, train), purpose="to score new targets")
+        waiting = {
+            digest: table
+            for digest, table in train.items()
+            if not self.agreed(self._has_targets(targets, table))
+        }
+        self.visit_named(waiting, partial(self._fill_targets, targets, train), purpose="to score new targets")
 
     def compare_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
         """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
@@ -410,6 +407,7 @@ class FeaturizingSession:
             for checkpoint in self._candidates(there):
                 digest = self.load(checkpoint)
                 if digest in there:
+                    self._check_train(train[digest])
                     self._fill_targets(targets, train, digest, checkpoint.name)
                     return
         except CheckpointError as error:  # a missing file, needed for this comparison only
@@ -424,7 +422,6 @@ class FeaturizingSession:
         fit has replaced it; nor those of an iterative solver, which agree to its tolerance only and cost passes over
         the train rows.
         """
-        self._check_train(train[digest])
         targets.is_compared = True
         model_id = int(train[digest].spec.fingerprint["model_id"])
         method, identity = targets.method, dict(targets.identity)
@@ -434,25 +431,26 @@ class FeaturizingSession:
             and (isinstance(method, CG | LiSSA) or not self._kronecker_fits(method).has(digest))
         ):
             return
-        normalization = self._settings.normalization.of_targets()
+        settings = self._settings
+        normalization = settings.normalization.of_targets()
         adam = self._adam_states(normalization)
-        fingerprint = {**self._settings.row_fingerprint(model_id, digest, adam), "targets": identity}
-        spec = self._settings.target_table(
-            len(targets.rows), fingerprint, preconditioned=isinstance(method, AbstractInverseMethod)
+        spec = settings.target_table(
+            len(targets.rows),
+            {**settings.row_fingerprint(model_id, digest, adam), "targets": identity},
+            preconditioned=isinstance(method, AbstractInverseMethod),
         )
         table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
-        projector = self._settings.projector
+        projector = settings.projector
         if isinstance(method, AbstractInverseMethod):
-            inverse: Inverse
+            inverse: Preconditioner | InverseCurvature
             if isinstance(method, EKFAC):
-                inverse = self._inverse_curvature(digest, label, method)
+                inverse = self._preconditioner(digest, label, method)
             else:
                 rows = self.train_rows(f"{method.name} has to be fitted to")
                 inverse = self._inverse(digest, label, method, rows)
             projector = PreconditionedProjector(projector, inverse)
-        work = self._work(
-            table, targets.rows, model_id, f"Targets {targets.name!r}, {label}", projector, normalization
-        )
+        passes = self._pass(targets.rows, model_id, projector=projector, normalization=normalization)
+        work = RowWork(table, passes, f"Targets {targets.name!r}, {label}")
         featurize_rows(work, progress=self._progress, ranks=self._ranks)
 
     def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
@@ -481,24 +479,22 @@ class FeaturizingSession:
         if not isinstance(method, Fisher):
             return
         fits, layout = FisherFits(self.store, method), self._settings.layout
-        waiting = [
-            digest for digest, table in train.items() if not self.agreed(fits.has(table_path(table), layout))
-        ]
+        waiting = {
+            digest: table
+            for digest, table in train.items()
+            if not self.agreed(fits.has(table_path(table), layout))
+        }
         if not waiting:
             return
         rows = self.train_rows(f"{method.name} has to be fitted to")
-
-        def fit(digest: str, label: str) -> None:
-            self._check_train(train[digest])
-            self._fit_fisher(digest, label, rows, method)
-
-        self._visit(waiting, fit, purpose="to fit the Fisher information")
+        self.visit_named(
+            waiting,
+            lambda digest, label: self._fit_fisher(digest, label, rows, method),
+            purpose="to fit the Fisher information",
+        )
 
     def train_rows(self, need: str) -> Rows:
-        """Return the train data of the last ``featurize``.
-
-        Args:
-            need: Begins the message, followed by "the train data".
+        """Return the train data of the last ``featurize``; ``need`` begins the message without them.
 
         Raises:
             StateError: If they are not known.
@@ -524,59 +520,43 @@ class FeaturizingSession:
 
     def _fit_fisher(self, digest: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
         """Fit the Fisher information of the loaded checkpoint, if it is not stored yet."""
-        fits = FisherFits(self.store, method)
+        fits, settings = FisherFits(self.store, method), self._settings
         if self.agreed(self._is_fitted(digest, method)):
-            fits.sweep(self._path(digest), self._settings.layout)
+            fits.sweep(self._path(digest), settings.layout)
             return
-        settings = self._settings
         if not settings.computer_is_chosen:
-            numbers, batch = next(rows.batches([np.arange(min(rows.batch_size, len(rows)))]))
-            self._computers(rows.what)(move_batch(batch, settings.device), numbers)
+            numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
+            self._computers(rows.what)(batch, numbers)
         computer = settings.fisher_computer()
         computer.load_model_params(self.model)
-        path = checkpoint_tables(self.store)[digest]
-        table = self.store.open_table(path)
-        work = self._work(
-            LazyTable(table.spec, table, lambda: table),
-            rows,
-            self._workspace.model_id(digest),
-            f"Fitting the Fisher information of {label}",
-        )
         fits.fit(
-            path,
-            work,
+            checkpoint_tables(self.store)[digest],
+            self._pass(rows, self._workspace.model_id(digest)),
             rows,
             settings.task,
             computer,
-            layout=settings.layout,
+            settings.layout,
+            lazy_table=self._workspace.lazy_table,
+            label=f"Fitting the Fisher information of {label}",
             progress=self._progress,
             ranks=self._ranks,
             wait=wait,
         )
 
-    def _inverse_curvature(
+    def _preconditioner(
         self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
     ) -> Preconditioner:
-        """Return the inverse curvature of the loaded checkpoint; fit the curvature if it is not stored yet.
+        """Return the inverse of a method's EK-FAC at the loaded checkpoint; fit it if it is not stored yet.
 
-        Args:
-            digest: Digest of the checkpoint's weights.
-            label: Name of the checkpoint.
-            method: Sets the curvature and the damping.
-            rows: The train rows; ``None`` uses those of the last ``featurize``.
+        ``rows`` are the train rows; ``None`` uses those of the last ``featurize``.
         """
         fits, device = self._kronecker_fits(method), self._settings.device
         if not fits.has(digest):
             refuse_sharded(
                 self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
             )
-            fits.fit(
-                digest,
-                self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows,
-                device=device,
-                label=f"Fitting the curvature of {label}",
-                progress=self._progress,
-            )
+            rows = self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows
+            fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=self._progress)
         absolute = isinstance(method, CG | LiSSA) and method.absolute
         return Preconditioner(fits.curvature(digest, device), damping=method.damping, absolute=absolute)
 
@@ -584,6 +564,21 @@ class FeaturizingSession:
         settings = self._settings
         fitted = method.ekfac.fitted_to(settings.task)
         return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
+
+    def _inverse(
+        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows
+    ) -> InverseCurvature:
+        settings = self._settings
+        products = CurvatureProducts(
+            self.model,
+            settings.task,
+            rows,
+            settings.parameters,
+            draws=method.draws if isinstance(method, CG | LiSSA) else None,
+            seed=method.ekfac.seed,
+            device=settings.device,
+        )
+        return InverseCurvature(method, self._preconditioner(digest, label, method, rows), products, label)
 
     def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
@@ -599,7 +594,13 @@ class FeaturizingSession:
     def visit(
         self, train: Mapping[str, AbstractRowTable], visit: Callable[[str], None], *, purpose: str
     ) -> None:
-        """Load checkpoints of the store one by one and call ``visit`` with the digest of each.
+        """Call ``visit`` with the digest of each checkpoint only; otherwise as :meth:`visit_named`."""
+        self.visit_named(train, lambda digest, _: visit(digest), purpose=purpose)
+
+    def visit_named(
+        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str, str], None], *, purpose: str
+    ) -> None:
+        """Load checkpoints of the store one by one and call ``visit`` with the digest and the name of each.
 
         Args:
             train: Tables of the train rows by the digest of the checkpoint's weights.
@@ -609,27 +610,13 @@ class FeaturizingSession:
         Raises:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
-        self.visit_named(train, lambda digest, _: visit(digest), purpose=purpose)
-
-    def visit_named(
-        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str, str], None], *, purpose: str
-    ) -> None:
-        """Call ``visit`` with the digest and the name of each checkpoint; otherwise as :meth:`visit`."""
-
-        def visit_checked(digest: str, label: str) -> None:
-            self._check_train(train[digest])
-            visit(digest, label)
-
-        self._visit(train, visit_checked, purpose=purpose)
-
-    def _visit(self, digests: Iterable[str], visit: Callable[[str, str], None], *, purpose: str) -> None:
-        """Load checkpoints one by one, and call ``visit`` with the weights digest and the name of each."""
-        waiting = set(digests)
+        waiting = set(train)
         for checkpoint in self._candidates(set(waiting)):
             if not waiting:
                 return
             digest = self.load(checkpoint)
             if digest in waiting:
+                self._check_train(train[digest])
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)
         if waiting:
@@ -647,73 +634,26 @@ class FeaturizingSession:
             )
 
     def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
-        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored.
-
-        Args:
-            rows: The data.
-            normalization: Normalisation of the gradients; ``None`` uses that of the settings.
-        """
-        settings = self._settings
-        return GradientPass(
-            rows,
-            self._computers(rows.what),
-            settings.parameters,
-            device=settings.device,
-            normalization=settings.normalization if normalization is None else normalization,
-        )
+        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored."""
+        return GradientPass(self._pass(rows, 0, normalization=normalization), self._settings.parameters)
 
     def solved(
         self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
     ) -> Solution:
-        """Return unprojected target gradients multiplied by the method's inverse curvature.
+        """Return unprojected target gradients ``(m, P)`` multiplied by the method's inverse curvature, if it has one.
 
-        The curvature is that of the loaded checkpoint; it is fitted and stored if it is not there yet, which creates
-        the store if needed.
-
-        Args:
-            gradients: ``(m, P)``, parameters in model order.
-            method: The method; without an inverse, the gradients are returned unchanged.
-            digest: Digest of the checkpoint's weights.
-            label: Name of the checkpoint.
-            rows: The train rows.
+        The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
+        yet, which creates the store if needed.
         """
         if not isinstance(method, AbstractInverseMethod):
             return Solution(gradients, None)
         self._workspace.created()
         return self._inverse(digest, label, method, rows).solve(gradients)
 
-    def _inverse(
-        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows
-    ) -> InverseCurvature:
-        settings = self._settings
-        return InverseCurvature(
-            method,
-            self._inverse_curvature(digest, label, method, rows),
-            self._curvature_products(method, rows),
-            settings.parameters,
-            num_rows=len(rows),
-            device=settings.device,
-            label=label,
-        )
-
-    def _curvature_products(self, method: AbstractInverseMethod, rows: Rows) -> CurvatureProducts:
-        settings = self._settings
-        task, parameters, device = settings.task, settings.parameters, settings.device
-        draws = method.draws if isinstance(method, CG | LiSSA) else None
-        if draws is None:
-            return GaussNewtonProducts(self.model, task, rows, parameters, device=device)
-        return FisherProducts(
-            self.model, task, rows, parameters, draws=draws, seed=method.ekfac.seed, device=device
-        )
-
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.
 
-        Args:
-            batch: B samples.
-            rows: ``(B,)`` their rows in the dataset, for messages.
-            model_id: Number of the checkpoint.
-            what: Name of the dataset in messages.
+        The rows ``(B,)`` of the samples in the dataset ``what`` are for messages.
         """
         moved = move_batch(batch, self._settings.device)
         computer = self._computers(what)(moved, rows)
@@ -733,13 +673,11 @@ class FeaturizingSession:
             return
         if len(self._train) != table.spec.num_rows:  # another process has appended rows
             return
-        work = self._work(
-            LazyTable(table.spec, table, lambda: table),
-            self._train,
-            int(table.spec.fingerprint["model_id"]),
-            table_path(table),
+        model_id, known = int(table.spec.fingerprint["model_id"]), LazyTable(table.spec, table, lambda: table)
+        passes = self._pass(self._train, model_id, with_norms=known.has_column(GRADIENT_NORM))
+        RowWork(known, passes, table_path(table)).check(
+            self._ranks, self._train.held if isinstance(self._train, HeldRows) else None
         )
-        work.check(self._ranks, self._train.held if isinstance(self._train, HeldRows) else None)
 
     def load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
@@ -769,7 +707,8 @@ class FeaturizingSession:
             {"name": checkpoint.name, "source": checkpoint.source},
         )
         try:
-            work = self._work(table, rows, model_id, f"Featurizing {checkpoint.name}")
+            passes = self._pass(rows, model_id, with_norms=table.has_column(GRADIENT_NORM))
+            work = RowWork(table, passes, f"Featurizing {checkpoint.name}")
             return featurize_rows(work, progress=self._progress, ranks=self._ranks, wait=wait)
         except ManifestMismatchError:
             if self._workspace.model_id(digest) == model_id:
@@ -778,28 +717,27 @@ class FeaturizingSession:
         # projection depends on it.
         return self._featurize_loaded(checkpoint, digest, rows, wait=wait)
 
-    def _work(
+    def _pass(
         self,
-        table: LazyTable,
         rows: SampleRows,
         model_id: int,
-        label: str,
+        *,
         projector: AbstractProjector | None = None,
         normalization: Normalization | None = None,
-    ) -> RowWork:
-        """Return the work on a table of rows of the loaded checkpoint, by default computed as train rows are."""
+        with_norms: bool = False,
+    ) -> RowPass:
+        """Return a pass of the loaded checkpoint over some rows, by default computed as train rows are."""
         settings = self._settings
         normalization = settings.normalization if normalization is None else normalization
-        return RowWork(
-            table,
+        return RowPass(
             rows,
             self._computers(rows.what),
             settings.projector if projector is None else projector,
             model_id=model_id,
             device=settings.device,
-            label=label,
             normalization=normalization,
             adam=self._adam_states(normalization),
+            with_norms=with_norms,
         )
 
     def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
@@ -839,13 +777,12 @@ def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
     Raises:
         StateError: If rows are pending, or the store was made without norms.
     """
-    return np.stack([_norms_of(table) for table in complete_tables(store, None).values()])
-
-
-def _norms_of(table: AbstractRowTable) -> NDArray[np.float32]:
-    if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
-        raise StateError(
-            f"{table_path(table)} has no gradient norms: it was featurized with "
-            "store_norms=False. Featurize into another path with store_norms=True."
-        )
-    return table.read(GRADIENT_NORM)
+    norms = []
+    for table in complete_tables(store, None).values():
+        if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
+            raise StateError(
+                f"{table_path(table)} has no gradient norms: it was featurized with "
+                "store_norms=False. Featurize into another path with store_norms=True."
+            )
+        norms.append(table.read(GRADIENT_NORM))
+    return np.stack(norms)

@@ -6,9 +6,11 @@ Shapes: B samples of a batch, m targets, P gradient entries per sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, NamedTuple, final
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -16,19 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._progress import progress_bar
-from trak_lite.data.batches import move_batch, rows_in_batches
-from trak_lite.data.datasets import Rows
+from trak_lite.data.batches import rows_in_batches
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
-from trak_lite.featurizing.normalized import RowNormalizer
-from trak_lite.featurizing.rows import compute_features, require_one_per_sample
-from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.featurizing.kronecker.precondition import Accumulator
+from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator
 from trak_lite.projectors._blocks import check_block
 from trak_lite.types import (
-    Batch,
     FeatureLayout,
     GradientBlock,
     LookupBlock,
@@ -79,39 +77,27 @@ class ProductProjector(AbstractProjector):
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         del model_id
         products = self._like.new_zeros(num_samples, self.proj_dim)
-        return _ProductAccumulator(products, self._targets, parameters)
 
-    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment of m columns."""
-        del parameters
-        return FeatureLayout.joint(self.proj_dim)
+        @torch.no_grad()
+        def add(block: GradientBlock) -> None:
+            check_block(block, num_samples, parameters)
+            for part in block.parts if isinstance(block, SummedBlock) else (block,):
+                self._add_part(part, products)
 
+        return Accumulator(add, lambda: products)
 
-@final
-class _ProductAccumulator(AbstractFeatureAccumulator):
-    """Adds the products of each block with the same parameter's gradients of the targets."""
-
-    def __init__(self, products: Tensor, targets: Mapping[str, Tensor], parameters: ParameterShapes) -> None:
-        self._products = products
-        self._targets = targets
-        self._parameters = parameters
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        check_block(block, len(self._products), self._parameters)
-        for part in block.parts if isinstance(block, SummedBlock) else (block,):
-            self._add_part(part)
-
-    def _add_part(self, block: GradientBlock) -> None:
+    def _add_part(self, block: GradientBlock, products: Tensor) -> None:
         targets, start = self._targets[block.name], block.start
         if isinstance(block, LookupBlock):
             block, targets = _looked_up(block, targets)
         for samples in sample_slices(block.num_samples, targets.shape[1]):
             rows = precise(samples_of(block, samples).dense().detach()).to(targets)
-            self._products[start + samples.start : start + samples.stop].addmm_(rows, targets.T)
+            products[start + samples.start : start + samples.stop].addmm_(rows, targets.T)
 
-    def features(self) -> Tensor:
-        return self._products
+    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
+        """Return one segment of m columns."""
+        del parameters
+        return FeatureLayout.joint(self.proj_dim)
 
 
 def _looked_up(block: LookupBlock, targets: Tensor) -> tuple[LookupBlock, Tensor]:
@@ -138,31 +124,19 @@ class RowProducts(NamedTuple):
 class GradientPass:
     """Gradients of the rows of a dataset at the loaded checkpoint, with the checks of :func:`featurize_rows`."""
 
-    rows: Rows
-    """The data."""
-    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
-    """Returns the gradient computer for a batch and its rows."""
+    passes: RowPass
+    """The pass over the data; the projector is replaced."""
     parameters: ParameterShapes
     """Shapes of the kept parameters."""
-    _: KW_ONLY
-    device: torch.device
-    """Device of the model."""
-    normalization: Normalization
-    """Normalisation of the gradients."""
 
     def gradients(self, wanted: NDArray[np.int64], *, label: str, progress: bool | None) -> Tensor:
         """Return the gradients of some rows, ``(len(wanted), P)`` in float32 or better, parameters in model order.
-
-        Args:
-            wanted: Row numbers.
-            label: Label of the progress bar.
-            progress: Show the bar; ``None`` shows it on a terminal only.
 
         Raises:
             NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
         """
         found: Tensor | None = None
-        projector = NoOpProjector(device=self.device)
+        projector = NoOpProjector(device=self.passes.device)
         start = 0
         for numbers, features, _ in self._stream(wanted, projector, label, progress):
             features = precise(features)
@@ -176,13 +150,7 @@ class GradientPass:
     def products(
         self, wanted: NDArray[np.int64], targets: Tensor, *, label: str, progress: bool | None
     ) -> Iterator[RowProducts]:
-        """Yield the products of some rows' gradients with those of targets, batch by batch.
-
-        Args:
-            wanted: Row numbers.
-            targets: ``(m, P)``, parameters in model order.
-            label: Label of the progress bar.
-            progress: Show the bar; ``None`` shows it on a terminal only.
+        """Yield the products of some rows' gradients with those of targets ``(m, P)``, batch by batch.
 
         Raises:
             NonFiniteError: If f, q, w or a product is NaN or infinite; names the rows.
@@ -194,34 +162,12 @@ class GradientPass:
     def _stream(
         self, wanted: NDArray[np.int64], projector: AbstractProjector, label: str, progress: bool | None
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
-        plan = rows_in_batches(wanted, self.rows.batch_size)
-        computer: AbstractGradientComputer | None = None
-        complete = False
-        try:
-            with progress_bar(len(wanted), label=label, progress=progress) as bar:
-                for number, (rows, batch) in enumerate(self.rows.batches(plan), 1):
-                    require_one_per_sample(rows, batch, self.rows.what)
-                    batch = move_batch(batch, self.device)
-                    computer = self.computer_for(batch, rows)
-                    yield rows, *self._computed(computer, rows, batch, projector, len(plan) - number)
-                    bar.update(len(rows))
-            complete = True
-        finally:
-            if computer is not None:
-                computer.confirm(complete)
-
-    def _computed(
-        self,
-        computer: AbstractGradientComputer,
-        rows: NDArray[np.int64],
-        batch: Batch,
-        projector: AbstractProjector,
-        to_come: int,
-    ) -> tuple[Tensor, OutputTerms]:
-        settings: dict[str, Any] = {"model_id": 0, "rows": rows, "what": self.rows.what, "to_come": to_come}
-        if self.normalization.kind != "none":
-            settings["normalizer"] = RowNormalizer(self.normalization, len(rows))
-        features, terms, _ = compute_features(computer, projector, batch, **settings)
-        finite = finite_numbers(features, terms).cpu().numpy()
-        refuse_non_finite(finite, rows, self.rows.what, computer, batch)
-        return features, terms
+        passes = replace(self.passes, projector=projector)
+        plan = rows_in_batches(wanted, passes.rows.batch_size)
+        num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))
+        with progress_bar(len(wanted), label=label, progress=progress) as bar:
+            for rows, found in passes.stream(plan, num_left.__next__):
+                finite = finite_numbers(found.features, found.terms).cpu().numpy()
+                refuse_non_finite(finite, rows, passes.rows.what, found.computer, found.batch)
+                yield rows, found.features, found.terms
+                bar.update(len(rows))

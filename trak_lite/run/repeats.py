@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 
@@ -91,10 +90,9 @@ def conditions(**others: Any) -> dict[str, Any]:
 def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
     """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
     task.prepare(model)
-    plan = rows_in_batches(np.arange(len(rows)), rows.batch_size)
     with torch.no_grad():
         found = [
-            task.evaluate(ModelCall(model), move_batch(batch, device)).output.cpu().double()
-            for _, batch in rows.batches(plan)
+            task.evaluate(ModelCall(model), batch).output.cpu().double()
+            for _, batch in rows.moved(np.arange(len(rows)), device)
         ]
     return torch.cat(found)

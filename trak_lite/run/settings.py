@@ -48,15 +48,8 @@ from trak_lite.store import Manifest, TableSpec
 from trak_lite.store._columns import DTYPES, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
-__all__ = [
-    "AttributorSettings",
-    "GradientComputerFactory",
-    "StoredSettings",
-    "Task",
-    "row_kind",
-    "stored_arguments",
-    "versions",
-]
+__all__ = ["AttributorSettings", "GradientComputerFactory", "StoredSettings", "Task"]
+__all__ += ["row_kind", "stored_arguments", "versions"]
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +153,6 @@ class AttributorSettings:
             **versions(self.device),
             "settings": self._arguments,
         }
-        self._log()
-
-    def _log(self) -> None:
-        """Log the resolved settings."""
         logger.info(
             "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
             num_entries(self.parameters),
@@ -329,8 +318,11 @@ class AttributorSettings:
         """
         if method is None:
             return self.method
-        decided = decided_method(method, self.layout)
-        self._check_method(decided)
+        decided = as_method(method).decided(self.layout)
+        decided.check(self.task)
+        decided.check_rows(self.normalization.kind)
+        if isinstance(decided, Fisher):
+            self._fisher_task()
         return decided
 
     def _best_method(self) -> AbstractMethod:
@@ -343,13 +335,6 @@ class AttributorSettings:
         if self.task.can_sample and narrow and not self._is_normalised:
             return Fisher()
         return GaussNewton() if self.task.has_curvature else TRAK(damping=None, layout="stored")
-
-    def _check_method(self, method: AbstractMethod) -> None:
-        """Raise if the task or the normalisation of the rows does not support the method."""
-        method.check(self.task)
-        method.check_rows(self.normalization.kind)
-        if isinstance(method, Fisher):
-            self._fisher_task()
 
 
 @final
@@ -368,12 +353,7 @@ class StoredSettings:
 
     @classmethod
     def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
-        """Return the settings in a manifest.
-
-        Args:
-            manifest: Manifest of the store.
-            device: Device of products of stored rows.
-            where: Name of the store in messages.
+        """Return the settings in a manifest; ``where`` is the name of the store in messages.
 
         Raises:
             ManifestMismatchError: If an older version of trak_lite wrote it.
@@ -399,7 +379,7 @@ class StoredSettings:
         """
         if method is None:
             return self.method
-        decided = decided_method(method, self.layout)
+        decided = as_method(method).decided(self.layout)
         decided.check_rows(self.row_kind)
         return decided
 
@@ -407,11 +387,6 @@ class StoredSettings:
 def row_kind(manifest: Manifest) -> str:
     """Return the kind of the normalisation of the rows of a store."""
     return str(manifest.fingerprint.get("gradients", {}).get("normalization", {}).get("kind", "none"))
-
-
-def decided_method(method: Method, layout: FeatureLayout) -> AbstractMethod:
-    """Return a method with the defaults that depend on the row layout resolved."""
-    return as_method(method).decided(layout)
 
 
 def stored_arguments(

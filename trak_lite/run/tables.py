@@ -19,51 +19,6 @@ from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
-__all__ = [
-    "COLUMNS",
-    "ERRORS",
-    "FEATURES",
-    "GRADIENT_NORM",
-    "LOSS_CURVATURE",
-    "OUT_TO_LOSS",
-    "SCORES",
-    "all_score_paths",
-    "as_tensor",
-    "checkpoint_path",
-    "checkpoint_tables",
-    "column_path",
-    "complete_tables",
-    "curvature_path",
-    "drop_checkpoint",
-    "drop_targets",
-    "feature_table_spec",
-    "featurized_names",
-    "fisher_folder",
-    "fisher_paths",
-    "index_paths",
-    "model_id_of",
-    "num_train_rows",
-    "one_run_path",
-    "plain_target_folder",
-    "preconditioned_folder",
-    "predictions_path",
-    "retrain_path",
-    "retrained_path",
-    "score_path",
-    "score_paths",
-    "score_table_spec",
-    "scored_names",
-    "table_path",
-    "target_folder",
-    "target_names",
-    "target_path",
-    "target_table_path",
-    "target_table_spec",
-    "top_path",
-    "traker_score_path",
-    "verdict_path",
-]
-
 _Path = Callable[[str], str]
 """Returns the path of what belongs to a target set, a table or a checkpoint, by its name."""
 
@@ -101,6 +56,10 @@ def column_path(name: str) -> str:
     return f"{COLUMNS}/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
+def _short(values: Mapping[str, Any]) -> str:
+    return Manifest(dict(values)).digest()[:16]
+
+
 def target_path(name: str, model_id: int) -> str:
     """Return the path of a checkpoint's table in :func:`plain_target_folder`."""
     return f"{plain_target_folder(name)}/{checkpoint_path(model_id)}"
@@ -111,12 +70,7 @@ def feature_table_spec(
 ) -> TableSpec:
     """Return the spec of the table of one checkpoint's features ``(num_rows, width)``, q and w.
 
-    Args:
-        num_rows: N.
-        width: K.
-        dtype: Dtype of the features, one of ``trak_lite.store.DTYPES``.
-        fingerprint: What determines the rows.
-        norms: Add a column of gradient norms.
+    The dtype is that of the features; ``norms`` adds a column of gradient norms.
     """
     features = Column(FEATURES, width, dtype)
     columns = (
@@ -167,7 +121,7 @@ def score_table_spec(
 def target_folder(name: str, method: AbstractMethod) -> str:
     """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
     if isinstance(method, AbstractInverseMethod):
-        return f"{preconditioned_folder(name)}/{Manifest(method.target_json()).digest()[:16]}"
+        return f"{preconditioned_folder(name)}/{_short(method.target_json())}"
     return plain_target_folder(name)
 
 
@@ -178,7 +132,7 @@ def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable
 
 def traker_score_path(exp_name: str, fingerprint: Mapping[str, Any]) -> str:
     """Return the path of TRAKer's scores; it depends on checkpoints and targets."""
-    return f"scores/{exp_name}/{Manifest(fingerprint).digest()[:16]}"
+    return f"scores/{exp_name}/{_short(fingerprint)}"
 
 
 def table_path(table: AbstractRowTable) -> str:
@@ -187,25 +141,16 @@ def table_path(table: AbstractRowTable) -> str:
 
 
 def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
-    """Return the path of the scores of a target set.
-
-    Args:
-        name: Name of the target set.
-        method: How the scores are computed.
-        base: The method of the attributor; its scores have the short path.
-    """
+    """Return the path of the scores of a target set; those of ``base``, the attributor's method, have a short one."""
     if method == base:
         return f"scores/{name}"
-    return f"views/{name}/{Manifest(method.to_json()).digest()[:16]}"
+    return f"views/{name}/{_short(method.to_json())}"
 
 
 def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
     """Return the paths of all tables of scores of a target set, one per method."""
-    base = f"scores/{name}"
-    return [
-        *store.table_names(f"views/{name}"),
-        *(path for path in store.table_names("scores") if path == base),
-    ]
+    base = [path for path in store.table_names("scores") if path == f"scores/{name}"]
+    return [*store.table_names(f"views/{name}"), *base]
 
 
 def all_score_paths(store: AbstractFeatureStore) -> list[str]:
@@ -220,7 +165,7 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 
 def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
     """Return the paths of the drawn rows and of the gram matrices of a Fisher fit; another fit has other paths."""
-    folder = f"{fisher_folder(path)}/{Manifest(fingerprint).digest()[:16]}"
+    folder = f"{fisher_folder(path)}/{_short(fingerprint)}"
     return f"{folder}/drawn", f"{folder}/gram"
 
 
@@ -230,26 +175,28 @@ def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
     Args:
         fingerprint: What determines the index, including ``"method"`` and ``"checkpoints"``.
     """
-    folder = f"index/{Manifest({key: fingerprint[key] for key in ('method', 'checkpoints')}).digest()[:16]}"
-    return folder, f"{folder}/{Manifest(dict(fingerprint)).digest()[:16]}"
+    folder = f"index/{_short({key: fingerprint[key] for key in ('method', 'checkpoints')})}"
+    return folder, f"{folder}/{_short(fingerprint)}"
 
 
 def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> str:
     """Return the path of the outputs of one training in the folder :func:`retrain_path`."""
-    path = f"{group}/{Manifest(fingerprint).digest()[:16]}"
+    path = f"{group}/{_short(fingerprint)}"
     return f"{path}-{number}" if number else path
 
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod) -> list[str]:
     """Return the names of the target sets with features that a method reads, sorted."""
-    group = "preconditioned" if isinstance(method, AbstractInverseMethod) else "targets"
-    return sorted({path.split("/")[1] for path in store.table_names(group)})
+    return _named(store, "preconditioned" if isinstance(method, AbstractInverseMethod) else "targets")
 
 
 def featurized_names(store: AbstractFeatureStore) -> list[str]:
     """Return the names of all target sets with features in the store, sorted."""
-    paths = (*store.table_names("targets"), *store.table_names("preconditioned"))
-    return sorted({path.split("/")[1] for path in paths})
+    return _named(store, "targets", "preconditioned")
+
+
+def _named(store: AbstractFeatureStore, *groups: str) -> list[str]:
+    return sorted({path.split("/")[1] for group in groups for path in store.table_names(group)})
 
 
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
@@ -268,12 +215,9 @@ def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
 def complete_tables(
     store: AbstractFeatureStore, digests: Sequence[str] | None, paths: Mapping[str, str] | None = None
 ) -> dict[str, AbstractRowTable]:
-    """Return the finished train tables by weights digest.
+    """Return the finished train tables by weights digest; without ``digests`` those of all checkpoints.
 
-    Args:
-        store: The store.
-        digests: Weights digests of the checkpoints; ``None`` returns the tables of all checkpoints.
-        paths: The result of :func:`checkpoint_tables`, if the caller has it.
+    ``paths`` is the result of :func:`checkpoint_tables`, if the caller has it.
 
     Raises:
         StateError: If there is none, a digest has no table, or rows are pending.

@@ -75,7 +75,6 @@ class Eigenbasis:
     """Coordinates in which the curvature of a unit is approximated by a diagonal."""
 
     unit: Unit
-    """The unit."""
     outputs: Tensor | None
     """``(rows, rows)`` eigenvectors as columns; ``None`` does not rotate this side."""
     inputs: Tensor | None
@@ -109,6 +108,18 @@ class Eigenbasis:
         if self.outputs is not None:
             matrices = self.outputs.to(matrices) @ matrices
         return matrices if self.inputs is None else matrices @ self.inputs.to(matrices).T
+
+    @torch.no_grad()
+    def add_squares(self, gradient: UnitGradient, total: Tensor) -> None:
+        """Add the squares of some samples' gradients in this basis to ``total``, ``(rows, width)``."""
+        block = gradient.block
+        if isinstance(block, FactoredBlock) and block.inputs.shape[1] == 1:
+            # The square of an outer product is the outer product of the squares: no gradient is formed.
+            x, g = self.factors(block, slice(None))
+            total += g.squeeze(1).square_().T @ x.squeeze(1).square_()
+            return
+        for _, turned in self.rotated(gradient):
+            total += turned.square_().sum(0)
 
     def _turn(self, matrices: Tensor) -> Tensor:
         if self.outputs is not None:

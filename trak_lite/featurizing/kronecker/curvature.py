@@ -7,9 +7,9 @@ The curvature of a unit is approximated by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, final
+from typing import Any, Literal, NamedTuple, Protocol, Self, final
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ class ArrayKeeper(Protocol):
 
     def get(self, name: str, /) -> NDArray[Any] | None:
         """Return an array, or ``None`` if it is not stored."""
-        ...
 
     def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
         """Store an array."""
-        ...
 
 
 class Treatment(NamedTuple):
@@ -54,11 +52,6 @@ class UnitCurvature:
     basis: Eigenbasis
     values: Tensor
     """Lambda ``(rows, width)``, a sum over the train rows."""
-
-    @property
-    def unit(self) -> Unit:
-        """The unit."""
-        return self.basis.unit
 
     @property
     def treatment(self) -> Literal["kronecker", "one side", "diagonal"]:
@@ -97,14 +90,22 @@ class KroneckerCurvature:
     """The curvatures of all kept parameters."""
 
     units: Sequence[UnitCurvature]
-    """The curvatures of the units."""
+
+    @classmethod
+    def of(cls, arrays: Iterable[UnitArrays], device: torch.device) -> Self:
+        """Return the curvature from the arrays of all units.
+
+        Raises:
+            StateError: If an array is missing.
+        """
+        return cls([found for unit in arrays for found in unit.curvatures(device)])
 
     def treatments(self) -> list[Treatment]:
         """Return, for every parameter, how its curvature is approximated."""
         return [
-            Treatment(name, found.treatment, found.unit.weight)
+            Treatment(name, found.treatment, found.basis.unit.weight)
             for found in self.units
-            for name in found.unit.names
+            for name in found.basis.unit.names
         ]
 
 
@@ -114,7 +115,6 @@ class UnitArrays:
     """The arrays of one unit in a keeper, under separate names."""
 
     keeper: ArrayKeeper
-    """Stores the arrays."""
     number: int
     """Position of the unit."""
     unit: Unit
@@ -132,11 +132,9 @@ class UnitArrays:
         self, outputs: Tensor | None, inputs: Tensor | None, *, bias_values: Tensor | None, joint: bool
     ) -> None:
         """Store the eigenvectors, whether they include the bias, and the curvature of a bias that they exclude."""
-        empty = torch.empty(0, 0, device="cpu")
         self._put("joint", torch.tensor(float(joint), device="cpu"))
-        self._put("bias", empty if bias_values is None else bias_values)
-        self._put("outputs", empty if outputs is None else outputs)
-        self._put("inputs", empty if inputs is None else inputs)
+        for name, found in (("bias", bias_values), ("outputs", outputs), ("inputs", inputs)):
+            self._put(name, torch.empty(0, 0, device="cpu") if found is None else found)
 
     def put_values(self, values: Tensor) -> None:
         """Store the eigenvalues, the last array of a unit."""
@@ -144,48 +142,34 @@ class UnitArrays:
 
     def basis(self, device: torch.device) -> Eigenbasis:
         """Return the eigenbasis of the weight, or of weight and bias."""
-        unit = self.unit if float(self._needed("joint")) else self.unit.apart()[0]
+        unit = self.unit if float(self._tensor("joint", device)) else self.unit.apart()[0]
         outputs, inputs = (self._tensor(name, device) for name in ("outputs", "inputs"))
         return Eigenbasis(unit, outputs if outputs.numel() else None, inputs if inputs.numel() else None)
 
     def curvatures(self, device: torch.device) -> list[UnitCurvature]:
-        """Return the curvature of the unit, or of the weight and of the bias."""
+        """Return the curvature of the unit, or of the weight and of the bias.
+
+        Raises:
+            StateError: If an array is missing.
+        """
         basis = self.basis(device)
         found = [UnitCurvature(basis, self._tensor("values", device))]
         if self.unit.bias is not None and basis.unit.bias is None:
-            alone = self.unit.apart()[1]
-            found.append(UnitCurvature(Eigenbasis(alone, None, None), self._tensor("bias", device)))
+            alone = Eigenbasis(self.unit.apart()[1], None, None)
+            found.append(UnitCurvature(alone, self._tensor("bias", device)))
         return found
 
     def _get(self, name: str) -> NDArray[Any] | None:
         return self.keeper.get(f"unit-{self.number}-{name}")
 
-    def _needed(self, name: str) -> NDArray[Any]:
+    def _tensor(self, name: str, device: torch.device) -> Tensor:
         array = self._get(name)
         if array is None:
             raise StateError(
                 f"The array {name!r} of the curvature of {self.unit.weight!r} is missing: the fit was not made, or was "
                 "interrupted. Fit the curvature on the train rows first."
             )
-        return array
-
-    def _tensor(self, name: str, device: torch.device) -> Tensor:
-        return torch.from_numpy(np.array(self._needed(name))).to(device)
+        return torch.from_numpy(np.array(array)).to(device)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         self.keeper[f"unit-{self.number}-{name}"] = tensor.cpu().numpy()
-
-
-def loaded(units: Sequence[Unit], keeper: ArrayKeeper, device: torch.device) -> KroneckerCurvature:
-    """Return the curvature from the arrays of a keeper.
-
-    Raises:
-        StateError: If an array is missing.
-    """
-    arrays = [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
-    return KroneckerCurvature([found for unit in arrays for found in unit.curvatures(device)])
-
-
-def is_fitted(units: Sequence[Unit], keeper: ArrayKeeper) -> bool:
-    """Whether a keeper has everything that :func:`loaded` needs."""
-    return all(UnitArrays(keeper, number, unit).is_complete() for number, unit in enumerate(units))

@@ -24,23 +24,17 @@ from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient, decomposed
+from trak_lite.featurizing.kronecker.bases import GradientJoiner, decomposed
 from trak_lite.featurizing.kronecker.covariances import CurvatureSums, UnitSums
-from trak_lite.featurizing.kronecker.curvature import (
-    ArrayKeeper,
-    KroneckerCurvature,
-    UnitArrays,
-    is_fitted,
-    loaded,
-)
-from trak_lite.featurizing.kronecker.units import Unit, find_units
+from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays
+from trak_lite.featurizing.kronecker.units import find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.types import Batch, BlockSink, FactoredBlock
+from trak_lite.types import Batch, BlockSink
 
-__all__ = ["NumberedBatches", "fit_curvature", "kept_units"]
+__all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +42,11 @@ NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[NDArray[np.int64], Batc
 """Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
 
 
-def kept_units(model: nn.Module, grad_wrt: ParameterChoice | None) -> tuple[Unit, ...]:
-    """Return the units of the parameters that gradients are parameters for."""
+def unit_arrays(model: nn.Module, grad_wrt: ParameterChoice | None, keeper: ArrayKeeper) -> list[UnitArrays]:
+    """Return the arrays of all units of the parameters that gradients are computed for."""
     parameters = select_parameters(model, grad_wrt)
-    return find_units(model, {name: tuple(p.shape) for name, p in parameters.items()})
+    units = find_units(model, {name: tuple(p.shape) for name, p in parameters.items()})
+    return [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
 
 
 def fit_curvature(
@@ -83,15 +78,13 @@ def fit_curvature(
         UnsupportedModelError: If hooks cannot differentiate the model sample by sample.
         NonFiniteError: If a sum is NaN or infinite.
     """
-    keeper = {} if keeper is None else keeper
-    units = kept_units(model, grad_wrt)
-    arrays = [UnitArrays(keeper, number, unit) for number, unit in enumerate(units)]
+    arrays = unit_arrays(model, grad_wrt, {} if keeper is None else keeper)
     rows = _LossGradients(model, task, batches, method.fitted_to(task), grad_wrt, num_rows)
     if not all(found.has_basis() for found in arrays):
         _fit_bases(arrays, rows)
-    if not is_fitted(units, keeper):
+    if not all(found.is_complete() for found in arrays):
         _fit_values(arrays, rows)
-    curvature = loaded(units, keeper, rows.device)
+    curvature = KroneckerCurvature.of(arrays, rows.device)
     _report(curvature)
     return curvature
 
@@ -157,10 +150,10 @@ def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
 
 def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None:
     unit, scale, joint = sums.unit, rows.scale, sums.is_joint
-    bias = sums.bias_squares
-    if unit.bias is not None and not joint and bias is None:
-        bias = torch.zeros(1, unit.rows, device="cpu")
-    bias_values = None if joint or bias is None else (scale * bias).to(sums.dtype)
+    bias_values = None
+    if unit.bias is not None and not joint:
+        nothing = torch.zeros(1, unit.rows, device="cpu")
+        bias_values = (scale * (nothing if sums.bias_squares is None else sums.bias_squares)).to(sums.dtype)
     if not sums.is_factored or sums.inputs is None or sums.outputs is None:
         squares = torch.zeros(unit.rows, unit.columns, device="cpu") if sums.squares is None else sums.squares
         found.put_values((scale * squares).to(sums.dtype))
@@ -183,43 +176,27 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
 def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the squares of the gradients in the eigenbases."""
     waiting = [found for found in arrays if not found.is_complete()]
-    sums = {}
-    for found in waiting:
-        basis = found.basis(rows.device)
-        sums[basis.unit] = _SquaredSums(basis, rows.device)
-    joiner = GradientJoiner(list(sums), lambda gradient: sums[gradient.unit].add(gradient))
+    bases = [found.basis(rows.device) for found in waiting]
+    sums = {
+        basis.unit: torch.zeros(
+            basis.unit.rows, basis.unit.width, dtype=wide_dtype(rows.device), device=rows.device
+        )
+        for basis in bases
+    }
+    basis_of = {basis.unit: basis for basis in bases}
+    joiner = GradientJoiner(
+        list(sums), lambda gradient: basis_of[gradient.unit].add_squares(gradient, sums[gradient.unit])
+    )
     # New labels: with the labels that the basis was fitted to, large eigenvalues would be overestimated.
     rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.method.draws)
-    for found, total in zip(waiting, sums.values(), strict=True):
-        found.put_values((rows.scale * total.values).to(total.dtype))
-
-
-@final
-class _SquaredSums:
-    """Sum of the squared gradients of a unit in its eigenbasis."""
-
-    def __init__(self, basis: Eigenbasis, device: torch.device) -> None:
-        unit = basis.unit
-        self._basis = basis
-        self.dtype = next(side.dtype for side in (basis.outputs, basis.inputs) if side is not None)
-        self.values = torch.zeros(unit.rows, unit.width, dtype=wide_dtype(device), device=device)
-
-    @torch.no_grad()
-    def add(self, gradient: UnitGradient) -> None:
-        """Add some samples' gradients."""
-        block = gradient.block
-        if isinstance(block, FactoredBlock) and block.inputs.shape[1] == 1:
-            # The square of an outer product is the outer product of the squares: no gradient is formed.
-            x, g = self._basis.factors(block, slice(None))
-            self.values += g.squeeze(1).square_().T @ x.squeeze(1).square_()
-            return
-        for _, turned in self._basis.rotated(gradient):
-            self.values += turned.square_().sum(0)
+    for found, basis in zip(waiting, bases, strict=True):
+        dtype = next(side.dtype for side in (basis.outputs, basis.inputs) if side is not None)
+        found.put_values((rows.scale * sums[basis.unit]).to(dtype))
 
 
 def _report(curvature: KroneckerCurvature) -> None:
     """Log the parameters that contribute nothing, and those that are not approximated by two Kronecker factors."""
-    lost = [name for found in curvature.units if not found.mean for name in found.unit.names]
+    lost = [name for found in curvature.units if not found.mean for name in found.basis.unit.names]
     if lost:
         logger.warning(
             "The curvature of %s is zero or beneath the smallest normal number: these parameters contribute nothing.",

@@ -6,8 +6,8 @@ unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.bases import Eigenbasis, GradientJoiner, UnitGradient
+from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
 from trak_lite.projectors import AbstractProjector
@@ -30,7 +30,7 @@ from trak_lite.types import (
     samples_of,
 )
 
-__all__ = ["Inverse", "PreconditionedProjector", "Preconditioner"]
+__all__ = ["Accumulator", "Inverse", "PreconditionedProjector", "Preconditioner"]
 
 
 class Inverse(Protocol):
@@ -64,24 +64,19 @@ class Preconditioner:
             )
         self.damping = damping
         self._inverses = {
-            found.unit: _Inverse(
-                found.basis, found.treatment == "diagonal", found.inverse(damping, absolute=absolute)
-            )
-            for found in curvature.units
+            found.basis.unit: (found, found.inverse(damping, absolute=absolute)) for found in curvature.units
         }
         self.lambdas = {
             name: float(found.damping_of(damping, absolute=absolute))
             for found in curvature.units
-            for name in found.unit.names
+            for name in found.basis.unit.names
         }
         """Lambda of every parameter by name; 0 where no train row has curvature."""
 
-    def stream(self, parameters: ParameterShapes, sink: BlockSink) -> GradientJoiner:
-        """Return a sink for the blocks of one batch; call its ``finish`` after the last one.
-
-        Args:
-            parameters: Shapes of the parameters by name.
-            sink: Takes the preconditioned blocks, a few samples at a time.
+    def accumulator(
+        self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
+    ) -> AbstractFeatureAccumulator:
+        """Return a new accumulator; see :class:`Inverse`.
 
         Raises:
             InvalidInputError: If the curvature lacks a parameter.
@@ -91,57 +86,47 @@ class Preconditioner:
             raise InvalidInputError(
                 f"The curvature was fitted without the parameters {unknown[:5]}. Fit it for all parameters in grad_wrt."
             )
-        return GradientJoiner(
-            list(self._inverses),
-            lambda gradient: self._inverses[gradient.unit].apply(gradient, parameters, sink),
+        inner = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
+        joiner = GradientJoiner(
+            list(self._inverses), lambda gradient: self._apply(gradient, parameters, inner.add)
         )
 
-    def accumulator(
-        self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`."""
-        inner = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
-        return _PreconditionedAccumulator(inner, self.stream(parameters, inner.add))
+        def features() -> Tensor:
+            joiner.finish()
+            return inner.features()
 
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inverse:
-    """The inverse of one unit's curvature."""
-
-    _basis: Eigenbasis
-    _is_diagonal: bool
-    _inverse: Tensor
+        return Accumulator(joiner.add, features)
 
     @torch.no_grad()
-    def apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:
-        """Multiply the gradients by the inverse and pass them to the sink."""
-        if self._is_diagonal:
-            self._scale(gradient.block, parameters, sink)
+    def _apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:
+        """Multiply the gradients of a unit by its inverse and pass them to the sink, a few samples at a time."""
+        found, inverse = self._inverses[gradient.unit]
+        if found.treatment == "diagonal":
+            _scale(gradient.block, inverse, tuple(parameters[gradient.block.name]), sink)
             return
+        unit = gradient.unit
         # TF32 would put a part of the large directions into small ones, which the inverse amplifies.
-        with full_float32(self._inverse.device):
-            for samples, turned in self._basis.rotated(gradient):
-                matrices = self._basis.back(turned.mul_(self._inverse.to(turned)))
-                self._emit(matrices, gradient.block.start + samples.start, parameters, sink)
+        with full_float32(inverse.device):
+            for samples, turned in found.basis.rotated(gradient):
+                matrices = found.basis.back(turned.mul_(inverse.to(turned)))
+                start = gradient.block.start + samples.start
+                weight = matrices[:, :, : unit.columns]
+                sink(DenseBlock(unit.weight, weight.reshape(-1, *parameters[unit.weight]), start))
+                if unit.bias is not None:
+                    bias = matrices[:, :, -1].reshape(-1, *parameters[unit.bias])
+                    sink(DenseBlock(unit.bias, bias, start))
 
-    def _emit(self, matrices: Tensor, start: int, parameters: ParameterShapes, sink: BlockSink) -> None:
-        unit = self._basis.unit
-        weight = matrices[:, :, : unit.columns]
-        sink(DenseBlock(unit.weight, weight.reshape(-1, *parameters[unit.weight]), start))
-        if unit.bias is not None:
-            sink(DenseBlock(unit.bias, matrices[:, :, -1].reshape(-1, *parameters[unit.bias]), start))
 
-    def _scale(self, block: GradientBlock, parameters: ParameterShapes, sink: BlockSink) -> None:
-        if isinstance(block, LookupBlock):
-            values = precise(block.values)
-            sink(replace(block, values=values * self._inverse.to(values)[block.rows]))
-            return
-        shape = tuple(parameters[block.name])
-        inverse = self._inverse.reshape(shape)
-        for samples in sample_slices(block.num_samples, inverse.numel()):
-            grads = precise(samples_of(block, samples).dense()).reshape(-1, *shape)
-            sink(DenseBlock(block.name, grads * inverse.to(grads), block.start + samples.start))
+def _scale(block: GradientBlock, inverse: Tensor, shape: tuple[int, ...], sink: BlockSink) -> None:
+    """Multiply the gradients of a parameter entry by entry, and pass them to the sink."""
+    if isinstance(block, LookupBlock):
+        values = precise(block.values)
+        sink(replace(block, values=values * inverse.to(values)[block.rows]))
+        return
+    inverse = inverse.reshape(shape)
+    for samples in sample_slices(block.num_samples, inverse.numel()):
+        grads = precise(samples_of(block, samples).dense()).reshape(-1, *shape)
+        sink(DenseBlock(block.name, grads * inverse.to(grads), block.start + samples.start))
 
 
 @final
@@ -153,12 +138,7 @@ class PreconditionedProjector(AbstractProjector):
     """
 
     def __init__(self, projector: AbstractProjector, inverse: Inverse) -> None:
-        """Wrap a projector.
-
-        Args:
-            projector: The projector of the train rows.
-            inverse: The inverse curvature of the checkpoint.
-        """
+        """Wrap the projector of the train rows."""
         super().__init__(
             projector.grad_dim,
             projector.proj_dim,
@@ -203,16 +183,16 @@ class PreconditionedProjector(AbstractProjector):
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class _PreconditionedAccumulator(AbstractFeatureAccumulator):
-    """Preconditions blocks and adds them to another accumulator."""
+class Accumulator(AbstractFeatureAccumulator):
+    """An accumulator that consists of two functions."""
 
-    _inner: AbstractFeatureAccumulator
-    _joiner: GradientJoiner
+    def __init__(self, add: Callable[[GradientBlock], None], features: Callable[[], Tensor]) -> None:
+        self._add, self._features = add, features
 
     def add(self, block: GradientBlock) -> None:
-        self._joiner.add(block)
+        """Add one block."""
+        self._add(block)
 
     def features(self) -> Tensor:
-        self._joiner.finish()
-        return self._inner.features()
+        """Return the feature rows."""
+        return self._features()
