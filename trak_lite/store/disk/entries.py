@@ -22,7 +22,6 @@ from trak_lite.store._content import ARRAY_SUFFIX, DecodedArray, array_file_name
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._names import path_parts
 from trak_lite.store.disk.derived import HiddenFiles
-from trak_lite.store.disk.documents import store_id
 from trak_lite.store.disk.listing import TABLES, TableList, decode_entry, encode_entry, entry_name
 
 __all__ = ["ENTRIES", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
@@ -72,8 +71,8 @@ class StoreEntries:
 
     @property
     def store(self) -> str | None:
-        """Identifier of the store."""
-        return store_id(self.record) if self.record else None
+        """Identifier of the store; the origin of one that was created without."""
+        return str(self.record.get("id", self.record["origin"])) if self.record else None
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``.
