@@ -536,6 +536,9 @@ class StoreMachine(RuleBasedStateMachine):
                 names = store.table_names()
                 table = store.open_table(NAME) if NAME in names or self.known else None
                 for each, known in ((table, self.known), (store.open_table(OTHER), None)):
+                    if each and compared:
+                        size = SPEC.num_rows if known is None else self.size
+                        assert (each.spec.num_rows, each.spec.chunk_rows) == (size, SPEC.chunk_rows)
                     for chunk in range(min(each.num_chunks, MOST_ROWS) if each else 0):
                         try:
                             if compared:
