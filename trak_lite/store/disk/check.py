@@ -18,9 +18,8 @@ from trak_lite.store._check_report import Finding, Tally
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.derived import CACHE, HiddenFiles
 from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_of
+from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, disk_entries, entry_of
 from trak_lite.store.disk.folders import is_old, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
