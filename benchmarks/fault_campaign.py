@@ -3,7 +3,7 @@
 Rounds of every kind alternate: kill -9 at random moments; Ctrl-C and SIGTERM inside a write; power cuts (replayed from
 a record of every file change, and, where mounting is allowed, copies of a live ext4 image); full disks; racing writers
 with a polling reader; forks; racing creators with wrong clocks; read-only stores. Kills at every named step, failing
-calls and harmed files are in tests/store (``test_store_harmed.py`` draws as many of these as it is told), flips of
+calls and harmed files are in tests/store (``test_store_machine.py`` draws as many of these as it is told), flips of
 every bit in hostile_store.py. After each fault the run is resumed to its end. No acknowledged row is lost, none is
 wrong, and the final scores equal those of an undisturbed run bitwise.
 tests/faults runs a quick part of the same rounds, and its README lists the tests of each fault.

@@ -21,7 +21,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "gradient_computers/test_hook_recurrent.py::test_a_recurrent_layer_at_many_options_equals_the_loop",
         "gradient_computers/test_hook_rules.py::test_a_layer_at_many_options_equals_the_loop",
         "projectors/test_countsketch_statistics.py",
-        "store/test_store_harmed.py",
     ),
     "memory, and hundreds of modules": (
         "attributor/test_many_modules.py",

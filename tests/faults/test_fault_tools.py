@@ -61,47 +61,43 @@ def renamed_and_removed(root):
     os.unlink(f"{root}/y")
 
 
+def two_folders(root):
+    os.mkdir(f"{root}/a")
+    os.mkdir(f"{root}/b")
+
+
+def moved(root):
+    two_folders(root)
+    write(f"{root}/a/x", b"kept", sync=True)
+    for folder in (f"{root}/a", root):
+        sync_folder(folder)
+    os.rename(f"{root}/a/x", f"{root}/b/y")
+
+
 DATA, ZEROS = b"a" * SECTOR + b"b", bytes(SECTOR)
 TORN = {b"", ZEROS + b"\0", b"a" * SECTOR, b"a" * SECTOR + b"\0", ZEROS + b"b", DATA}
+A, B = ("a", None), ("b", None)
+MOVED = {(A, ("a/x", b"kept"), B), (A, B, ("b/y", b"kept"))}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "journal", "expected"),
     [
-        (unsynced, {(), *((("x", content),) for content in TORN)}),
-        (synced, {(), (("x", b"kept"),)}),
-        (synced_with_its_name, {(("x", b"kept"),)}),
-        (renamed_and_removed, {(), (("x", b"1"),), (("y", b"1"),)}),  # each change needs the earlier ones
+        (unsynced, False, {(), *((("x", content),) for content in TORN)}),
+        (synced, False, {(), (("x", b"kept"),)}),
+        (synced_with_its_name, False, {(("x", b"kept"),)}),
+        (
+            renamed_and_removed,
+            False,
+            {(), (("x", b"1"),), (("y", b"1"),)},
+        ),  # each change needs the earlier ones
+        *((moved, journal, MOVED) for journal in (False, True)),  # whole or not at all
+        (two_folders, False, {(), (A,), (B,), (A, B)}),  # without a journal names survive in any order
+        (two_folders, True, {(), (A,), (A, B)}),
     ],
 )
-def test_what_a_cut_leaves_of_a_file(tmp_path, changes, expected):
-    assert states(record(tmp_path / "disk", changes)) == expected
-
-
-@pytest.mark.parametrize("journal", [False, True])
-def test_a_move_is_kept_whole_or_not_at_all(tmp_path, journal):
-    def changes(root):
-        os.mkdir(f"{root}/a")
-        os.mkdir(f"{root}/b")
-        write(f"{root}/a/x", b"kept", sync=True)
-        for folder in (f"{root}/a", root):
-            sync_folder(folder)
-        os.rename(f"{root}/a/x", f"{root}/b/y")
-
-    base = (("a", None), ("b", None))
-    expected = {(("a", None), ("a/x", b"kept"), ("b", None)), (*base, ("b/y", b"kept"))}
+def test_what_a_cut_leaves(tmp_path, changes, journal, expected):
     assert states(record(tmp_path / "disk", changes), journal) == expected
-
-
-def test_without_a_journal_names_survive_in_any_order_with_one_in_theirs(tmp_path):
-    def changes(root):
-        os.mkdir(f"{root}/a")
-        os.mkdir(f"{root}/b")
-
-    disk = record(tmp_path / "disk", changes)
-    a, b = ("a", None), ("b", None)
-    assert states(disk) == {(), (a,), (b,), (a, b)}
-    assert states(disk, journal=True) == {(), (a,), (a, b)}
 
 
 def test_what_was_there_at_the_start_is_kept(tmp_path):

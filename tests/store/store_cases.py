@@ -6,7 +6,10 @@ The layout on disk (names of files, checksums over records) is known here and no
 import contextlib
 import json
 import os
+import re
 import shutil
+import stat
+import struct
 from dataclasses import replace
 from unittest import mock
 
@@ -240,6 +243,141 @@ def do_harm(path, harm, number):
     else:
         changed = {"cut": whole[:at], "zero": bytes(len(whole))}.get(harm, whole + b"x" * (1 + number % 99))
         overwrite(path, changed)
+
+
+# What strangers and broken disks do to files, drawn at random: bytes, checksums, sizes and kinds of files.
+
+STRANGE = (None, True, -1, 0, 1, 2, 3, 10**18, 10**30, 1.5, "", "x", "../x", "\ud800", "c" * 300)
+STRANGE += ([], [[]], [1], {}, {"a": 1}, float("nan"), float("inf"))
+
+
+def plain(path):
+    return [name for name in files_below(path) if stat.S_ISREG(os.lstat(name).st_mode)]
+
+
+def begin(name):
+    with open(name, "rb") as file:  # which may be giant by now
+        return file.read(1 << 20)
+
+
+def drawn(path, pick):
+    """A file, each kind being as likely as any other."""
+    kinds = {}
+    for name in plain(path):
+        inside, suffix = os.path.basename(os.path.dirname(name)), name.rpartition(".")[2]
+        kinds.setdefault(inside if inside[0] == "." else suffix == "json", []).append(name)
+    return pick.choice(kinds[pick.choice(sorted(kinds, key=str))])
+
+
+def put_in_place(name, whole):
+    if os.path.isdir(name) and not os.path.islink(name):
+        shutil.rmtree(name)
+    else:
+        os.unlink(name)
+    if whole is not None:
+        overwrite(name, whole)
+
+
+def edited(whole, pick):
+    """JSON with one value, somewhere inside, replaced or removed."""
+    document, places = json.loads(whole), []
+
+    def visit(value):
+        for key in (
+            [*value] if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        ):
+            places.append((value, key))
+            visit(value[key])
+
+    visit(document)
+    parent, key = pick.choice(places)
+    if pick.random() < 0.2:
+        del parent[key]
+    else:
+        parent[key] = pick.choice(STRANGE)
+    return json.dumps(document).encode()
+
+
+def other_bytes(path, pick):
+    name = drawn(path, pick)
+    whole, piece = begin(name), pick.randbytes(pick.choice([1, 4, 24, 512]))
+    at = pick.randrange(len(whole) + 1)
+    others = [whole[:at] + piece + whole[at + cut :] for cut in (0, len(piece))]
+    put_in_place(name, pick.choice([*others, whole * 2, *map(begin, plain(path))]))
+
+
+def craft(path, pick):
+    """Nonsense under checksums that are right."""
+    name = drawn(path, pick)
+    whole = begin(name)
+    if name.endswith("zarr.json") or ".tables" in name:
+        deep = whole.replace(b"null", b"[" * 9999 + b"]" * 9999, 1)
+        changed = pick.choice([edited(whole, pick), b"[" * 100_000, deep])
+    elif ".commits" in name:
+        bodies = [line.rpartition(b"\t")[0] for line in whole.splitlines()]
+        bodies = [pick.choice([edited(body, pick), b"[" * 100_000, b"7", b"{}", body]) for body in bodies]
+        changed = b"".join(body + b"\t%08x\n" % crc32c(body) for body in bodies)
+    elif name.endswith(".log"):
+        changed = whole.ljust(64, b"\0")[:64]
+        for _ in range(5):
+            body = struct.pack("<QIII", *(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(4)))
+            changed += body + struct.pack("<I", crc32c(body, start=pick.choice([0, row_seed()])))
+    elif ".cache" in name:
+        size = 8 + int.from_bytes(whole[:8], "little")
+        dtype = pick.choice([b'"O"', b'"F99"', b'"F32"', b"__import__('os')", b"(" * 90])
+        given = whole[8:size]
+        shape = re.sub(rb"\[\d+,\d+\]", b"[-1,%d]" % 2**70, given, count=1)
+        header = pick.choice([given.replace(b'"F64"', dtype, 1), shape, b"[" * 100_000, given[:20]])
+        changed = len(header).to_bytes(8, "little") + header + whole[size:]
+    else:
+        name = re.sub(r"c\.\d+", f"c.{pick.choice([0, 1, 7, 10**6, 10**17])}", name)
+        changed = whole
+    overwrite(name, changed)
+
+
+def lie(path, pick):
+    """Say another size in the table and in its arrays, so that they agree."""
+    axis = pick.randrange(2)
+    size = pick.choice([1, 2, 2**20, 2**26, 2**27, 2**31, 2**32, 2**40, 10**18, 10**30])
+
+    def change(document):
+        if "shape" in document:
+            grid = document["chunk_grid"]["configuration"]["chunk_shape"]
+            (document["shape"], grid)[axis][0] = size
+        else:
+            document["attributes"]["trak_lite"][("num_rows", "chunk_rows")[axis]] = size
+
+    for where in ("", "features", "q", "w"):
+        edit_document(folder(path, where, "zarr.json"), change)
+
+
+def no_file(path, pick):
+    """Put a giant file, a folder, a pipe, a link or nothing in the place of a file or folder."""
+    names = plain(path)
+    name = pick.choice(names + sorted({os.path.dirname(name) for name in names} - {path}))
+    how = pick.choice(["giant", "folder", "pipe", "endless", "link", "nothing"])
+    if how == "giant" and name in names:
+        os.truncate(name, 1 << 40)
+    elif how == "link":
+        link_away(name, f"{path}-{pick.random()}")
+    else:
+        put_in_place(name, None)
+        put = {"folder": os.mkdir, "pipe": os.mkfifo, "endless": lambda at: os.symlink("/dev/zero", at)}
+        put.get(how, lambda at: None)(name)
+
+
+WAYS = {
+    "one byte or all": lambda path, pick: do_harm(
+        drawn(path, pick), pick.choice(HARMS), pick.randrange(2**16)
+    ),
+    "other bytes": other_bytes,
+    "craft": craft,
+    "exchange": lambda path, pick: exchange(*pick.sample(plain(path), 2)),
+    "no file": no_file,
+    "lie": lie,
+}
+UNFIT = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError)
+"""What a way runs into where another one was before it."""
 
 
 # Faults of the system.

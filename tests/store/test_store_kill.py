@@ -60,6 +60,7 @@ def look(path, acked, repaired):
             there = store.table_names() == [NAME]
     except MissingStoreError:
         there = False
+    assert there == os.path.exists(folder(path, "zarr.json"))  # whether or not it is listed
     if not there:
         assert not acked
         return
@@ -76,14 +77,16 @@ def look(path, acked, repaired):
 
 
 def every_kill(tmp_path, victims, failpoint, prepare, order):
-    """Yield a store for each time that a step is reached: prepared, and its writer killed at that step."""
+    """Yield a store, and the rows put, for each time that a step is reached: its writer was killed at that step."""
     for count in itertools.count(1):
-        path = str(tmp_path / f"{count}.zarr")
+        path, done = str(tmp_path / f"{count}.zarr"), str(tmp_path / f"{count}.done")
         prepare(path)
-        if not victims.killed(f"{failpoint}:{count}", order[0], path, *order[1:]):
+        if not victims.killed(
+            f"{failpoint}:{count}", order[0], path, *(done if x is ... else x for x in order[1:])
+        ):
             assert count > 1, "the step was never reached"
             return
-        yield path
+        yield path, acknowledged(done)
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -97,28 +100,28 @@ def rows_put(count):
     return prepare
 
 
-@pytest.mark.parametrize("spec", ["plain", "packed"])
+@pytest.mark.parametrize("failpoint", [*STEPS, *failpoints.LIST_FAILPOINTS])
+def test_a_kill_at_any_step_loses_nothing(tmp_path, victims, failpoint):
+    """What creations left is swept by the next writer."""
+    for path, acked in every_kill(tmp_path, victims, failpoint, lambda path: None, ("write", ..., 3)):
+        look(path, acked, failpoint not in STEPS[:2])
+        finish(path)
+        assert check_store(path).findings == ()
+        assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
+
+
 @pytest.mark.parametrize("failpoint", STEPS)
-def test_a_kill_at_any_step_loses_nothing(tmp_path, victims, failpoint, spec):
-    """With int4 as well: integers and scales are committed by one record, and end with the bits of memory."""
-    shape = {"plain": SPEC, "packed": PACKED}[spec]
-    deaths = 0
-    for count in itertools.count(1):
-        path, done = str(tmp_path / f"{count}.zarr"), str(tmp_path / f"{count}.done")
-        if not victims.killed(f"{failpoint}:{count}", "write", path, done, 3, spec):
-            break
-        deaths += 1
-        if spec == "plain":
-            look(path, acknowledged(done), failpoint not in STEPS[:2])
-            finish(path)
-            continue
-        with writing(path, shape) as table:
-            assert table.done()[acknowledged(done)].all()
+def test_a_kill_of_a_quantised_table_ends_with_the_bits_of_memory(tmp_path, victims, failpoint):
+    """Integers and scales are committed by one record."""
+    memory = MemoryFeatureStore(MANIFEST).create_table(NAME, PACKED)
+    memory.put(0, values(range(11), PACKED))
+    for path, acked in every_kill(
+        tmp_path, victims, failpoint, lambda path: None, ("write", ..., 3, "packed")
+    ):
+        with writing(path, PACKED) as table:
+            assert table.done()[acked].all()
             put_pending(table)
-            memory = MemoryFeatureStore(MANIFEST).create_table(NAME, shape)
-            memory.put(0, values(range(11), shape))
             assert table.content_key() == memory.content_key()
-    assert deaths >= 2
 
 
 LEFT = {
@@ -148,7 +151,7 @@ def test_a_kill_during_recovery_loses_nothing(tmp_path, victims, second, first):
 @pytest.mark.parametrize(("failpoint", "had", "size"), GROWTHS)
 def test_growing_may_be_killed_at_any_step(tmp_path, victims, failpoint, had, size):
     """By rows within the last chunk, to its end, and over it; and filling what is new."""
-    for path in every_kill(tmp_path, victims, failpoint, rows_put(had), ("grow", size)):
+    for path, _ in every_kill(tmp_path, victims, failpoint, rows_put(had), ("grow", size)):
         look(path, range(had), repaired=had == 11)
         with ZarrFeatureStore.open(path, "r+") as store:
             table = store.grow_table(NAME, size)
@@ -196,7 +199,7 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path, victims, failpoint):
         flip(folder(path, "q/c.1"))
         flip(staged(path, 2, "w"))
 
-    for path in every_kill(tmp_path, victims, failpoint, prepare, ("repair",)):
+    for path, _ in every_kill(tmp_path, victims, failpoint, prepare, ("repair",)):
         shutil.copytree(path, f"{path}-copy", symlinks=True)
         assert check_store(path, repair=True).ok
         assert done_rows(path) == [0, 1, 2, 3, 9]
@@ -238,34 +241,6 @@ def test_a_kill_while_a_group_goes_leaves_a_sound_store(tmp_path, victims):
         assert os.listdir(f"{path}/targets") == os.listdir(f"{path}/.tables") == ["zarr.json"]
         store.create_table("targets/a/y", SPEC)
     assert check_store(path).findings == ()
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_an_interrupted_creation_leaves_no_half_store(tmp_path, victims, count):
-    path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
-    assert victims.killed(f"folder_built:{count}", "write", path, done, 11)
-    assert os.path.exists(path) == (count > 1)
-    scratch = [".new-" in name for name in os.listdir(tmp_path if count == 1 else f"{path}/.tables")]
-    assert sum(scratch) == 1
-    if count > 1:
-        assert ZarrFeatureStore.open(path).table_names() == []
-    finish(path)
-    if count > 1:  # swept by the next writer, at once
-        assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
-
-
-@pytest.mark.parametrize(
-    "failpoint", ["folder_published:4", *(f"{name}:1" for name in failpoints.LIST_FAILPOINTS)]
-)
-def test_a_kill_between_folder_and_list_leaves_a_table_or_none(tmp_path, victims, failpoint):
-    path = str(tmp_path / "run.zarr")
-    assert victims.killed(failpoint, "write", path, str(tmp_path / "done"), 11)
-    assert check_store(path).ok
-    with ZarrFeatureStore.open(path) as store:
-        assert store.table_names() == [NAME]  # whether or not it is listed
-    finish(path)
-    assert check_store(path).findings == ()
-    assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
 
 
 @pytest.mark.parametrize("failpoint", failpoints.ENTRY_FAILPOINTS)
@@ -320,16 +295,15 @@ def test_a_commit_record_proves_the_bytes_that_it_names_and_no_others(recorded, 
 def test_a_kill_on_the_way_to_the_object_store_loses_nothing(tmp_path, victims, failpoint):
     """Neither for a run that goes on here nor, by turns, for one on another machine."""
     pytest.importorskip("obstore")
-    order = ("write_remote", str(tmp_path / "done"), 3)
-    for number, path in enumerate(every_kill(tmp_path, victims, failpoint, os.mkdir, order)):
+    kills = every_kill(tmp_path, victims, failpoint, os.mkdir, ("write_remote", ..., 3))
+    for number, (path, acked) in enumerate(kills):
         with open_remote(path, "r") as (_, table):
-            assert table.done()[acknowledged(tmp_path / "done")].all()
+            assert table.done()[acked].all()
             check_committed(table)
         with open_remote(path, staging="staging" if number % 2 else "other") as (store, table):
             put_pending(table)
             check_rows(table)
             assert store.check().findings == ()
-        (tmp_path / "done").unlink(missing_ok=True)
 
 
 def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path, victims):

@@ -15,7 +15,7 @@ from store_cases import MANIFEST, NAME, SPEC, check_rows, open_remote, put_pendi
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
 from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store
-from trak_lite.store.disk import mounts
+from trak_lite.store.disk import files
 
 zarr = Late("zarr")
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -141,8 +141,8 @@ nonsense
 
 
 def test_network_file_systems_are_told_by_the_mount_table():
-    assert mounts.network_devices(TABLE) == {os.makedev(0, minor) for minor in (52, 53, 54, 56)}
-    assert mounts.network_devices("") == frozenset()
+    assert files.network_devices(TABLE) == {os.makedev(0, minor) for minor in (52, 53, 54, 56)}
+    assert files.network_devices("") == frozenset()
 
 
 @pytest.fixture
@@ -153,11 +153,11 @@ def mount_table(tmp_path, monkeypatch):
         device, table = os.stat(tmp_path).st_dev, tmp_path / "mountinfo"
         if kind is not None:
             table.write_text(f"22 1 {os.major(device)}:{os.minor(device)} / / rw - {kind} thing rw\n")
-        monkeypatch.setattr(mounts, "_MOUNTS", str(table))
-        mounts.is_network.cache_clear()
+        monkeypatch.setattr(files, "_MOUNTS", str(table))
+        files.is_network.cache_clear()
 
     yield say
-    mounts.is_network.cache_clear()
+    files.is_network.cache_clear()
 
 
 @pytest.mark.parametrize(

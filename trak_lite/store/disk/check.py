@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -19,10 +18,9 @@ from trak_lite.store._check_report import Finding, Tally
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.derived import CACHE, HiddenFiles
 from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_of
-from trak_lite.store.disk.folders import ABANDONED_AFTER, names_in
+from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, disk_entries, entry_of
+from trak_lite.store.disk.folders import is_old, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.metadata import (
     attributes_from_json,
@@ -189,7 +187,7 @@ class StoreLook:
     def _listed(self, tables: TableList, path: str) -> None:
         identity, found = tables.identity(path), self._identities.get(path)
         if identity is None and os.path.lexists(f"{self.root}/{path}/{_METADATA}"):
-            if tables.identity(path) is None and _age(f"{self.root}/{path}/{_METADATA}") > ABANDONED_AFTER:
+            if tables.identity(path) is None and is_old(f"{self.root}/{path}/{_METADATA}"):
                 self._note(f"the table {path!r} is not listed: its creation was interrupted", _NEXT_WRITER)
         elif None not in (identity, found) and identity != found:
             record = read_attributes(f"{self.root}/{path}") or {}
@@ -225,7 +223,7 @@ class StoreLook:
             self._damage(None, f"the entry {name!r} {text}", entries.remedy(text))
 
     def _scratch(self, path: str) -> None:
-        if _age(path) > ABANDONED_AFTER:
+        if is_old(path):
             self._note(f"{path!r}: left by a creation or removal that was interrupted", _NEXT_WRITER)
 
     def _folder(self, path: str, inside: tuple[str, ...]) -> None:
@@ -374,10 +372,3 @@ class TableLook:
             yield Finding(
                 "note", self.path, text, "nothing: a chunk without its record is reported separately"
             )
-
-
-def _age(path: str) -> float:
-    try:
-        return time.time() - os.lstat(path).st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -6,6 +6,7 @@ finding, but with a map it would kill the process.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,9 +26,8 @@ from trak_lite.store.disk.records import (
     damaged_records,
     decode_rows,
     holder_lives,
-    read_holder,
 )
-from trak_lite.store.disk.staging import proven_rows, read_row_log
+from trak_lite.store.disk.staging import StagedRows
 
 __all__ = ["AGAIN", "REPAIR", "ChunkLook", "ChunkState", "stored_checksum"]
 
@@ -130,33 +130,28 @@ class ChunkLook:
 
     def _problem(self, column: ColumnFiles, record: CommitRecord) -> str | None:
         """Return how the file of a column contradicts the commit record, or ``None``."""
-        path, expected = column.visible(record.chunk), column.chunk_bytes
-        size, checksum = record.columns.get(column.name, (None, None))
+        path = column.visible(record.chunk)
         try:
             with named_errors("Reading", path):
                 seen = file_size(path)
                 if seen is None:
                     return "removed during the check"
-                if seen != expected or seen != size:
-                    return f"{seen} bytes, expected {expected}, the commit record says {size}"
-                found = stored_checksum(path, seen)
+                checksum = functools.partial(stored_checksum, path, seen)
+                return record.problem(column.name, seen, column.chunk_bytes, checksum)
         except StoreError as error:
             return str(error)
-        return (
-            None if found == checksum else f"checksum {found:08x}, the commit record says {checksum or 0:08x}"
-        )
 
     def _leftovers(self, chunk: int) -> Iterator[Finding]:
         left = [path for path in self._files.staged_paths(chunk) if os.path.lexists(path)]
-        if left and not self._is_held(chunk):
+        if left and not holder_lives(self._files.row_log(chunk)):
             names = ", ".join(os.path.basename(path) for path in left)
             yield self._note(chunk, f"committed; {names} still in the stage", _FINISH)
 
     def _staged_state(
         self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> ChunkState:
-        log = read_row_log(self._files, chunk)
-        done = proven_rows(self._files, chunk, log, record)
+        staged = StagedRows(self._files, chunk)
+        log, done = staged.log, staged.done(record)
         lost = self._claimed(chunk, log, record, visible) & ~done
         findings = [
             self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
@@ -198,7 +193,7 @@ class ChunkLook:
     def _notes(
         self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> Iterator[Finding]:
-        if visible and not self._is_held(chunk):
+        if visible and not holder_lives(self._files.row_log(chunk)):
             names = ", ".join(column.name for column in visible)
             yield self._note(
                 chunk, f"commit interrupted, or under way elsewhere: only {names} visible", _FINISH
@@ -206,9 +201,6 @@ class ChunkLook:
         staged = any(map(os.path.lexists, self._files.staged_paths(chunk)))
         if record is not None and not visible and not staged:
             yield self._note(chunk, "committed once; its files were set aside or removed", AGAIN)
-
-    def _is_held(self, chunk: int) -> bool:
-        return holder_lives(read_holder(self._files.row_log(chunk)))
 
     def _damage(
         self, chunk: int, text: str, *, column: str | None = None, rows: range | None = None

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from trak_lite.errors import CorruptStoreError, IncompleteStoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.chunk_files import ChunkIndex, ColumnFiles, TableFiles
-from trak_lite.store.disk.files import file_size, map_file, named_errors
-from trak_lite.store.disk.mounts import is_network
+from trak_lite.store.disk.files import file_size, is_network, map_file, named_errors
 from trak_lite.store.disk.records import CommitRecord
 
 __all__ = ["ChunkMaps"]

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
 from trak_lite.store._grid import spec_to_json
@@ -30,7 +32,6 @@ __all__ = [
     "identity_of",
     "record_checksum",
     "sealed",
-    "store_id",
     "store_record",
     "table_documents",
     "table_identity",
@@ -96,11 +97,6 @@ def store_record(manifest: Manifest) -> dict[str, Any]:
     )
 
 
-def store_id(record: Mapping[str, Any]) -> str:
-    """Return the identifier in the record of a store; the origin of one that was created without."""
-    return str(record.get("id", record["origin"]))
-
-
 def table_documents(
     path: str, origin: str, spec: TableSpec, attributes: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
@@ -118,37 +114,31 @@ def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
 def array_document(array: StoredArray, spec: TableSpec) -> dict[str, Any]:
     """Return the document of an array of a table."""
     column = next((column for column in spec.columns if column.name == array.name), None)  # None for scales
-    one_byte = array.stored_dtype.itemsize == 1  # a one-byte dtype has no byte order
     return {
-        "shape": list(array.shape(spec.num_rows)),
-        "data_type": array.dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": list(array.shape(spec.chunk_rows))},
-        },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        **_array(array.dtype, array.shape(spec.num_rows), array.shape(spec.chunk_rows), "."),
         # plain zarr reads missing rows as NaN (quantised: via the scale), never as plausible zeros
         "fill_value": "NaN" if math.isnan(array.fill) else array.fill,
-        "codecs": [{"name": "bytes", **({} if one_byte else {"configuration": {"endian": "little"}})}],
         "attributes": {} if column is None else _how_to_read(column),
         "dimension_names": ["row"] if array.width is None else ["row", f"{array.name}_dim"],
-        "zarr_format": 3,
-        "node_type": "array",
-        "storage_transformers": [],
     }
 
 
 def hidden_document(name: str) -> dict[str, Any]:
     """Return the document of an empty array, which keeps zarr tools from listing the folder."""
+    return {**_array("uint8", (0,), (1,), "/"), "dimension_names": [name]}
+
+
+def _array(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...], separator: str) -> dict[str, Any]:
+    one_byte = np.dtype(dtype).itemsize == 1  # a one-byte dtype has no byte order
     return {
-        "shape": [0],
-        "data_type": "uint8",
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": separator}},
         "fill_value": 0,
-        "codecs": [{"name": "bytes"}],
+        "codecs": [{"name": "bytes", **({} if one_byte else {"configuration": {"endian": "little"}})}],
         "attributes": {},
-        "dimension_names": [name],
+        "dimension_names": [],
         "zarr_format": 3,
         "node_type": "array",
         "storage_transformers": [],

@@ -1,4 +1,7 @@
-"""Entries of a store: arrays that cannot be computed again, such as fits, verdicts, columns and run records.
+"""Arrays in the hidden folders of a store, each replaced atomically.
+
+The folder ``.cache`` holds those that can be computed again, ``.entries`` those that cannot, such as fits, verdicts,
+columns and run records.
 
 An entry is a file in ``.entries/``. It holds the identifier of its store and a version, which every write draws. The
 mark of the entry in ``.tables/`` lists the versions that the file may have; ``-`` stands for no file. A write adds its
@@ -9,6 +12,7 @@ entry or the new one, and an entry of another store, an earlier one, or a remove
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,15 +22,34 @@ from typing import Any, Final, Protocol, final
 from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store._content import ARRAY_SUFFIX, DecodedArray, array_file_name, decode_array, encode_array
+from trak_lite.store._content import (
+    ARRAY_SUFFIX,
+    DecodedArray,
+    array_file_name,
+    decode_array,
+    encode_array,
+    encoded_size,
+)
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._names import path_parts
-from trak_lite.store.disk.derived import HiddenFiles
-from trak_lite.store.disk.documents import store_id
+from trak_lite.store.disk.files import (
+    file_size,
+    named_errors,
+    new_file,
+    open_file,
+    read_file,
+    remove_file,
+    rename,
+    sync_folder,
+)
+from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.listing import TABLES, TableList, decode_entry, encode_entry, entry_name
 
-__all__ = ["ENTRIES", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
+__all__ = ["CACHE", "ENTRIES", "HiddenFiles", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
 
+CACHE = ".cache"
+_LONGEST_HEAD = 4096
+"""Maximum size in bytes of a file that is no array, and of the header from which an array's file size is read."""
 ENTRIES = ".entries"
 _UNBOUND: Final = "was written by a version of trak_lite that did not bind entries to their store"
 _NO_FILE: Final = "-"
@@ -72,8 +95,8 @@ class StoreEntries:
 
     @property
     def store(self) -> str | None:
-        """Identifier of the store."""
-        return store_id(self.record) if self.record else None
+        """Identifier of the store; the origin of one that was created without."""
+        return str(self.record.get("id", self.record["origin"])) if self.record else None
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``.
@@ -186,6 +209,79 @@ class StoreEntries:
 
     def _mark(self, name: str, versions: set[str]) -> None:
         self.files.put(entry_files(name)[1], encode_entry(f"{ENTRIES}/{name}", " ".join(sorted(versions))))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HiddenFiles:
+    """Files of a store by key, ``"folder/name"``: the part of the methods of objects that entries need."""
+
+    root: str
+    """Folder of the store."""
+
+    def get(self, key: str) -> bytes | None:
+        """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size.
+
+        Raises:
+            StoreError: If it cannot be read.
+        """
+        path = f"{self.root}/{key}"
+        with named_errors("Reading", path):
+            try:
+                size = file_size(path) or 0
+                if key.endswith(ARRAY_SUFFIX):
+                    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+                        if encoded_size(file.read(_LONGEST_HEAD)) != size:
+                            return b""
+                most = size if key.endswith(ARRAY_SUFFIX) else _LONGEST_HEAD
+                return read_file(path, most=most, remedy="Another process is writing it.")
+            except FileNotFoundError:
+                return None
+            except CorruptStoreError:
+                return b""  # a link or folder, or being replaced
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write a file, replacing an existing one."""
+        path = f"{self.root}/{key}"
+        scratch = (
+            f"{path if key.endswith(ARRAY_SUFFIX) else os.path.dirname(path) + '/'}.new-{uuid.uuid4().hex}"
+        )
+        with named_errors("Keeping", path):
+            with new_file(scratch, content):
+                rename(scratch, path)
+            sync_folder(os.path.dirname(path))
+
+    def delete(self, key: str) -> None:
+        """Delete a file if it exists."""
+        path = f"{self.root}/{key}"
+        with named_errors("Removing", path), contextlib.suppress(FileNotFoundError):
+            remove_file(path)
+            sync_folder(os.path.dirname(path))
+
+    def sizes(self, folder: str) -> list[str]:
+        """Return the keys of all files in a folder."""
+        return [f"{folder}/{name}" for name in names_in(f"{self.root}/{folder}")]
+
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the cached array with this name and key, or ``None`` if it is missing or damaged."""
+        found = decode_array(self.get(f"{CACHE}/{array_file_name(name)}") or b"", name)
+        return None if found is None or (found.key, found.bound) != (key, ()) else found.array
+
+    def damaged_arrays(self) -> list[str]:
+        """Return the names of damaged files of cached arrays."""
+        names = sorted(name for name in names_in(f"{self.root}/{CACHE}") if name.endswith(ARRAY_SUFFIX))
+        return [name for name in names if not self._is_whole(name)]
+
+    def _is_whole(self, file: str) -> bool:
+        name = file.removesuffix(ARRAY_SUFFIX).replace("%", "/")
+        try:
+            return decode_array(self.get(f"{CACHE}/{file}") or b"", name) is not None
+        except StoreError:
+            return False
+
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Cache an array, replacing any array of the same name."""
+        self.put(f"{CACHE}/{array_file_name(name)}", encode_array(name, key, array))
 
 
 def disk_entries(root: str, record: Mapping[str, Any] | None) -> StoreEntries:

@@ -31,17 +31,18 @@ from trak_lite.errors import (
     StoreFullError,
     refuse_machine_failure,
 )
-from trak_lite.store.disk.mounts import is_network
 
 __all__ = [
     "Descriptors",
     "file_size",
     "is_named",
+    "is_network",
     "list_folder",
     "locked_file",
     "make_folder",
     "map_file",
     "named_errors",
+    "network_devices",
     "new_file",
     "open_file",
     "open_folder",
@@ -68,6 +69,29 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _ZEROS = bytes(1 << 20)
+_MOUNTS = "/proc/self/mountinfo"
+_NETWORK = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "coda",
+    "davfs",
+    "fuse",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "ncpfs",
+    "nfs",
+    "nfs4",
+    "orangefs",
+    "panfs",
+    "pvfs2",
+    "smb3",
+    "smbfs",
+    "wekafs",
+}
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ON_THE_WAY = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no right to list the folder
 
@@ -532,3 +556,38 @@ def _shared_file(path: str) -> CorruptStoreError:
     return CorruptStoreError(
         f"{path} has other names (hard links), and writing to it would change those files too. Replace it by a copy."
     )
+
+
+def network_devices(mountinfo: str) -> frozenset[int]:
+    """Return the device numbers of the network file systems in a mount table.
+
+    FUSE file systems count as network file systems, because most of them are (s3fs, sshfs, gcsfuse).
+
+    Args:
+        mountinfo: Text in the format of ``/proc/self/mountinfo``; other lines are ignored.
+
+    Example:
+        >>> table = "36 35 0:52 / /home rw,relatime shared:1 - nfs4 server:/home rw,hard"
+        >>> network_devices(table) == {os.makedev(0, 52)}
+        True
+    """
+    devices = set()
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        fields, kind = mount.split(), source.split()[:1]
+        if len(fields) < 3 or not kind or kind[0].partition(".")[0] not in _NETWORK:
+            continue
+        major, _, minor = fields[2].partition(":")
+        if major.isdecimal() and minor.isdecimal():
+            devices.add(os.makedev(int(major), int(minor)))
+    return frozenset(devices)
+
+
+@functools.lru_cache(maxsize=256)
+def is_network(device: int) -> bool:
+    """Return whether a device number (``st_dev``) is a network file system; ``False`` if the mount table is missing."""
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
+            return device in network_devices(file.read())
+    except OSError:
+        return False

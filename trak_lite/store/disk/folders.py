@@ -27,9 +27,9 @@ from trak_lite.store.disk.files import (
 )
 
 __all__ = [
-    "ABANDONED_AFTER",
     "building",
     "is_free",
+    "is_old",
     "make_folders",
     "names_in",
     "publish_folder",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
-ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds
+_ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds
 
 
 def names_in(folder: str) -> list[str]:
@@ -138,16 +138,16 @@ def _remove_abandoned(parent: str, prefix: str) -> None:
     with os.scandir(parent) as entries:
         found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
     for scratch in found:
-        try:
-            fd = open_folder(scratch)
-        except FileNotFoundError:
-            continue  # published or removed meanwhile
-        try:
-            old = time.time() - os.fstat(fd).st_mtime > ABANDONED_AFTER
-            if old and _lock_if_possible(fd):
-                remove_tree(scratch, ignore_errors=True)  # another process may be removing it too
-        finally:
-            os.close(fd)
+        if is_old(scratch) and is_free(scratch):
+            remove_tree(scratch, ignore_errors=True)  # another process may be removing it too
+
+
+def is_old(path: str) -> bool:
+    """Return whether a file or folder exists and was changed longer ago than a running creator leaves it unlocked."""
+    try:
+        return time.time() - os.lstat(path).st_mtime > _ABANDONED_AFTER
+    except FileNotFoundError:
+        return False
 
 
 def _lock_if_possible(fd: int) -> bool:

@@ -21,7 +21,7 @@ import re
 import socket
 import struct
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, final
 
@@ -51,7 +51,6 @@ __all__ = [
     "encode_row",
     "holder_line",
     "holder_lives",
-    "read_holder",
 ]
 
 _ROW = struct.Struct("<QIII")
@@ -107,22 +106,15 @@ def damaged_records(log: bytes, *, seed: int) -> int:
     return written - sum(1 for _ in decode_rows(log, seed=seed))
 
 
-def read_holder(path: str) -> bytes:
-    """Return the holder line of a row log; empty if there is no log."""
+def holder_lives(path: str) -> bool:
+    """Return whether the process named in a row log is running on this machine; ``False`` if there is no log."""
     try:
-        fd = open_file(path, os.O_RDONLY)
+        with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+            line = file.read(HOLDER_BYTES)
     except FileNotFoundError:
-        return b""
-    with os.fdopen(fd, "rb") as file:
-        return file.read(HOLDER_BYTES)
-
-
-def holder_lives(log: bytes) -> bool:
-    """Return whether the process named in a row log is running on this machine."""
-    found = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", log[:HOLDER_BYTES].strip())
-    if found is None or not 0 < (pid := int(found[1])) <= _HIGHEST_PID:
         return False
-    if log[:HOLDER_BYTES] != holder_line(pid):
+    found = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", line.strip())
+    if found is None or not 0 < (pid := int(found[1])) <= _HIGHEST_PID or line != holder_line(pid):
         return False
     try:
         os.kill(pid, 0)
@@ -157,6 +149,23 @@ class CommitRecord:
     """Identity of the table."""
     writer: str | None = None
     """Process that committed the chunk (remote stores only); used in messages, never compared."""
+
+    def problem(self, name: str, seen: int, expected: int, checksum: Callable[[], int]) -> str | None:
+        """Return how the bytes of an array contradict the record, or ``None``.
+
+        Args:
+            name: Name of the array.
+            seen: Their number.
+            expected: The number that follows from the shape of the table.
+            checksum: Computes their CRC-32C; called only if their number is right.
+        """
+        size, recorded = self.columns.get(name, (None, None))
+        if not seen == size == expected:
+            return f"{seen} bytes, expected {expected}, the commit record says {size}"
+        found = checksum()
+        return (
+            None if found == recorded else f"checksum {found:08x}, the commit record says {recorded or 0:08x}"
+        )
 
     def encode(self) -> bytes:
         """Return the record as a line of a commit log."""

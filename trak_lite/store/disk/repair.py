@@ -25,7 +25,7 @@ from trak_lite.store.disk.files import file_size, named_errors, new_file, rename
 from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import TableList
 from trak_lite.store.disk.records import CommitLogs
-from trak_lite.store.disk.staging import StagedChunk, read_row_log, sound_log
+from trak_lite.store.disk.staging import StagedChunk, StagedRows
 
 __all__ = ["check_folder"]
 
@@ -123,10 +123,10 @@ class TableRepair:
         log = self._files.row_log(chunk)
         pending = row_ranges(~state.done, first=self._files.rows_of(chunk).start)
         folder = self._new_folder(chunk)
-        old = read_row_log(self._files, chunk)
-        write_file(f"{folder}/{os.path.basename(log)}", old)
+        staged = StagedRows(self._files, chunk)
+        write_file(f"{folder}/{os.path.basename(log)}", staged.log)
         fresh = f"{folder}/sound-{os.path.basename(log)}"
-        with new_file(fresh, sound_log(self._files, chunk, old)):
+        with new_file(fresh, staged.sound_log()):
             failpoint("log_copied")
             # A new inode under the same name makes other processes discard what they remember of the old log.
             rename(fresh, log)

@@ -57,10 +57,8 @@ from trak_lite.store.disk.records import (
 __all__ = [
     "Progress",
     "StagedChunk",
-    "done_values",
-    "proven_rows",
+    "StagedRows",
     "read_row_log",
-    "sound_log",
     "stage_locked",
 ]
 
@@ -92,55 +90,81 @@ def _set_aside(files: TableFiles, chunk: int) -> str:
     )
 
 
-def proven_rows(files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None) -> NDArray[np.bool_]:
-    """Return a mask of the done rows of an uncommitted chunk: those whose bytes match a row record.
+@final
+class StagedRows:
+    """Row log and bytes of an uncommitted chunk, as they are now. Needs no lock and writes nothing."""
 
-    If all bytes match the commit record, its rows are done as well, because a power cut may have lost the row log,
-    which is not synced. Needs no lock and writes nothing.
-    """
-    return _proven(files, chunk, log, record, _map_columns(files, chunk))
+    def __init__(self, files: TableFiles, chunk: int) -> None:
+        self.log = read_row_log(files, chunk)
+        self._files, self._chunk = files, chunk
+        self._views = [self._bytes_of(column) for column in files.columns]
 
-
-def done_values(
-    files: TableFiles, chunk: int, log: bytes, record: CommitRecord | None
-) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
-    """Return a mask of the done rows of an uncommitted chunk, and a copy of these rows for each stored array."""
-    views = _map_columns(files, chunk)
-    done = _proven(files, chunk, log, record, views)
-    values = {
-        column.name: view.reshape(-1).view(column.dtype).reshape(column.shape)[: len(done)][done]
-        for column, view in zip(files.columns, views, strict=True)
-    }
-    return done, values
-
-
-def _proven(
-    files: TableFiles,
-    chunk: int,
-    log: bytes,
-    record: CommitRecord | None,
-    views: Sequence[NDArray[np.uint8]],
-) -> NDArray[np.bool_]:
-    done = _replay(files, chunk, log, views)
-    if record is not None and not done[: record.rows].all() and record.columns == _checksums(files, views):
-        done[: record.rows] = True
-    return done
-
-
-def _map_columns(files: TableFiles, chunk: int) -> list[NDArray[np.uint8]]:
-    """Return the bytes of an uncommitted chunk, for each stored array ``(chunk_rows, row_bytes)``.
-
-    A short file is padded with zeros, as the next writer would do.
-    """
-    views = []
-    for column in files.columns:
-        content = _present_bytes(column, chunk)
+    def _bytes_of(self, column: ColumnFiles) -> NDArray[np.uint8]:
+        """Return the bytes of a stored array, ``(chunk_rows, row_bytes)``; the next writer would pad with zeros too."""
+        content = _present_bytes(column, self._chunk)
         if len(content) < column.chunk_bytes:
-            padded = zeros(column.chunk_bytes, what=f"A file of {files.describe(chunk)} in {column.name}")
+            what = f"A file of {self._files.describe(self._chunk)} in {column.name}"
+            padded = zeros(column.chunk_bytes, what=what)
             padded[: len(content)] = content
             content = padded
-        views.append(content.reshape(column.shape[0], -1))
-    return views
+        return content.reshape(column.shape[0], -1)
+
+    def checksums(self) -> dict[str, tuple[int, int]]:
+        """Return size and checksum of each stored array, as in a commit record."""
+        columns = zip(self._files.columns, self._views, strict=True)
+        return {column.name: (column.chunk_bytes, crc32c(view)) for column, view in columns}
+
+    def checksum(self, start: int, count: int) -> int:
+        """Return the checksum of rows over all stored arrays, as in a row record."""
+        return crc32c(*(view[start : start + count] for view in self._views))
+
+    def done(self, record: CommitRecord | None = None) -> NDArray[np.bool_]:
+        """Return a mask of the done rows: those whose bytes match a row record.
+
+        If all bytes match the commit record, its rows are done as well, because a power cut may have lost the row log,
+        which is not synced.
+        """
+        done = np.zeros(self._files.rows_in(self._chunk), np.bool_)
+        for entry in self._sound_records():
+            done[entry.start : entry.start + entry.count] = True
+        if record is not None and not done[: record.rows].all() and record.columns == self.checksums():
+            done[: record.rows] = True
+        return done
+
+    def values(self, done: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+        """Return a copy of some rows of each stored array."""
+        return {
+            column.name: view.reshape(-1).view(column.dtype).reshape(column.shape)[: len(done)][done]
+            for column, view in zip(self._files.columns, self._views, strict=True)
+        }
+
+    def sound_log(self) -> bytes:
+        """Return a row log with only the valid records."""
+        seed = self._files.row_seed
+        lines = (encode_row(e.chunk, e.start, e.count, e.checksum, seed=seed) for e in self._sound_records())
+        return self.log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(lines)
+
+    def _sound_records(self) -> Iterator[RowRecord]:
+        """Yield the records whose rows match their checksum, except those that add no new row.
+
+        Raises:
+            CorruptStoreError: If the records list the same rows too often; verifying them all would take too long.
+        """
+        files, chunk = self._files, self._chunk
+        done = np.zeros(files.rows_in(chunk), np.bool_)
+        left = _most_recorded(files)
+        for entry in decode_rows(self.log, seed=files.row_seed):
+            rows = slice(entry.start, entry.start + entry.count)
+            if entry.chunk != chunk or rows.stop > len(done) or done[rows].all():
+                continue
+            left -= entry.count
+            if left < 0:
+                raise CorruptStoreError(
+                    f"{files.row_log(chunk)} lists {len(done)} rows more than once. {_set_aside(files, chunk)}"
+                )
+            if self.checksum(entry.start, entry.count) == entry.checksum:
+                done[rows] = True
+                yield entry
 
 
 def _present_bytes(column: ColumnFiles, chunk: int) -> NDArray[np.uint8]:
@@ -151,56 +175,6 @@ def _present_bytes(column: ColumnFiles, chunk: int) -> NDArray[np.uint8]:
             with contextlib.suppress(FileNotFoundError):
                 return map_file(path, min(size, column.chunk_bytes))
     return np.empty(0, np.uint8)
-
-
-def _checksums(files: TableFiles, views: Sequence[NDArray[np.uint8]]) -> dict[str, tuple[int, int]]:
-    return {
-        column.name: (column.chunk_bytes, crc32c(view))
-        for column, view in zip(files.columns, views, strict=True)
-    }
-
-
-def _replay(
-    files: TableFiles, chunk: int, log: bytes, views: Sequence[NDArray[np.uint8]]
-) -> NDArray[np.bool_]:
-    done = np.zeros(files.rows_in(chunk), np.bool_)
-    for entry in _sound_records(files, chunk, log, views):
-        done[entry.start : entry.start + entry.count] = True
-    return done
-
-
-def _sound_records(
-    files: TableFiles, chunk: int, log: bytes, views: Sequence[NDArray[np.uint8]]
-) -> Iterator[RowRecord]:
-    """Yield the records whose rows match their checksum, except those that add no new row.
-
-    Raises:
-        CorruptStoreError: If the records list the same rows too often; verifying them all would take too long.
-    """
-    done = np.zeros(files.rows_in(chunk), np.bool_)
-    left = _most_recorded(files)
-    for entry in decode_rows(log, seed=files.row_seed):
-        rows = slice(entry.start, entry.start + entry.count)
-        if entry.chunk != chunk or rows.stop > len(done) or done[rows].all():
-            continue
-        left -= entry.count
-        if left < 0:
-            raise CorruptStoreError(
-                f"{files.row_log(chunk)} lists {len(done)} rows more than once. {_set_aside(files, chunk)}"
-            )
-        if crc32c(*(view[rows] for view in views)) == entry.checksum:
-            done[rows] = True
-            yield entry
-
-
-def sound_log(files: TableFiles, chunk: int, log: bytes) -> bytes:
-    """Return a row log with only the valid records of an uncommitted chunk."""
-    records = _sound_records(files, chunk, log, _map_columns(files, chunk))
-    seed = files.row_seed
-    lines = (
-        encode_row(entry.chunk, entry.start, entry.count, entry.checksum, seed=seed) for entry in records
-    )
-    return log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,20 +257,19 @@ class StagedChunk:
         Raises:
             CorruptStoreError: If the files do not match the commit record.
         """
-        log = read_row_log(self._files, self.chunk)
-        views = _map_columns(self._files, self.chunk)
-        if _replay(self._files, self.chunk, log, views)[: record.rows].all():
+        staged = StagedRows(self._files, self.chunk)
+        if staged.done()[: record.rows].all():
             return
-        if record.columns != _checksums(self._files, views):
+        if record.columns != staged.checksums():
             if len(visible) < len(self._files.columns):
                 return  # an earlier call moved files back and rows were added; the row log decides
             raise CorruptStoreError(
                 f"The files of {self._files.describe(self.chunk)} contradict their commit record. Call "
                 "check_store(path, repair=True): the rows become pending, and running again computes them."
             )
-        end = HOLDER_BYTES + max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
+        end = HOLDER_BYTES + max(len(staged.log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
         write_all(self._log_fd, holder_line(), 0)
-        checksum = crc32c(*(view[: record.rows] for view in views))
+        checksum = staged.checksum(0, record.rows)
         record_bytes = encode_row(self.chunk, 0, record.rows, checksum, seed=self._files.row_seed)
         write_all(self._log_fd, record_bytes, end)
         os.fsync(self._log_fd)
@@ -334,7 +307,7 @@ class StagedChunk:
         if known is not None and (known.log_inode, known.log_size) == (inode, len(log)):
             self.done = known.done
         else:
-            self.done = proven_rows(self._files, self.chunk, log, self._proof)
+            self.done = StagedRows(self._files, self.chunk).done(self._proof)
 
     def write(self, start: int, arrays: Sequence[NDArray[Any]]) -> None:
         """Write consecutive rows, given as one block per stored array. Once this returns, they survive a kill."""
@@ -399,12 +372,11 @@ class StagedChunk:
                 write_all(fd, padding, rows * column.row_bytes)
 
     def _proven_record(self) -> CommitRecord:
-        views = _map_columns(self._files, self.chunk)
-        sums = _checksums(self._files, views)
-        log = read_row_log(self._files, self.chunk)
-        proven = _replay(self._files, self.chunk, log, views)
-        proof = self._proof
-        if proven.all() or (proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)):
+        staged = StagedRows(self._files, self.chunk)
+        sums, proof = staged.checksums(), self._proof
+        if staged.done().all() or (
+            proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)
+        ):
             return CommitRecord(self.chunk, self._generation, len(self.done), sums, self._files.identity)
         raise CorruptStoreError(
             f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, and "

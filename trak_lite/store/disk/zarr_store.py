@@ -7,15 +7,18 @@ are written concurrently to one chunk, and silently reads missing chunks as fill
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
 from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
 from trak_lite.errors import (
+    BusyError,
     CorruptStoreError,
     InvalidInputError,
     MissingStoreError,
@@ -24,6 +27,7 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._check_report import Report
+from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import (
     check_spec,
     compare_specs,
@@ -34,16 +38,27 @@ from trak_lite.store._names import path_parts
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
-from trak_lite.store.disk.derived import CACHE, HiddenFiles
 from trak_lite.store.disk.documents import (
+    CHECKSUM,
+    GROWS_TO,
+    encode_document,
     group_document,
     hidden_document,
+    sealed,
     store_record,
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.entries import ENTRIES, disk_entries
-from trak_lite.store.disk.files import make_folder, named_errors, stamp
+from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, disk_entries
+from trak_lite.store.disk.files import (
+    locked_file,
+    make_folder,
+    named_errors,
+    new_file,
+    rename,
+    stamp,
+    sync_folder,
+)
 from trak_lite.store.disk.folders import (
     make_folders,
     names_in,
@@ -51,7 +66,6 @@ from trak_lite.store.disk.folders import (
     scratch_folder,
     write_document,
 )
-from trak_lite.store.disk.growing import changed_metadata, grow
 from trak_lite.store.disk.listing import TABLES, TableList
 from trak_lite.store.disk.metadata import (
     check_array,
@@ -63,7 +77,7 @@ from trak_lite.store.disk.metadata import (
 )
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.repair import check_folder
-from trak_lite.store.disk.staging import stage_locked
+from trak_lite.store.disk.staging import StagedChunk, stage_locked
 from trak_lite.store.disk.zarr_table import ZarrRowTable
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 
@@ -260,17 +274,18 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
         self._tables.pop(path).close()
         if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
             with named_errors("Growing", folder):
-                grow(self._files(path, spec), num_rows)
+                _grow(self._files(path, spec), num_rows)
         return self._open(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
         self._require_writable()
         given = plain_json(dict(given), what="The manifest's fingerprint")
-        with named_errors("Changing", f"{self._root}/zarr.json"), changed_metadata(self._root) as record:
+        path = f"{self._root}/zarr.json"
+        with named_errors("Changing", path), locked_file(path), _changed(self._root, self._root) as group:
             stored = manifest_from_json(read_attributes(self._root) or {}, self._root)
             manifest = replaced_fingerprint(stored, known, given, where=self._root)
-            record["fingerprint"] = given
+            group["attributes"]["trak_lite"]["fingerprint"] = given
         self._manifest = manifest
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
@@ -431,3 +446,57 @@ def _refuse_occupied(root: str) -> None:
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."
         )
+
+
+def _grow(files: TableFiles, num_rows: int) -> None:
+    """Append pending rows to a table by replacing its metadata, holding the lock of its last chunk.
+
+    Three steps: record the target size in the table's ``zarr.json``, resize the arrays, then set the new size in the
+    table's ``zarr.json``, which is authoritative. If the process is killed in between, the table has the old size;
+    arrays may have either. A partial last chunk is not rewritten until rows are put into it. Its commit record has
+    fewer rows than the chunk has now, so the chunk is no longer committed, but its rows are done.
+
+    Raises:
+        BusyError: If another writer holds that chunk, or the size of the table has just changed.
+    """
+    last = files.num_chunks - 1
+    lock = StagedChunk.lock(files, last)
+    try:
+        if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
+            raise BusyError(
+                f"{files.folder} has another number of rows now, because another writer has grown it. Open it again, "
+                "then grow it."
+            )
+        with _changed(files.folder, files.commits) as group:
+            record = group["attributes"]["trak_lite"]
+            record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
+        failpoint("growth_announced")
+        for column in files.columns:
+            with _changed(f"{files.folder}/{column.name}", files.commits) as array:
+                array["shape"] = [num_rows, *array["shape"][1:]]
+            failpoint("array_grown")
+        with _changed(files.folder, files.commits) as group:
+            record = group["attributes"]["trak_lite"]
+            record["num_rows"] = num_rows
+            del record[GROWS_TO]
+        failpoint("table_grown")
+        if os.path.getsize(files.row_log(last)) == 0:
+            lock.discard_log()  # created by the lock
+    finally:
+        lock.close()
+
+
+@contextlib.contextmanager
+def _changed(folder: str, scratch_folder: str) -> Iterator[dict[str, Any]]:
+    """Yield the ``zarr.json`` of a folder for modification; replace the file when the context exits."""
+    path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
+    document = read_zarr_json(folder)
+    if document is None:
+        raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    yield document
+    own = document["attributes"].get("trak_lite", {})
+    if CHECKSUM in own:
+        document["attributes"]["trak_lite"] = sealed(own)
+    with new_file(scratch, encode_document(document)):
+        rename(scratch, path)
+    sync_folder(folder)

@@ -22,7 +22,7 @@ from trak_lite.store.disk.chunk_maps import ChunkMaps
 from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.recorded import RecordedRowTable
 from trak_lite.store.disk.records import CommitLog, CommitRecord
-from trak_lite.store.disk.staging import Progress, StagedChunk, done_values, proven_rows, read_row_log
+from trak_lite.store.disk.staging import Progress, StagedChunk, StagedRows
 
 __all__ = ["ZarrRowTable"]
 
@@ -112,8 +112,9 @@ class ZarrRowTable(RecordedRowTable):
         if chunk not in self._index.committed:
             # stage before index, as in done()
             with named_errors("Reading staged rows in", self._files.stage):
-                log = read_row_log(self._files, chunk)
-                done, values = done_values(self._files, chunk, log, self._index.outgrown_record(chunk))
+                staged = StagedRows(self._files, chunk)
+                done = staged.done(self._index.outgrown_record(chunk))
+                values = staged.values(done)
             self._index.refresh()
             if chunk not in self._index.committed:
                 rows = {
@@ -264,8 +265,7 @@ class ZarrRowTable(RecordedRowTable):
         if chunk in self._staged:
             return self._staged[chunk].done
         with named_errors("Reading staged rows in", self._files.stage):
-            log = read_row_log(self._files, chunk)
-            return proven_rows(self._files, chunk, log, record)
+            return StagedRows(self._files, chunk).done(record)
 
     def _recover(self) -> None:
         """Commit complete chunks that killed writers left uncommitted; remove row logs of committed chunks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from trak_lite.errors import StoreError, UnsupportedStoreError
@@ -11,7 +12,7 @@ from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check import missing_store
-from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.documents import DROPPED, identity_of
 from trak_lite.store.disk.entries import ENTRIES, StoreEntries, entry_of
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
@@ -197,28 +198,23 @@ class RemoteLook:
 
     def _chunk(self, path: str, files: TableFiles, record: CommitRecord) -> bool:
         """Compare every column of a committed chunk with its record; return whether all match."""
-        problems = list(self._problems(files, record))
-        for column, text in problems:
-            key = next(c.visible(record.chunk) for c in files.columns if c.name == column)
-            remedy = f"remove {key}, then featurize again"
-            self._add("damage", path, text, remedy, files, record.chunk, column)
-        return not problems
-
-    def _problems(self, files: TableFiles, record: CommitRecord) -> Iterator[tuple[str, str]]:
+        problems: dict[ColumnFiles, str | None] = {}
         if record.rows != files.rows_in(record.chunk):
             text = f"committed with {record.rows} rows, the chunk has {files.rows_in(record.chunk)}"
-            yield files.columns[0].name, text
-            return
-        for column in files.columns:
-            key = column.visible(record.chunk)
-            size, checksum = record.columns.get(column.name, (None, None))
-            seen, expected = self._sizes[key], column.chunk_bytes
-            if not seen == size == expected:
-                yield column.name, f"{seen} bytes, expected {expected}, the commit record says {size}"
-                continue
-            found = crc32c(self._objects.get(key) or b"")
-            if found != checksum:
-                yield column.name, f"checksum {found:08x}, the commit record says {checksum or 0:08x}"
+            problems[files.columns[0]] = text
+        else:
+            for column in files.columns:
+                key = column.visible(record.chunk)
+                checksum = functools.partial(self._checksum, key)
+                problems[column] = record.problem(column.name, self._sizes[key], column.chunk_bytes, checksum)
+        for column, problem in problems.items():
+            if problem is not None:
+                remedy = f"remove {column.visible(record.chunk)}, then featurize again"
+                self._add("damage", path, problem, remedy, files, record.chunk, column.name)
+        return not any(problems.values())
+
+    def _checksum(self, key: str) -> int:
+        return crc32c(self._objects.get(key) or b"")
 
     def _add(
         self,

@@ -45,6 +45,9 @@ class ObstoreObjects(AbstractObjects):
             store: Store whose prefix is the folder of the objects.
             url: Address to use in messages; ``None`` is the ``repr`` of the store.
         """
+        import obstore.exceptions
+
+        self._obstore = obstore
         described = repr(store)
         # a memory address in the repr is unique only within this process
         self._url = url or (f"{described} of pid {os.getpid()}" if " at 0x" in described else described)
@@ -57,56 +60,43 @@ class ObstoreObjects(AbstractObjects):
 
     def get(self, key: str) -> bytes | None:
         """Return the content of an object, or ``None`` if it does not exist."""
-        import obstore
-
         with _named_errors("Getting", self.name(key)):
             try:
-                return bytes(obstore.get(self._store, key).bytes())
+                return bytes(self._obstore.get(self._store, key).bytes())
             except FileNotFoundError:
                 return None
 
     def put(self, key: str, content: Content) -> None:
         """Write an object, replacing an existing one."""
-        import obstore
-
         with _named_errors("Putting", self.name(key)):
-            obstore.put(self._store, key, content)
+            self._obstore.put(self._store, key, content)
 
     def create(self, key: str, content: Content) -> bool:
         """Write an object only if it does not exist; return whether it was written."""
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         with _named_errors("Creating", self.name(key)):
             try:
                 # only single-request uploads can be conditional
-                obstore.put(self._store, key, content, mode="create", use_multipart=False)
-            except AlreadyExistsError:
+                self._obstore.put(self._store, key, content, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError:
                 return False
         return True
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return key and size in bytes of each object below a folder."""
-        import obstore
-
         with _named_errors("Listing", self.name(folder)):
-            pages = list(obstore.list(self._store, folder or None))
+            pages = list(self._obstore.list(self._store, folder or None))
         return {entry["path"]: entry["size"] for page in pages for entry in page}
 
     def folders(self, folder: str) -> list[str]:
         """Return the names of the folders directly below a folder."""
-        import obstore
-
         with _named_errors("Listing", self.name(folder)):
-            found = obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
+            found = self._obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def delete(self, key: str) -> None:
         """Delete an object if it exists."""
-        import obstore
-
         with _named_errors("Deleting", self.name(key)), contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._store, key)
+            self._obstore.delete(self._store, key)
 
 
 @contextlib.contextmanager
