@@ -362,7 +362,7 @@ class StoreTests(ABC):
             ),
         ],
     )
-    def test_rows_that_are_not_finite_as_stored_are_named(
+    def test_rows_that_are_not_finite_are_named(
         self, store: AbstractFeatureStore, dtype: str, column: str, number: float, message: str
     ) -> None:
         """The error names the row numbers of the table, not the positions in the batch; nothing is written."""
