@@ -217,15 +217,17 @@ def closed(raw: socket.socket) -> bytes:
 
 def test_slow_clients_are_disconnected_and_hold_nobody_up(ran):
     with served(pages_in(ran), patience=1.0) as opened:
-        nothing, half, body, reader = (opened.raw() for _ in range(4))
+        nothing, half, body, unread, reader = (opened.raw() for _ in range(5))
         half.sendall(b"GET / HTTP/1.1\r\nHost: loc")
         body.sendall(b"POST /mark HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nab")
+        unread.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nab")
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         assert opened.get("/").status == 200
 
         assert closed(nothing) == b""
         assert closed(half) == b""
         assert closed(body).startswith(b"HTTP/1.1 408 ")
+        assert closed(unread).startswith(b"HTTP/1.1 200 ")
         kept = opened.raw()
         kept.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert kept.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -239,7 +241,7 @@ def test_slow_clients_are_disconnected_and_hold_nobody_up(ran):
             pass
         assert closed(reader).count(b"HTTP/1.1 200 ") < 4000
         assert opened.get("/").status == 200
-        for raw in (nothing, half, body, reader, kept):
+        for raw in (nothing, half, body, unread, reader, kept):
             raw.close()
 
 

@@ -74,7 +74,7 @@ def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(old, a
             return call
 
         with monkeypatch.context() as patched:
-            for name in ("open", "close", "write", "pwrite", "fsync", "replace", "unlink"):
+            for name in ("open", "close", "write", "pwrite", "fsync", "rename", "unlink"):
                 patched.setattr(os, name, dying(getattr(os, name)))
             try:
                 marks(path).put(2, Mark("drop"))

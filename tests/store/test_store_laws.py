@@ -55,7 +55,6 @@ class RemoteStoreTests(StoreTests):
     test_a_grown_table_keeps_its_rows = None
     test_a_grown_table_equals_one_made_with_all_its_rows = None
     test_a_table_never_loses_rows = None
-    test_a_quantised_table_grows = None
     test_the_fingerprint_is_replaced_only_if_it_is_the_known_one = None
 
     def test_growing_is_refused_with_advice(self, store, table):

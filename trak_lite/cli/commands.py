@@ -5,15 +5,15 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from trak_lite import unrolled
@@ -38,7 +38,7 @@ from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
-__all__ = ["COMMANDS", "Job", "beside", "conditions", "of_rows", "report"]
+__all__ = ["COMMANDS", "Job", "beside", "conditions", "renders", "report"]
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
@@ -48,28 +48,22 @@ _SHOWN_GROUPS = 20
 
 
 @final
+@dataclass(eq=False)
 class Job:
-    """The steps that a config and its recipe describe. Every step resumes."""
+    """The steps that a config and its recipe describe. Every step resumes, and building it writes nothing."""
 
-    def __init__(
-        self, config: RunConfig, recipe: Recipe, *, where: Sequence[str] = (), by: str | None = None
-    ) -> None:
-        """Build the model and resolve every setting. Nothing is written yet.
+    config: RunConfig
+    recipe: Recipe
+    where: Mapping[str, list[str]] | None = None
+    """Values by column that the train rows have that are printed."""
+    by: str | None = None
+    """Column to print mean scores by."""
+    attributor: Attributor = field(init=False)
 
-        Args:
-            config: The config.
-            recipe: Its recipe.
-            where: Conditions ``NAME=VALUE`` on the train rows that are printed.
-            by: Column to print mean scores by.
-
-        Raises:
-            InvalidInputError: If a condition has no ``=``.
-        """
-        self.config = config
-        self.recipe = recipe
-        self._where, self._by = conditions(where), by
-        model = recipe.call("build_model", config.recipe_arguments)
-        self.attributor = Attributor(model, **config.attributor_arguments())
+    def __post_init__(self) -> None:
+        """Build the model and resolve every setting."""
+        model = self.recipe.call("build_model", self.config.recipe_arguments)
+        self.attributor = Attributor(model, **self.config.attributor_arguments())
 
     @cached_property
     def train_data(self) -> Any:
@@ -209,12 +203,12 @@ class Job:
         lines = [str(scores)]
         for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
             for sign in ("helpful", "harmful"):
-                top = scores.top(_SHOWN_ROWS, target=target, sign=sign, where=self._where)
+                top = scores.top(_SHOWN_ROWS, target=target, sign=sign, where=self.where)
                 rows = "  ".join(
                     f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
                 )
                 lines.append(f"target {target}, most {sign} rows: {rows}")
-        return lines if self._by is None else [*lines, *_grouped(scores, self._by, self._where)]
+        return lines if self.by is None else [*lines, *_grouped(scores, self.by, self.where)]
 
     @contextmanager
     def recorded(self, command: str) -> Iterator[None]:
@@ -284,7 +278,7 @@ def conditions(texts: Sequence[str]) -> dict[str, list[str]] | None:
     return found or None
 
 
-def _grouped(scores: Scores, by: str, where: dict[str, list[str]] | None) -> Iterator[str]:
+def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> Iterator[str]:
     """Yield the mean score of each group of train rows over all targets, the largest first."""
     found = scores.group(by, np.zeros(scores.shape[1], np.int64), where=where)
     means, counts = found.means[:, 0], found.counts[:, 0] // scores.shape[1]
@@ -296,7 +290,7 @@ def _grouped(scores: Scores, by: str, where: dict[str, list[str]] | None) -> Ite
         yield f"  ... {len(order) - _SHOWN_GROUPS} more"
 
 
-def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Iterator[str]:
+def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | None) -> Iterator[str]:
     """Write the scores of a store as one page of HTML. Yield the lines to print.
 
     The store is read without model and data. The page shows a row by the recipe's ``render``, or else by its number.
@@ -304,7 +298,7 @@ def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Ite
     Args:
         config: Names the store and the scores.
         out: Path of the page; with ``None``, the page is written beside the store.
-        where: Conditions ``NAME=VALUE`` on the train rows of the page.
+        where: Values by column that the train rows of the page have.
 
     Raises:
         StateError: If there are no such scores.
@@ -327,16 +321,9 @@ def report(config: RunConfig, out: str | None, where: Sequence[str] = ()) -> Ite
         name = known[0]
     method, dense = settings.scored_by(chosen["method"]), chosen["dense"]
     scores = stored_scores(Workspace(config.path), settings, name, method, dense=dense)
-    render, render_target = (
-        None
-        if recipe is None
-        else of_rows(recipe.bound(function, config.recipe_arguments), config.values[data]["indices"])
-        for function, data in (("render", "train_data"), ("render_target", "target_data"))
-    )
+    render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
-    page = write_report(
-        scores, place, train_render=render, target_render=render_target, where=conditions(where)
-    )
+    page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"
     if recipe is None:
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
@@ -349,16 +336,18 @@ def _chosen(
     return train(np.asarray(rows, np.int64)[indices], seed)
 
 
-def of_rows(render: Render | None, indices: Sequence[int] | NDArray[np.int64] | None) -> Render | None:
-    """Return a render of rows from one of the dataset's samples.
+def renders(config: RunConfig) -> tuple[Render | None, Render | None]:
+    """Return the recipe's ``render`` and ``render_target``, of the rows that the config selects."""
 
-    Args:
-        render: Returns the content of a sample; ``None`` if the recipe has none.
-        indices: Dataset index of every row; ``None`` if the rows are the whole dataset in order.
-    """
-    if render is None or indices is None:
-        return render
-    return lambda row: render(int(indices[row]))
+    def of_rows(function: str, indices: Sequence[int] | None) -> Render | None:
+        render = None if config.recipe is None else config.recipe.bound(function, config.recipe_arguments)
+        return render if render is None or indices is None else lambda row: render(indices[row])
+
+    values = config.values
+    return (
+        of_rows("render", values["train_data"]["indices"]),
+        of_rows("render_target", values["target_data"]["indices"]),
+    )
 
 
 def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:

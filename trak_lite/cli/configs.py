@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from inspect import formatannotation
@@ -165,57 +165,51 @@ def _parsed(
 ) -> dict[str, Any]:
     """Return the values of keys, nested by section. Options replace values of a file, which replace defaults."""
     known = {key.name: key for key in keys}
-    config = _parser(keys).get_defaults()
-
-    def alone(name: str, call: str, given: Any) -> Namespace:
-        """Parse one key without the others, all of which jsonargparse would check again for each."""
-        own = config.clone()
-        base = Namespace({name: own[name]} if name in own else {})  # type: ignore[no-untyped-call]
-        own[name] = getattr(_parser([known[name]]), call)(given, base)[name]
-        return own
-
+    found = _parser(keys).get_defaults()
     for name, value in _flat(given, known, where):
-        config = _with_value(known, where, name, value, partial(alone, name, "parse_object", {name: value}))
+        found[name] = _value(known, name, value, found, where)
     for option, text in options:
         name = option.removesuffix("+")  # "--grad_wrt+ x" appends to the list grad_wrt
-        parse = partial(alone, name, "parse_args", [f"--{option}={text}"])
-        config = _with_value(known, "Command line", name, text, parse)
-    missing = [name for name in known if name not in config]
+        found[name] = _value(known, name, text, found, "Command line", option)
+    missing = [name for name in known if name not in found]
     if missing:
         raise InvalidInputError(
             f"{where}: {', '.join(missing)} must be given. Add it, or pass --{missing[0]} VALUE."
         )
-    return config.as_dict()
+    return found.as_dict()
 
 
-def _with_value(
-    known: Mapping[str, Key], where: str, name: str, given: Any, parse: Callable[[], Namespace]
-) -> Namespace:
-    """Return the config that ``parse`` returns, after checking the value of one key."""
+def _value(
+    known: Mapping[str, Key], name: str, given: Any, found: Namespace, where: str, option: str = ""
+) -> Any:
+    """Return the checked value of one key: of a file, or the text of an option of the command line."""
     key = known.get(name)
     if key is None:
         same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
         near = " or ".join(map(repr, same or difflib.get_close_matches(name, known, n=1)))
         hint = f"Did you mean {near}?" if near else "The option --help lists the keys."
         raise InvalidInputError(f"{where}: unknown key {name!r}. {hint}")
+    parser = _parser([key])  # alone, because jsonargparse would check all others again
+    before = Namespace({name: found[name]} if name in found else {})  # type: ignore[no-untyped-call]
     try:
-        config = parse()
+        if option:
+            value = parser.parse_args([f"--{option}={given}"], before)[name]
+        else:
+            value = parser.parse_object({name: given}, before)[name]
         # jsonargparse accepts null for every type, NaN as a number and a set as a list.
-        fits = is_plain([given, config[name]]) and (
-            config[name] is not None or type(None) in get_args(key.type)
-        )
+        fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
     except (ArgumentError, OverflowError):
         fits = False
     if not fits:
         raise InvalidInputError(f"{where}: {name} must be {formatannotation(key.type)}, got {given!r:.100}.")
     try:
-        if name in ("method", "score.method") and config[name] not in ("auto", None):
-            as_method(config[name])
+        if name in ("method", "score.method") and value not in ("auto", None):
+            as_method(value)
         if name == "normalize":
-            _normalization(config[name])
+            _normalization(value)
     except InvalidInputError as error:
         raise InvalidInputError(f"{where}: {name}: {error}") from error
-    return config
+    return value
 
 
 def _flat(given: Mapping[Any, Any], known: Collection[str], where: str) -> Iterator[tuple[str, Any]]:
@@ -253,10 +247,6 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         content = yaml.load(text, Loader=_Loader)  # a SafeLoader
-        # After the load, which refuses deep nesting: the time of a scan is quadratic in the depth.
-        for token in yaml.scan(text):
-            if isinstance(token, yaml.AliasToken):  # an alias inside its own value makes an endless structure
-                raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=token.start_mark)
         check_depth(content)
     except OSError as error:
         raise InvalidInputError(
@@ -274,7 +264,14 @@ def _read_yaml(path: str) -> dict[Any, Any]:
 
 @final
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Loader that refuses a repeated key; PyYAML uses the last value without a warning."""
+    """Loader that refuses aliases, and a repeated key, of which PyYAML uses the last value without a warning."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        """Refuse aliases: one inside its own value makes an endless structure."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse repeated keys."""

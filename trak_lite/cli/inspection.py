@@ -23,11 +23,16 @@ def inspection(place: str | RemotePlace) -> str:
         StoreError: If it cannot be read.
     """
     with open_store(place) as store:
+        made_with, fingerprint = dict(store.manifest.made_with), dict(store.manifest.fingerprint)
+        settings, parameters = made_with.pop("settings", {}), fingerprint.pop("parameters", None)
         entries = [f"  {_line(name)}" for name in store.entry_names()]
         scored = [path for path in all_score_paths(store) if store.open_table(path).complete]
         lines = [
             f"{place}: a store of format {store.manifest.format}",
-            *_manifest_lines(store),
+            *_block("made with", made_with),
+            *_block("settings", settings),
+            *_block("rows are determined by", fingerprint),
+            *([f"  parameters: {len(parameters)} tensors"] if isinstance(parameters, Mapping) else []),
             "tables:",
             *(f"  {line}" for line in done_lines(store)),
             *(["entries (verdicts, fits, runs):", *entries] if entries else []),
@@ -49,18 +54,6 @@ def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
         yield f"{path:<{width}}  {done} of {total} rows done{of}"
     if not paths:
         yield "none yet"
-
-
-def _manifest_lines(store: AbstractFeatureStore) -> Iterator[str]:
-    made_with = dict(store.manifest.made_with)
-    settings = made_with.pop("settings", {})
-    yield from _block("made with", made_with)
-    yield from _block("settings", settings)
-    fingerprint = dict(store.manifest.fingerprint)
-    parameters = fingerprint.pop("parameters", None)
-    yield from _block("rows are determined by", fingerprint)
-    if isinstance(parameters, Mapping):
-        yield f"  parameters: {len(parameters)} tensors"
 
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:

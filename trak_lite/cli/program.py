@@ -26,21 +26,19 @@ __all__ = ["main"]
 _PROGRAM = "trak-lite"
 _WRONG_USE, _INTERRUPTED = 2, 130
 _EXTRA = ("jsonargparse", "docstring_parser", "yaml", "typeshed_client")
-_WITH_CONFIG = {
-    "run": "train if there are no checkpoints, featurize, score",
-    "featurize": "compute the features of the train rows",
-    "score": "score every train row for every target",
-    "verify": "test the scores against models that are retrained on random subsets",
-    "unroll": "train, and score by exact derivatives through the training",
-    "report": "write the scores of a store as one page of HTML",
-    "serve": "answer questions about the scores of a store in a browser",
+_WITH_CONFIG: dict[str, tuple[str, tuple[str, ...]]] = {
+    "run": ("train if there are no checkpoints, featurize, score", ("where", "by")),
+    "featurize": ("compute the features of the train rows", ()),
+    "score": ("score every train row for every target", ("where", "by")),
+    "verify": ("test the scores against models that are retrained on random subsets", ()),
+    "unroll": ("train, and score by exact derivatives through the training", ()),
+    "report": ("write the scores of a store as one page of HTML", ("out", "where")),
+    "serve": ("answer questions about the scores of a store in a browser", ("port",)),
 }
-_OF_STORE = {"report": "out", "serve": "port"}
-"""Commands that take a store instead of a config, and their own option."""
-_FILTERED = ("run", "score", "report")
-"""Commands that take ``--where``."""
-_GROUPED = ("run", "score")
-"""Commands that take ``--by``."""
+"""What each command does, and the options that it has beside the keys of a config."""
+_OF_STORE = ("report", "serve")
+"""Commands that take a store instead of a config."""
+_VALUES = {"where": "NAME=VALUE ...", "by": "NAME", "out": "PATH", "port": "PORT"}
 
 
 @final
@@ -85,7 +83,7 @@ def _on_store(parsed: argparse.Namespace) -> int:
 def _with_config(command: str, arguments: list[str]) -> int:
     """Run a command that needs a config, or one of a store that takes the keys of a config."""
     try:
-        from trak_lite.cli.commands import COMMANDS, Job, report
+        from trak_lite.cli.commands import COMMANDS, Job, conditions, report
         from trak_lite.cli.configs import help_text, read_config
         from trak_lite.cli.serving import serve
         from trak_lite.run.settings import versions
@@ -95,33 +93,32 @@ def _with_config(command: str, arguments: list[str]) -> int:
         raise InvalidInputError(
             f"{command} needs {error.name}, which is not installed. Install it with pip install 'trak-lite[cli]'."
         ) from error
-    own = _OF_STORE.get(command)
-    source, more = (
-        ("CONFIG", "") if own is None else ("STORE", f" [--{own} {'PATH' if own == 'out' else 'PORT'}]")
-    )
-    more += " [--where NAME=VALUE ...]" if command in _FILTERED else ""
-    more += " [--by NAME]" if command in _GROUPED else ""
-    usage = f"{_PROGRAM} {command} ({source} | --from STORE){more} [--key value ...]"
+    text, own = _WITH_CONFIG[command]
+    source = "STORE" if command in _OF_STORE else "CONFIG"
+    shown = "".join(f" [--{name} {_VALUES[name]}]" for name in own)
+    usage = f"{_PROGRAM} {command} ({source} | --from STORE){shown} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
-        _say(help_text(usage, f"{_WITH_CONFIG[command].capitalize()}.").rstrip("\n"))
+        _say(help_text(usage, f"{text.capitalize()}.").rstrip("\n"))
         return 0
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options = list(_options(arguments if named is None else arguments[1:]))
-    given = None if own is None else _taken(options, own)
-    where = _all_taken(options, "where") if command in _FILTERED else []
-    by = _taken(options, "by") if command in _GROUPED else None
-    origin = _source(command, named, _taken(options, "from"), usage)
+    given = {name: [text for option, text in options if option == name] for name in (*own, "from")}
+    options = [option for option in options if option[0] not in given]
+    last = {name: texts[-1] if texts else None for name, texts in given.items()}
+    where = conditions(given.get("where", ()))
+    origin = _source(command, named, last["from"], usage)
     config = read_config(origin, options, runs=command in COMMANDS)
     recorded = None if isinstance(origin, str) else origin
     try:
         if config.recipe is not None and recorded is not None:
             _warn(recorded.other_recipe(str(config.recipe.path), config.recipe.digest))
         if command not in COMMANDS:
-            for line in report(config, given, where) if command == "report" else serve(config, given):
+            lines = report(config, last["out"], where) if "out" in last else serve(config, last["port"])
+            for line in lines:
                 _say(line)
             return 0
         assert config.recipe is not None  # read_config requires it
-        job = Job(config, config.recipe, where=where, by=by)
+        job = Job(config, config.recipe, where, last.get("by"))
         if recorded is not None:
             _warn(recorded.other_versions(versions(job.attributor.device)))
         with job.recorded(command):
@@ -202,19 +199,6 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _taken(options: list[tuple[str, str]], name: str) -> str | None:
-    """Remove an option and return its last value; ``None`` if it is not there."""
-    texts = _all_taken(options, name)
-    return texts[-1] if texts else None
-
-
-def _all_taken(options: list[tuple[str, str]], name: str) -> list[str]:
-    """Remove an option and return all its values."""
-    texts = [text for option, text in options if option == name]
-    options[:] = [option for option in options if option[0] != name]
-    return texts
-
-
 def _interrupted(place: str | RemotePlace, arguments: Sequence[str]) -> str:
     """Return the message after Ctrl-C: the rows on disk, and the command that continues."""
     try:
@@ -232,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=_PROGRAM, description="Which training examples made the model say this?")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    for name, text in _WITH_CONFIG.items():
+    for name, (text, _) in _WITH_CONFIG.items():
         commands.add_parser(name, help=text)  # for the help only; _with_config parses their options
     check = commands.add_parser(
         "check",

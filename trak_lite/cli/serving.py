@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside, of_rows
+from trak_lite.cli.commands import beside, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
-from trak_lite.data.columns import Column
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
 from trak_lite.methods import AbstractMatrixMethod, as_method
@@ -24,7 +23,6 @@ from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
@@ -79,9 +77,7 @@ def pages_of(config: RunConfig) -> Pages:
         ManifestMismatchError: If the recipe's train data are not those of the store.
         CheckpointError: If the recipe's model or its checkpoints are not those of the store.
     """
-    place = config.path
-    # A path would name folders and users of this machine on every page.
-    title = PurePosixPath(str(place)).name
+    place, method = config.path, config.values["score"]["method"]
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
     num_rows = num_train_rows(manifest)
@@ -89,40 +85,37 @@ def pages_of(config: RunConfig) -> Pages:
         raise StateError(f"{place} has no train rows. Featurize them first: trak-lite run CONFIG.")
     file = beside(config, ".marks.json", "marks.json")
     marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
+    names = partial(_names, config)
+    title = PurePosixPath(
+        str(place)
+    ).name  # a path would name folders and users of this machine on every page
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))
-    method = config.values["score"]["method"]
     if config.recipe is None:
         device = resolve_device(config.values["device"])
         settings = StoredSettings.of(manifest, device=device, where=str(place))
-        chosen = settings.scored_by(method)
-        workspace = Workspace(place)
-
-        def scores(name: str) -> Scores:
-            return stored_scores(workspace, settings, name, chosen)
-
-        sets = Sets(lambda: _names(config), scores, columns, num_rows)
+        workspace, chosen = Workspace(place), settings.scored_by(method)
+        sets = Sets(names, lambda name: stored_scores(workspace, settings, name, chosen), columns, num_rows)
         return Pages(title, sets, marks, Renders(), task=task)
-    pages = _pages_with_model(config, config.recipe, title, marks, columns)
-    pages.task = task
-    return pages
+    live = _live_model(config, config.recipe)
+    columns = {**columns, **recipe_columns(config.recipe, config.recipe_arguments, live.train)}
+    sets = Sets(names, lambda name: live.attributor.scores(name, method=method), columns, num_rows)
+    task_of = cache(partial(_task_of, config, live, sets))
+    return Pages(title, sets, marks, Renders(*renders(config)), live, task_of, task)
 
 
-def _pages_with_model(
-    config: RunConfig, recipe: Recipe, title: str, marks: MarksFile, columns: Mapping[str, Column]
-) -> Pages:
-    """Return the pages of a store whose recipe builds the model, which can score new texts."""
-    place, arguments = config.path, config.recipe_arguments
+def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
+    """Return the model that the recipe builds, which can score new texts."""
+    arguments, values = config.recipe_arguments, config.values
     model = recipe.call("build_model", arguments)
-    values = config.values
+    attributor = Attributor.open(config.path, model, device=values["device"], progress=False)
     method = values["score"]["method"]
-    attributor = Attributor.open(place, model, device=values["device"], progress=False)
     chosen = attributor.method if method is None else as_method(method)
     train, targets = (
         Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
         for kind, what in (("train", "the train data"), ("target", "the targets"))
     )
-    with open_store(place) as store:
-        live = LiveModel(
+    with open_store(config.path) as store:
+        return LiveModel(
             attributor,
             values["checkpoints"],
             train,
@@ -130,39 +123,26 @@ def _pages_with_model(
             store=store,
             # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
             method=None if isinstance(chosen, AbstractMatrixMethod) else method,
-            salt=Manifest({"recipe": recipe.digest, "arguments": dict(arguments)}).digest(),
+            salt=Manifest({"recipe": recipe.digest, "arguments": arguments}).digest(),
             sample_of=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
             tokens=recipe.bound("tokens", arguments),
         )
-    sets = Sets(
-        lambda: _names(config),
-        lambda name: attributor.scores(name, method=method),
-        {**columns, **recipe_columns(recipe, arguments, train)},
-        len(train),
-    )
-    renders = Renders(
-        of_rows(recipe.bound("render", arguments), train.indices),
-        of_rows(recipe.bound("render_target", arguments), targets.indices),
-    )
 
-    @cache
-    def task_of(name: str) -> AbstractModelOutput | None:
-        """Return the task of a set if its targets are those of the recipe."""
-        asked = sets.scores(name).settings.get("task")
-        with open_store(place) as store:
-            table = store.open_table(score_path(name, attributor.method, attributor.method))
-            stored = table.spec.fingerprint.get("targets", {})
-        # A function, or a task with settings of its own, is known only if it is that of the config.
-        for task in {values["score"]["task"], asked}:
-            with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
-                run = attributor.scores(name, method=method, task=task).run
-                found = run.target_identity(run.targets(targets))
-                if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
-                    return run.target_task
-        return None
 
-    return Pages(title, sets, marks, renders, live, task_of)
+def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> AbstractModelOutput | None:
+    """Return the task of a set if its targets are those of the recipe."""
+    asked, method = sets.scores(name).settings.get("task"), live.attributor.method
+    with open_store(config.path) as store:
+        stored = store.open_table(score_path(name, method, method)).spec.fingerprint.get("targets", {})
+    # A function, or a task with settings of its own, is known only if it is that of the config.
+    for task in {config.values["score"]["task"], asked}:
+        with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
+            run = live.attributor.scores(name, method=config.values["score"]["method"], task=task).run
+            found = run.target_identity(run.targets(live.targets))
+            if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
+                return run.target_task
+    return None
 
 
 def _names(config: RunConfig) -> list[str]:

@@ -1,46 +1,56 @@
-"""The routes, and the application that a server runs."""
+"""The routes, what every request must satisfy before its page is made, and the application that a server runs."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from trak_lite.errors import InvalidInputError, TrakLiteError
-from trak_lite.serve.guard import PATIENCE, Guard
-from trak_lite.serve.pages import Pages, Params, policy
+from trak_lite.serve.pages import Pages, Params
 
-__all__ = ["application"]
+__all__ = ["PATIENCE", "application"]
 
-_MOST_FIELDS = 64
-_FORM = "application/x-www-form-urlencoded"
+PATIENCE: Final = 15.0
+"""Seconds for a client to send a request, and to accept what it is sent."""
+_HOSTS: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE | re.ASCII)
+"""Accepted in the Host header. Another name is one of a page that was rebound to this address."""
+_MOST_BYTES: Final = 64 << 10
+"""Largest body of a request."""
+_MOST_FIELDS: Final = 64
+_FORM: Final = "application/x-www-form-urlencoded"
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+Application: TypeAlias = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
-def application(pages: Pages, *, patience: float = PATIENCE) -> Guard:
+def application(pages: Pages, *, patience: float = PATIENCE) -> Application:
     """Return the ASGI application of some pages. Pages are made in worker threads.
 
     No part of a path is used: what a page shows is in the parameters of its URL.
 
     Args:
         pages: The pages.
-        patience: Seconds for a client to send a request.
+        patience: Seconds for a client to send the body of a request.
     """
     routes = [
         Route("/", _page(pages.start)),
         Route("/review", _page(pages.review)),
         Route("/marks.csv", _table(pages)),
-        Route("/ask", _post(pages, pages.ask), methods=["POST"]),
-        Route("/mark", _post(pages, pages.mark), methods=["POST"]),
+        Route("/ask", _post(pages, pages.ask, patience), methods=["POST"]),
+        Route("/mark", _post(pages, pages.mark, patience), methods=["POST"]),
     ]
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -56,7 +66,32 @@ def application(pages: Pages, *, patience: float = PATIENCE) -> Guard:
 
     handlers: Any = {TrakLiteError: failed, HTTPException: refused, Exception: failed}
     made: Any = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(made, policy=policy(), patience=patience)
+
+    async def guarded(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        found = _refusal(scope["method"], Headers(scope=scope))
+        if found is None:
+            await made(scope, receive, send)
+            return
+        status, said = found
+        close = {"connection": "close"}  # nothing more is read
+        answer = PlainTextResponse(f"{status.value} {status.phrase}: {said}\n", status, close)
+        await answer(scope, receive, send)
+
+    return guarded
+
+
+def _refusal(method: str, headers: Headers) -> tuple[HTTPStatus, str] | None:
+    """Return why a request is refused, ``None`` if it is not."""
+    hosts = headers.getlist("host")
+    if len(hosts) != 1 or not _HOSTS.fullmatch(hosts[0]):
+        return HTTPStatus.MISDIRECTED_REQUEST, "This server answers only as 127.0.0.1 or localhost."
+    if any(origin != f"http://{hosts[0]}" for origin in headers.getlist("origin")):
+        return HTTPStatus.FORBIDDEN, "The request comes from a page of another origin."
+    # A link on another site may be followed; images, scripts and forms of another site may not.
+    navigates = method == "GET" and headers.getlist("sec-fetch-mode") == ["navigate"]
+    if {*headers.getlist("sec-fetch-site")} - {"same-origin", "none"} and not navigates:
+        return HTTPStatus.FORBIDDEN, "The request comes from a page of another site."
+    return None
 
 
 def _page(make: Callable[[Params], str]) -> Handler:
@@ -86,21 +121,33 @@ def _table(pages: Pages) -> Handler:
     return answer
 
 
-def _post(pages: Pages, change: Callable[[Params], str]) -> Handler:
+def _post(pages: Pages, change: Callable[[Params], str], patience: float) -> Handler:
     """Return the handler of a form; it changes something and leads to a page."""
 
+    def refused(status: HTTPStatus, said: str) -> Response:
+        page = pages.message(f"{status.value} {status.phrase}", said)
+        return HTMLResponse(page, status, {"connection": "close"})
+
     async def answer(request: Request) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0].strip() != _FORM:
-            return HTMLResponse(pages.message("415 Unsupported Media Type", f"Expected {_FORM}."), 415)
+        body = bytearray()
         try:
-            text = (await request.body()).decode()
-            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
-        except ValueError:
-            return HTMLResponse(pages.message("400 Bad Request", "The form cannot be read."), 400)
-        fields = _params(pairs)
-        if not secrets.compare_digest(fields.pop("token", "").encode(), pages.token.encode()):
+            async with asyncio.timeout(patience):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > _MOST_BYTES:
+                        said = f"The request is larger than {_MOST_BYTES} bytes."
+                        return refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, said)
+            fields = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+        except TimeoutError:
+            return refused(HTTPStatus.REQUEST_TIMEOUT, "The request was not sent in time.")
+        except (ValueError, ClientDisconnect):
+            return refused(HTTPStatus.BAD_REQUEST, "The form cannot be read.")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != _FORM:
+            return refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Expected {_FORM}.")
+        params = _params(fields)
+        if not secrets.compare_digest(params.pop("token", "").encode(), pages.token.encode()):
             said = "The form is not of this server, or of one that was restarted. Load the page again."
-            return HTMLResponse(pages.message("403 Forbidden", said), 403)
-        return RedirectResponse(await run_in_threadpool(change, fields), 303)
+            return refused(HTTPStatus.FORBIDDEN, said)
+        return RedirectResponse(await run_in_threadpool(change, params), 303)
 
     return answer

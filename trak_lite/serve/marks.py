@@ -14,7 +14,16 @@ from typing import Any, Final, final
 
 from trak_lite._validate import one_of, parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store.disk.files import locked_file, named_errors, open_file, read_file, sync_folder, write_all
+from trak_lite.store.disk.files import (
+    locked_file,
+    named_errors,
+    open_file,
+    read_file,
+    remove_file,
+    rename,
+    sync_folder,
+    write_file,
+)
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -131,19 +140,14 @@ class MarksFile:
             "dataset": self._dataset,
             "marks": {str(row): asdict(mark) for row, mark in sorted(marks.items())},
         }
-        unfinished = self.path.with_name(f".{self.path.name}.new")
-        unfinished.unlink(
-            missing_ok=True
-        )  # of a killed process; a link is removed, what it names is not changed
-        fd = open_file(str(unfinished), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(fd, json.dumps(content, indent=1).encode(), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        seal(str(unfinished), _SEALED_AS)
-        unfinished.replace(self.path)
-        sync_folder(str(self.path.parent))
+        path = str(self.path)
+        unfinished = str(self.path.with_name(f".{self.path.name}.new"))
+        with contextlib.suppress(FileNotFoundError):
+            remove_file(unfinished)  # of a killed process; a link is removed, what it names is not changed
+        write_file(unfinished, json.dumps(content, indent=1).encode())
+        seal(unfinished, _SEALED_AS)  # and sync it
+        rename(unfinished, path)
+        sync_folder(os.path.dirname(path))
 
 
 def relabelling(marks: Mapping[int, Mark], labels: Sequence[str] | None) -> str:

@@ -12,11 +12,23 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.serve.guard import PATIENCE
+from trak_lite.serve.app import PATIENCE
+from trak_lite.serve.pages import policy
 
 __all__ = ["ADDRESS", "listener", "server"]
 
 ADDRESS: Final = "127.0.0.1"
+_HEADERS: Final = [
+    ("x-content-type-options", "nosniff"),
+    (
+        "referrer-policy",
+        "same-origin",
+    ),  # with no-referrer, browsers send "Origin: null" with the forms of the page
+    ("cross-origin-opener-policy", "same-origin"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cache-control", "no-store"),
+]
+"""What every answer says to the browser, beside the policy of the pages."""
 _MOST_CONNECTIONS: Final = 64
 _HEADER_BYTES: Final = 64 << 10  # a text in a URL takes up to three times its bytes
 
@@ -55,6 +67,7 @@ def server(application: Any, *, patience: float = PATIENCE) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        headers=[*_HEADERS, ("content-security-policy", policy())],
         limit_concurrency=_MOST_CONNECTIONS,
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=5,
@@ -66,12 +79,10 @@ def server(application: Any, *, patience: float = PATIENCE) -> uvicorn.Server:
 class _Impatient(H11Protocol):
     """uvicorn's protocol with time limits, which it lacks, for the headers of a request and for slow readers."""
 
-    _sending: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
-
     def __init__(self, *args: Any, patience: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._patience = patience
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -81,40 +92,36 @@ class _Impatient(H11Protocol):
             milliseconds = math.ceil(1000 * self._patience)
             connection = transport.get_extra_info("socket")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self._watch()
+        self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        _stop(self._sending)
-        _stop(self._reading)
+        for timer in self._timers.values():
+            timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Stop waiting once the headers are complete; the application limits the time of the body."""
         super().data_received(data)
-        self._watch()
+        self._wait_for_headers()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._wait_for_headers()
 
     def pause_writing(self) -> None:
-        """Wait for the client to accept what it was sent."""
         super().pause_writing()
-        _stop(self._reading)
-        self._reading = self.loop.call_later(self._patience, self.transport.abort)
+        self._wait("the client accepts what it was sent", True)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        _stop(self._reading)
+        self._wait("the client accepts what it was sent", False)
 
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            _stop(self._sending)
-            self._sending = None
-        elif self._sending is None:
-            self._sending = self.loop.call_later(self._patience, self.transport.abort)
+    def _wait_for_headers(self) -> None:
+        """Wait for the headers of a request unless one is being answered, whose body the application waits for."""
+        self._wait("the headers are complete", self.cycle is None or self.cycle.response_complete)
 
-
-def _stop(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def _wait(self, until: str, waits: bool) -> None:
+        """Close the connection if this takes too long; a timer that runs already goes on."""
+        if waits and until not in self._timers:
+            self._timers[until] = self.loop.call_later(self._patience, self.transport.abort)
+        elif not waits and until in self._timers:
+            self._timers.pop(until).cancel()

@@ -44,7 +44,6 @@ class GradientComputerTests(ABC):
         """Return a new computer for the model."""
 
     def test_a_row_is_the_gradient_of_its_sample(self) -> None:
-        """Every row equals one backward pass over that sample alone."""
         model, batch = _network(), _images(4)
 
         _assert_same(self._gradients(model, batch), _by_loop(model, batch))
@@ -109,13 +108,11 @@ class GradientRuleTests(ABC):
         _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
 
     def test_a_single_sample_is_a_batch(self) -> None:
-        """A batch of one sample works as any other batch."""
         layer, batch = self._layer(), self._input(1)
 
         _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
 
     def test_the_layer_below_gets_its_gradient_too(self) -> None:
-        """The rule does not stop gradients from reaching the layer below."""
         layer, batch = self._layer(), self._input(3)
         if not batch[0].is_floating_point():
             return

@@ -60,7 +60,6 @@ class MethodTests(ABC):
         assert set(values) - {"version"} == {"name", *fields}
 
     def test_deciding_twice_changes_nothing(self) -> None:
-        """``decided`` of a decided method is the same method."""
         layout = _attributor(self.make_method()).layout
         decided = self.make_method().decided(layout)
 
@@ -90,7 +89,6 @@ class MethodTests(ABC):
         assert self._scores(dense=False).numpy().tobytes() == self._scores().numpy().tobytes()
 
     def test_a_target_has_the_same_scores_beside_others(self) -> None:
-        """The scores of a target do not depend on the targets that it is scored with."""
         alone = self._scores(targets=slice(2, 3)).numpy()
 
         np.testing.assert_allclose(alone, self._scores().numpy()[:, 2:3], rtol=1e-4, atol=_small(alone))

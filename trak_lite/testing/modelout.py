@@ -135,7 +135,6 @@ class ModelOutputTests:
             torch.testing.assert_close(row, expected, rtol=_RTOL, atol=_ATOL)
 
     def test_an_invalid_sample_is_named_when_run_eagerly(self, case: ModelOutputCase) -> None:
-        """The error names the sample."""
         _skip_without_invalid(case)
         for batch, sample in case.invalid:
             with pytest.raises(InvalidInputError, match=rf"[Ss]ample {sample}\b"):
@@ -162,7 +161,6 @@ class ModelOutputTests:
         torch.testing.assert_close(column.reshape(-1), _evaluate(case).out_to_loss_grad)
 
     def test_evaluate_leaves_the_batch_as_it_was(self, case: ModelOutputCase) -> None:
-        """``evaluate`` removes no key from the caller's batch and writes to no tensor."""
         before = copy.deepcopy(case.batch)
         _evaluate(case)
 

@@ -61,7 +61,6 @@ class ProjectorTests(ABC):
         assert bool(features.any())
 
     def test_projection_is_linear(self, projector: AbstractProjector) -> None:
-        """The features of a x + b y are a times those of x plus b times those of y."""
         x, y = _gradients(0), _gradients(1)
         combined = {name: 2.5 * x[name] - 0.5 * y[name] for name in x}
 
@@ -87,7 +86,6 @@ class ProjectorTests(ABC):
         _assert_close(features.double() @ rows.T, torch.stack(products).sum(0))
 
     def test_a_row_does_not_depend_on_its_batch(self, projector: AbstractProjector) -> None:
-        """A sample has the same feature row alone and in a batch."""
         grads = _gradients(0)
         alone = [
             _project(projector, {name: grad[row : row + 1] for name, grad in grads.items()})
@@ -97,14 +95,12 @@ class ProjectorTests(ABC):
         _assert_close(torch.cat(alone), _project(projector, grads))
 
     def test_the_order_of_blocks_does_not_matter(self, projector: AbstractProjector) -> None:
-        """Blocks in reverse order give the same features."""
         grads = _gradients(0)
         backward = [DenseBlock(name, grads[name]) for name in reversed(grads)]
 
         _assert_close(_accumulate(projector, backward), _project(projector, grads))
 
     def test_rows_may_come_in_chunks(self, projector: AbstractProjector) -> None:
-        """Blocks that cover parts of the batch give the same features as whole blocks."""
         grads = _gradients(0)
         chunks = [
             DenseBlock(name, grad[start : start + 4], start)
@@ -115,7 +111,6 @@ class ProjectorTests(ABC):
         _assert_close(_accumulate(projector, chunks), _project(projector, grads))
 
     def test_a_factored_block_counts_as_its_dense_gradient(self, projector: AbstractProjector) -> None:
-        """Factors of a matrix parameter give the same features as their product."""
         inputs, output_grads = _random(0, _NUM_SAMPLES, 4, 3), _random(1, _NUM_SAMPLES, 4, 5)
         product = torch.einsum("bto,bti->boi", output_grads, inputs)
 
@@ -123,7 +118,6 @@ class ProjectorTests(ABC):
         _assert_close(factored, _accumulate(projector, [DenseBlock("embed", product)]))
 
     def test_a_missing_parameter_counts_as_zero(self, projector: AbstractProjector) -> None:
-        """A parameter without a block gives the same features as one with zero gradient."""
         grads = _gradients(0)
         some = [DenseBlock(name, grad) for name, grad in grads.items() if name != "body.weight"]
         zero = {**grads, "body.weight": torch.zeros_like(grads["body.weight"])}
@@ -131,7 +125,6 @@ class ProjectorTests(ABC):
         _assert_close(_accumulate(projector, some), _project(projector, zero))
 
     def test_project_gives_what_the_accumulator_gives(self, projector: AbstractProjector) -> None:
-        """Collected gradients and streamed blocks give the same features."""
         grads = _gradients(0)
 
         _assert_close(projector.project(grads, 3), _project(projector, grads, model_id=3))
@@ -153,7 +146,6 @@ class ProjectorTests(ABC):
         assert torch.equal(_project(projector, _gradients(0)), before)
 
     def test_two_projectors_with_equal_settings_are_one_map(self) -> None:
-        """Features and fingerprint depend only on the settings."""
         one, other = (self.make_projector(self.proj_dim, seed=5) for _ in range(2))
         _project(one, _gradients(1), model_id=9)  # must not change later features
 
@@ -267,7 +259,6 @@ class RandomProjectorTests(ProjectorTests):
         _assert_close(accumulator.features(), torch.stack(parts).sum(0))
 
     def test_the_fingerprint_depends_on_seed_and_size(self) -> None:
-        """Different settings have different fingerprints."""
         settings = [(self.proj_dim, 0), (self.proj_dim, 1), (2 * self.proj_dim, 0)]
         fingerprints = [
             json.dumps(self.make_projector(proj_dim, seed=seed).fingerprint(), sort_keys=True)
