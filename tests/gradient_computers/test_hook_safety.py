@@ -555,6 +555,7 @@ class Flagged:
 
 FLAGS: dict[str, Callable[[Tensor, bool], Any]] = {
     "tuple": lambda x, turn: (x, turn),
+    "list": lambda x, turn: [x, turn],
     "dataclass": Flagged,
     "dict": lambda x, turn: {"x": x, "turn": turn},
     "mapping that is no dict": lambda x, turn: UserDict(x=x, turn=turn),
