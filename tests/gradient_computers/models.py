@@ -270,17 +270,6 @@ class OddUses(nn.Module):
         return self.bilinear(h, torch.sigmoid(h)) * self.table.mean((0, 1))[:3]
 
 
-class SparseEmbeddings(nn.Module):
-    """Embeddings whose gradients torch gives as sparse tensors; the positions' has no batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(5, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return (self.tokens(ids) * self.positions(torch.arange(4))).tanh()
-
-
 class Hidden(torch.autograd.Function):
     """``2 x w``, hidden from everything but autograd."""
 
@@ -360,6 +349,10 @@ def by_loop(
         name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
         for k, (name, p) in enumerate(kept.items())
     }
+
+
+class Tagged(Tensor):
+    """A tensor subclass of somebody else."""
 
 
 class Net(nn.Module):

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
-from models import Build, Forward, SparseEmbeddings, assert_same, by_loop
+from models import Build, Forward, Opaque, assert_same, by_loop
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
+from torch.utils.data import TensorDataset
 
+from trak_lite import Attributor
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
     AbstractGradientComputer,
     FunctionalGradientComputer,
+    HookGradientComputer,
     IterativeGradientComputer,
     choose_gradient_computer,
     collect_gradients,
+    register_gradient_rule,
     select_parameters,
 )
-from trak_lite.modelout_functions import resolve_task
+from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.testing import GradientComputerTests, GradientRuleTests
 from trak_lite.types import DenseBlock, GradientBlock
 
 Computer = Callable[..., AbstractGradientComputer]
@@ -124,62 +132,58 @@ def test_an_empty_batch_gives_empty_blocks(computer: Computer) -> None:
 
 
 @every_computer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_keep_the_dtype_of_the_model(computer: Computer, dtype: torch.dtype) -> None:
-    """The original's iterative computer returns float32 for a float64 model."""
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        *((torch.float32, autocast) for autocast in (None, torch.bfloat16, torch.float16)),
+        *((dtype, None) for dtype in (torch.float64, torch.bfloat16)),
+    ],
+)
+def test_gradients_keep_the_dtype_of_the_model(
+    computer: Computer, dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    """The original's iterative computer returns float32 for a float64 model; autocast changes the forward pass."""
     model, batch = make(dtype=dtype)
 
-    assert {grad.dtype for grad in collect_gradients(computer(model, MARGIN), batch).values()} == {dtype}
-
-
-@every_computer
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-def test_autocast_changes_the_forward_pass_and_not_the_dtype(
-    computer: Computer, autocast: torch.dtype
-) -> None:
-    model, batch = make(dtype=torch.float32)
-
     exact = collect_gradients(computer(model, MARGIN), batch)
-    half = collect_gradients(computer(model, MARGIN, autocast_dtype=autocast), batch)
+    found = collect_gradients(computer(model, MARGIN, autocast_dtype=autocast), batch)
 
-    for name, grad in half.items():
-        assert grad.dtype == torch.float32
-        assert not torch.equal(grad, exact[name])
+    for name, grad in found.items():
+        assert grad.dtype == exact[name].dtype == dtype
+        assert torch.equal(grad, exact[name]) == (autocast is None)
         torch.testing.assert_close(grad, exact[name], rtol=0.1, atol=0.05)
 
 
 # Which parameters
 
 
+CNN = "cnn with eval batch norm and dropout"
+
+
 @every_computer
-def test_parameters_that_require_grad_are_kept_and_frozen_ones_if_asked_for(computer: Computer) -> None:
+@pytest.mark.parametrize(
+    ("name", "frozen", "choice", "expected"),
+    [
+        (CNN, ["0.weight"], None, ["0.bias", "1.weight", "1.bias", "4.weight", "4.bias"]),
+        (CNN, ["*"], ["4.bias", "0.weight"], ["0.weight", "4.bias"]),
+        (CNN, [], [nn.BatchNorm2d], ["1.weight", "1.bias"]),
+        ("tied weights", [], ["decode.weight"], ["encode.weight"]),
+    ],
+    ids=["those that require grad", "frozen ones", "by the class of a module", "by the other name"],
+)
+def test_the_parameters_that_are_asked_for_are_kept(
+    computer: Computer, name: str, frozen: list[str], choice: Any, expected: list[str]
+) -> None:
     """The original's iterative computer fails on grad_wrt and on frozen parameters."""
-    model, batch = make("cnn with eval batch norm and dropout")
-    expected = by_loop(model, margin_of, batch, ["0.weight", "4.bias"])
-    model[0].weight.requires_grad_(False)
-    assert list(collect_gradients(computer(model, MARGIN), batch)) == [
-        name for name, _ in model.named_parameters() if name != "0.weight"
-    ]
+    model, batch = make(name)
+    for one in select_parameters(model, frozen).values() if frozen else ():
+        one.requires_grad_(False)
+    flags = [p.requires_grad for p in model.parameters()]
 
-    model.requires_grad_(False)
-    grads = collect_gradients(computer(model, MARGIN, grad_wrt=["4.bias", "0.weight"]), batch)
+    grads = collect_gradients(computer(model, MARGIN, grad_wrt=choice), batch)
 
-    assert_same(grads, expected)
-    assert not any(p.requires_grad for p in model.parameters())
-    with pytest.raises(InvalidInputError, match="No parameter of Sequential requires grad"):
-        collect_gradients(computer(model, MARGIN), batch)
-
-
-@every_computer
-def test_parameters_are_chosen_by_either_name_or_the_class_of_their_module(computer: Computer) -> None:
-    model, batch = make()
-    by_name = collect_gradients(computer(model, MARGIN, grad_wrt=["decode.weight"]), batch)
-    assert_same(by_name, by_loop(model, margin_of, batch, ["encode.weight"]))
-
-    model, batch = make("cnn with eval batch norm and dropout")
-    by_class = collect_gradients(computer(model, MARGIN, grad_wrt=[nn.BatchNorm2d]), batch)
-    assert_same(by_class, by_loop(model, margin_of, batch, ["1.weight", "1.bias"]))
-    assert choose_gradient_computer(model, MARGIN, batch, nn.BatchNorm2d)[0] == "hook"
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert_same(grads, by_loop(model, margin_of, batch, expected))
 
 
 def network() -> nn.Module:
@@ -194,17 +198,15 @@ def network() -> nn.Module:
         ([nn.LayerNorm], ["1.weight", "1.bias"]),
         ([nn.LayerNorm, "*.1.weight"], ["1.weight", "1.bias", "2.1.weight"]),
         ("2.1.bias", ["2.1.bias"]),
-        (["?.bias"], ["0.bias", "1.bias"]),
+        (["?.bias"], ["0.bias", "1.bias", "3.bias"]),
+        ([nn.Conv1d], ["3.bias", "3.parametrizations.weight.original"]),
     ],
 )
 def test_a_class_stands_for_what_its_modules_own_patterns_for_names(choice: Any, expected: list[str]) -> None:
-    assert list(select_parameters(network(), choice)) == expected
+    """A parametrized weight is its module's own."""
+    model = network().append(orthogonal(nn.Conv1d(2, 2, 1)))
 
-
-def test_a_parametrized_weight_counts_as_its_modules_own() -> None:
-    model = nn.Sequential(orthogonal(nn.Linear(3, 3)), nn.LayerNorm(3))
-
-    assert list(select_parameters(model, nn.Linear)) == ["0.bias", "0.parametrizations.weight.original"]
+    assert list(select_parameters(model, choice)) == expected
 
 
 @pytest.mark.quick
@@ -267,16 +269,20 @@ def test_flags_and_gradients_of_the_model_are_untouched_also_after_an_error(comp
 
 
 @every_computer
-def test_an_error_of_the_sink_comes_through_as_it_is(computer: Computer) -> None:
+def test_an_error_of_the_sink_comes_through_as_it_is_and_leaves_nothing(computer: Computer) -> None:
     model, batch = make()
-    error = ValueError("no room")
+    made, error = computer(model, MARGIN), ValueError("no room")
 
     def full(_: GradientBlock) -> None:
         raise error
 
     with pytest.raises(ValueError, match="no room") as caught:
-        computer(model, MARGIN).stream_gradients(batch, full)
+        made.stream_gradients(batch, full)
+
     assert caught.value is error
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert_same(collect_gradients(made, batch), by_loop(model, margin_of, batch))
 
 
 @every_computer
@@ -317,6 +323,17 @@ def test_dropout_in_train_mode_draws_another_mask_for_every_sample(name: str) ->
     assert not torch.equal(grads["2.weight"][0], grads["2.weight"][1])
 
 
+class SparseEmbeddings(nn.Module):
+    """Embeddings whose gradients torch gives as sparse tensors; the positions' has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.tokens(ids) * self.positions(torch.arange(4))).tanh()
+
+
 @pytest.mark.parametrize("name", ["hook", "iterative"])
 def test_sparse_gradients_come_dense(name: str) -> None:
     torch.manual_seed(0)
@@ -329,34 +346,6 @@ def test_sparse_gradients_come_dense(name: str) -> None:
         grads = torch.autograd.grad(model(ids[i]).sum(), list(model.parameters()))
         for grad, values in zip(grads, found.values(), strict=True):
             torch.testing.assert_close(values[i], grad.to_dense(), rtol=1e-10, atol=1e-12)
-
-
-# Batches
-
-
-@every_computer
-@pytest.mark.parametrize(
-    ("output", "labels", "message"),
-    [
-        (lambda call, batch: call(batch[0]).sum(), 5, "one number per sample"),
-        (None, 3, "disagree on the number of samples"),
-    ],
-    ids=["an f that reduces over the batch", "samples of unequal number"],
-)
-def test_an_f_that_is_no_row_is_refused(computer: Computer, output: Any, labels: int, message: str) -> None:
-    model, batch = make()
-    task = MARGIN if output is None else resolve_task(output)
-
-    with pytest.raises(InvalidInputError, match=message):
-        collect_gradients(computer(model, task), (batch[0], batch[1][:labels]))
-
-
-@every_computer
-def test_batch_norm_in_train_mode_is_refused_because_it_mixes_samples(computer: Computer) -> None:
-    model, batch = make("cnn with eval batch norm and dropout")
-
-    with pytest.raises(UnsupportedModelError, match=r"\['1'\] normalise over the batch.*eval\(\)"):
-        collect_gradients(computer(model.train(), MARGIN), batch)
 
 
 # Computers of users
@@ -445,7 +434,7 @@ def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer
     torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)
 
 
-# The functional and the iterative computer where a model or a batch does not allow what they do
+# What a model or a batch does not allow
 
 IMAGES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 
@@ -471,14 +460,6 @@ def squares(call: Forward, batch: Any) -> Tensor:
 SQUARES = resolve_task(squares)
 
 
-def test_a_model_that_vmap_cannot_transform_is_named_with_the_computer_to_use() -> None:
-    model = Layer(lambda y: y * 2 if y.sum().item() > 0 else y)
-    message = r"\.item\(\).*y\.sum\(\)\.item\(\).*IterativeGradientComputer"
-
-    with pytest.raises(UnsupportedModelError, match=message):
-        collect_gradients(FunctionalGradientComputer(model, SQUARES), (IMAGES,))
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "after",
@@ -495,27 +476,216 @@ def test_the_iterative_computer_runs_each_sample_alone(after: Forward) -> None:
     assert_same(found, by_loop(model, squares, (IMAGES,)))
 
 
-@pytest.mark.parametrize(
-    ("after", "cause"),
-    [
-        (lambda y: y / y.squeeze().norm(dim=1, keepdim=True), "IndexError: Dimension out of range"),
-        (lambda y: nn.functional.group_norm(y, 4), "ValueError: Expected more than 1 value per channel"),
-    ],
-    ids=["squeezed", "group of one entry"],
-)
-def test_a_model_that_cannot_run_on_one_sample_is_named(after: Forward, cause: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"Layer runs on a batch, but not on one .*{cause}"):
-        collect_gradients(IterativeGradientComputer(Layer(after), SQUARES), (IMAGES,))
+def of_cnn(change: Callable[[nn.Module], nn.Module]) -> Any:
+    model, batch = make(CNN)
+    return change(model), batch, MARGIN
+
+
+def after(function: Forward, *others: Callable[[], Tensor]) -> Callable[[], Any]:
+    """Return what makes a :class:`Layer` and a batch of images, or of images and others."""
+    return lambda: (Layer(function), (IMAGES, *(other() for other in others)), SQUARES)
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(n) for n in (1, 2, 3)], layout=torch.jagged)
+
+
+EVERY = tuple(GRADIENT_COMPUTERS)
+REDUCING = resolve_task(lambda call, batch: call(batch[0]).sum())
+NOT_ONE = "Layer runs on a batch, but not on one .*"
+INVALID: list[tuple[Any, Callable[[], Any], str]] = [
+    (EVERY, lambda: (*make(), REDUCING), "one number per sample"),
+    (
+        EVERY,
+        lambda: (make()[0], (torch.ones(5, 5), torch.ones(3)), MARGIN),
+        "disagree on the number of samples",
+    ),
+    (
+        EVERY,
+        lambda: of_cnn(lambda model: model.requires_grad_(False)),
+        "No parameter of Sequential requires grad",
+    ),
+    (
+        ["iterative"],
+        after(lambda y, _: y, lambda: torch.eye(3).to_sparse()),
+        "Sample 0 cannot be taken .*to_dense",
+    ),
+    (["iterative"], after(lambda y, _: y, nested), "Sample 0 cannot be taken out of its batch .*to_dense"),
+]
+UNSUPPORTED: list[tuple[Any, Callable[[], Any], str]] = [
+    (EVERY, lambda: of_cnn(nn.Module.train), r"\['1'\] normalise over the batch.*eval\(\)"),
+    (
+        ["functional"],
+        after(lambda y: y * 2 if y.sum().item() > 0 else y),
+        r"\.item\(\).*y\.sum\(\)\.item\(\).*IterativeGradientComputer",
+    ),
+    (
+        ["iterative"],
+        after(lambda y: y / y.squeeze().norm(dim=1, keepdim=True)),
+        NOT_ONE + "IndexError: Dimension out of range",
+    ),
+    (
+        ["iterative"],
+        after(lambda y: nn.functional.group_norm(y, 4)),
+        NOT_ONE + "ValueError: Expected more than 1 value per channel",
+    ),
+]
+REFUSED = [(InvalidInputError, *case) for case in INVALID] + [
+    (UnsupportedModelError, *case) for case in UNSUPPORTED
+]
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.nested.nested_tensor([torch.ones(n) for n in (1, 2, 3)], layout=torch.jagged),
-    ],
-    ids=["sparse", "nested"],
+    ("error", "name", "build", "message"),
+    [(error, name, *rest) for error, names, *rest in REFUSED for name in names],
 )
-def test_a_batch_that_cannot_be_sliced_is_named(other: Callable[[], Tensor]) -> None:
-    with pytest.raises(InvalidInputError, match=r"Sample 0 cannot be taken out of its batch .*to_dense"):
-        collect_gradients(IterativeGradientComputer(Layer(lambda y, _: y), SQUARES), (IMAGES, other()))
+def test_what_is_refused_is_named(error: Any, name: str, build: Any, message: str) -> None:
+    model, batch, task = build()
+
+    with pytest.raises(error, match=message):
+        collect_gradients(GRADIENT_COMPUTERS[name](model, task), batch)
+
+
+# The automatic choice, and its reason in the log and in the manifest
+
+
+def total(call: ModelCall, batch: Any) -> Tensor:
+    return call(batch[0]).sum(1)
+
+
+class _OneAtATime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = x.reshape(1, 4)
+        return self.linear(row) * row.sum().item()  # which vmap cannot read
+
+
+@pytest.mark.quick
+def test_the_functional_computer_is_next_and_the_iterative_one_last() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 2).double(), (torch.randn(4, 3, dtype=torch.float64),)
+
+    def loop(call: ModelCall, batch: Any) -> Tensor:
+        return torch.stack([call(x).sum() for x in batch[0]])
+
+    def branch(call: ModelCall, batch: Any) -> Tensor:
+        return torch.stack([call(x).sum() * (2 if x.sum() > 0 else 1) for x in batch[0]])
+
+    name, reason, _ = choose_gradient_computer(model, resolve_task(loop), batch, "weight")
+    assert name == "functional"
+    assert reason.startswith("hook: The model runs")
+    name, reason, computer = choose_gradient_computer(model, resolve_task(branch), batch)
+    assert name == "iterative"
+    assert "functional: torch.func.vmap cannot transform" in reason
+    assert_same(collect_gradients(computer, batch), by_loop(model, branch, batch))
+
+
+def test_the_last_resort_is_tried_under_autocast_and_on_one_sample_at_a_time() -> None:
+    seen: list[Any] = []
+
+    def output(call: Any, batch: Any) -> Tensor:
+        out = call(batch[0])
+        seen.append(out.dtype)
+        return out.float().sum(1)
+
+    name, reason, _ = choose_gradient_computer(
+        _OneAtATime(), resolve_task(output), (torch.ones(3, 4),), autocast_dtype=torch.bfloat16
+    )
+
+    assert name == "iterative"
+    assert "hook: RuntimeError: shape '[1, 4]' is invalid" in reason
+    assert {*seen} == {torch.bfloat16}
+    images = make(CNN)
+    assert choose_gradient_computer(images[0], MARGIN, images[1], nn.BatchNorm2d)[0] == "hook"
+
+
+def test_manifest_and_log_hold_the_reason_of_a_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    data = TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
+    for choice in ("auto", "hook"):
+        path = tmp_path / f"{choice}.zarr"
+        made = Attributor(
+            model, task="image_classification", path=path, proj_dim=4, gradient_computer=choice, device="cpu"
+        )
+        with caplog.at_level(logging.INFO, "trak_lite"):
+            made.featurize(data)
+        stored = json.loads((path / "zarr.json").read_text())["attributes"]["trak_lite"]["made_with"]
+
+        expected = "every kept parameter is covered" if choice == "auto" else None
+        assert stored.get("gradient_computer_reason") == expected
+        assert stored["settings"]["gradient_computer"] == "hook"
+        Attributor.open(path, model, device="cpu").featurize(data)
+    assert "'hook'" in caplog.text
+
+
+class _Failing(nn.Linear):
+    """Fails in its own way where the hooks' tensors read it."""
+
+    def __init__(self, error: type[Exception], fails_always: bool) -> None:
+        super().__init__(4, 3)
+        self.error, self.fails_always, self.calls = error, fails_always, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fails_always or self.calls == 1:
+            raise self.error
+        return super().forward(x)
+
+
+class _Unknown(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, _Unknown, NameError, OSError])
+def test_any_failure_leads_to_the_next_computer_and_that_of_all_is_told(error: type[Exception]) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(3, 4),)
+
+    name, reason, _ = choose_gradient_computer(_Failing(error, False), resolve_task(total), batch)
+    assert (name, error.__name__ in reason) == ("functional", True)
+    with pytest.raises(error):
+        choose_gradient_computer(_Failing(error, True), resolve_task(total), batch)
+
+
+# The public conformance kits, on what the package itself offers
+
+
+class TestHookComputer(GradientComputerTests):
+    def make_computer(self, model, task):
+        return HookGradientComputer(model, task)
+
+
+class TestFunctionalComputer(GradientComputerTests):
+    def make_computer(self, model, task):
+        return FunctionalGradientComputer(model, task)
+
+
+class TestIterativeComputer(GradientComputerTests):
+    def make_computer(self, model, task):
+        return IterativeGradientComputer(model, task)
+
+
+class Doubled(Opaque):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@register_gradient_rule(Doubled)
+def doubled(module, args, kwargs, grad):
+    return {"weight": (2 * grad * args[0]).sum(1)}
+
+
+class TestAUsersRule(GradientRuleTests):
+    """A layer that torch cannot see into, with the rule that its author wrote."""
+
+    def make_layer(self):
+        return Doubled()
+
+    def make_input(self, count):
+        return (torch.randn(count, 5, 4),)

@@ -10,10 +10,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from models import Net, assert_exact, hooked, rows, wavy
+from models import assert_exact, rows, wavy
 from test_hook_rules import COUNTS, MANY, Drawn, check, drawn, normal
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
@@ -220,52 +220,3 @@ def test_results_and_all_gradients_equal_those_of_torch(kind: str, packed: bool,
     torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-10)
     again = torch.autograd.grad(summed(results), wanted)
     torch.testing.assert_close(again, found, rtol=0, atol=0)
-
-
-# Recurrences that Python steps through
-
-
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-@pytest.mark.parametrize("steps", [4, 1, 2])
-def test_a_cell_that_steps_through_a_sequence_is_exact(cell: type[nn.RNNCellBase], steps: int) -> None:
-    """Its output is computed from the state that it returns beside it."""
-
-    def forward(s: Net, x: Tensor) -> Tensor:
-        state, total = None, 0
-        for step in x.unbind(1):
-            state = s.cell(step, state)
-            h = state[0] if isinstance(state, tuple) else state
-            total = total + h.sin()
-        return total + h + (state[1] if isinstance(state, tuple) else 0)
-
-    model, _ = hooked(forward)
-    model.cell = cell(4, 3).double()
-
-    assert_exact(model, (rows(3, steps),), self_check=False)
-
-
-def stepped(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    """Steps through a packed sequence in both directions, as Opacus' DPLSTM; backward, samples are added later."""
-    data, sizes, _, back = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    steps, outputs, last = data.split(sizes.tolist()), [], []
-    for layers, direction in (((s.a, s.b), 1), ((s.b, s.norm), -1)):
-        h, found = x.new_zeros(0, 4), []
-        for step in steps[::direction]:
-            h = torch.cat([h[: len(step)], step.new_zeros(max(len(step) - len(h), 0), 4)])
-            h = torch.tanh(layers[0](step) + layers[1](h))
-            found.append(h)
-        state = torch.zeros(len(x), 4, dtype=x.dtype)
-        for sample, length in enumerate(lengths.sort(descending=True).values.tolist()):
-            state[sample] = found[length - 1 if direction == 1 else -1][sample]
-        last.append(state[back])
-        outputs.append(torch.cat(found[::direction]))
-    every = PackedSequence(torch.cat(outputs, 1), sizes, unsorted_indices=back)
-    padded = pad_packed_sequence(every, batch_first=True, total_length=5)[0]
-    return torch.cat([s.c(padded[..., 4:]).flatten(1), padded.flatten(1), *last], 1)
-
-
-def test_a_packed_sequence_that_is_stepped_through_is_exact_whatever_the_first_lengths_were() -> None:
-    model, computer = hooked(stepped)
-
-    for lengths in ([2, 2, 2], [5, 4, 4, 1], [3, 5, 1, 4, 1], [4], [1, 5, 3, 3], [4, 1]):
-        assert_exact(model, (rows(len(lengths), 5), torch.tensor(lengths)), computer=computer)

@@ -25,7 +25,7 @@ from models import (
     wavy,
 )
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import UnsupportedModelError
@@ -257,168 +257,7 @@ def test_low_precision_finds_the_same_rows(autocast: torch.dtype | None) -> None
         assert error <= (1e-5 if autocast is None else 0.1) * float(value.norm()) + 1e-5, name
 
 
-# Rows moved by integers: the first batch hides it
-
-
-def places(expert: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of each sample among those of its expert, and the experts one-hot."""
-    hot = F.one_hot(expert, 3)
-    return ((hot.cumsum(0) - 1) * hot).sum(1), hot
-
-
-def ranks(keys: Tensor) -> Tensor:
-    i = torch.arange(len(keys))
-    before = (keys[:, None] == keys) & (i[:, None] > i)
-    return ((keys[:, None] > keys) | before).sum(1)
-
-
-def dispatched(s: Net, x: Tensor, expert: Tensor) -> Tensor:
-    """Switch-style: an expert's rows are written into a buffer one after the other."""
-    place, _ = places(expert)
-    buffer = x.new_zeros(3, len(x), 4)
-    buffer[expert, place] = s.a(x)
-    return s.c(torch.bmm(buffer, s.experts)[expert, place].tanh())
-
-
-def dispatched_by_view(s: Net, x: Tensor, expert: Tensor) -> Tensor:
-    place, _ = places(expert)
-    buffer = x.new_zeros(3, len(x), 4)
-    buffer.view(-1, 4)[expert * len(x) + place] = s.a(x)
-    return s.c(torch.bmm(buffer, s.experts)[expert, place].tanh())
-
-
-def dispatched_by_product(s: Net, x: Tensor, expert: Tensor) -> Tensor:
-    """By matrix products with zeros and ones."""
-    place, hot = places(expert)
-    where = (hot[:, :, None] * F.one_hot(place, len(x))[:, None, :]).to(x)
-    buffer = torch.einsum("bec,bd->ecd", where, s.a(x))
-    return s.c(torch.einsum("bec,ecd->bd", where, torch.bmm(buffer, s.experts)).tanh())
-
-
-def ranked(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    rank = ranks(keys)
-    return s.c(s.a(torch.zeros_like(x).index_copy(0, rank, x)).tanh()[rank])
-
-
-def gathered(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    index = ranks(keys)[:, None].expand(-1, 4)
-    return s.c(s.a(torch.zeros_like(x).scatter(0, index, x)).tanh().gather(0, index))
-
-
-def looked_up(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    rank = ranks(keys)
-    back = torch.zeros_like(rank).scatter(0, rank, torch.arange(len(x)))
-    return s.c(s.a(F.embedding(back, x)).tanh().index_select(0, rank))
-
-
-def taken(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    rank = ranks(keys)
-    moved = torch.zeros_like(x).index_put((rank,), x)
-    return s.c(torch.take_along_dim(s.a(moved).tanh(), rank[:, None].expand(-1, 4), 0))
-
-
-def taken_flat(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    at = ranks(keys)[:, None] * 4 + torch.arange(4)
-    return s.c(s.a(torch.zeros_like(x).put_(at, x)).tanh().take(at))
-
-
-def sorted_by_python(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    order = sorted(range(len(x)), key=lambda i: keys[i].item())
-    return s.c(s.a(x[order]).tanh()[[order.index(i) for i in range(len(x))]])
-
-
-def compacted(s: Net, x: Tensor, keys: Tensor) -> Tensor:
-    """As many rows as ever, whatever the keys."""
-    kept = keys != 1
-    index = torch.nonzero_static(kept, size=len(x), fill_value=0)[:, 0]
-    real = (torch.arange(len(x)) < kept.sum()).unsqueeze(1)
-    flat = s.a(x)
-    return torch.zeros_like(flat).index_add(0, index, s.b(flat[index]).tanh() * real)
-
-
-MOVING = [dispatched, dispatched_by_view, dispatched_by_product, ranked, gathered, looked_up, taken]
-MOVING += [taken_flat, sorted_by_python, compacted]
-
-
-@pytest.mark.parametrize("forward", MOVING, ids=lambda f: f.__name__)
-def test_rows_that_integers_move_are_exact_after_a_batch_that_hides_it(forward: Forward) -> None:
-    model, computer = hooked(forward)
-
-    for seed in (None, 1, 2):
-        keys = torch.zeros(8, dtype=torch.long)
-        if seed is not None:
-            keys = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed))
-        assert_exact(model, (rows(8), keys), computer=computer)
-
-
-# Samples in another order, or of unequal lengths
-
-
-def mapped(s: Net, x: Tensor) -> Tensor:
-    return s.c(s.a(x).tanh())
-
-
-def in_order(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    order = lengths.argsort(descending=True)
-    return mapped(s, x[order])[order.argsort()]
-
-
-def packed(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    found = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    return pad_packed_sequence(found._replace(data=mapped(s, found.data)), batch_first=True, total_length=5)[
-        0
-    ]
-
-
-def sorted_to_pack(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    """Sorted by hand, because a packed sequence wants falling lengths."""
-    lengths, order = lengths.sort(descending=True)
-    found = pack_padded_sequence(x[order], lengths, batch_first=True)
-    y, _ = pad_packed_sequence(s.rnn(found)[0], batch_first=True, total_length=5)
-    return mapped(s, y)[order.argsort()]
-
-
-def masked(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    mask = torch.arange(x.shape[1]) < lengths[:, None]
-    return torch.zeros_like(x[..., :3]).masked_scatter(mask[..., None], mapped(s, x[mask]))
-
-
-def summed(s: Net, pieces: list[Tensor], lengths: Tensor) -> Tensor:
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return torch.zeros(len(lengths), 3, dtype=torch.float64).index_add(0, owner, mapped(s, torch.cat(pieces)))
-
-
-RAGGED: dict[str, Forward] = {
-    "sorted": in_order,
-    "packed": packed,
-    "sorted to pack": sorted_to_pack,
-    "masked": masked,
-    "cut by numbers": lambda s, x, n: summed(s, [x[i][:k] for i, k in enumerate(n.tolist())], n),
-    "cut by integers": lambda s, x, n: summed(s, [x[i, : int(k)] for i, k in enumerate(n)], n),
-    "cut by tensors": lambda s, x, n: summed(s, [x[i, : n[i]] for i in range(len(x))], n),
-    "cut by sizes": lambda s, x, n: summed(s, [x[i].narrow(0, 0, n[i]) for i in range(len(x))], n),
-}
-
-
-def ragged(name: str) -> tuple[Any, HookGradientComputer]:
-    model, computer = hooked(RAGGED[name])
-    if name == "sorted to pack":
-        model.rnn = nn.LSTM(4, 2, batch_first=True, bidirectional=True).double()
-    return model, computer
-
-
-@pytest.mark.parametrize("name", RAGGED)
-def test_sorted_and_ragged_samples_are_exact_whatever_their_lengths(name: str) -> None:
-    """By a computer that has seen no other batch, and by one whose first batch had one row per sample."""
-    model, later = ragged(name)
-
-    for lengths in ([1, 1, 1, 1], [5, 4, 2, 3], [1, 5, 3, 4], [2, 1, 3, 2]):
-        batch = (rows(4, 5), torch.tensor(lengths))
-        assert_exact(model, batch, computer=later)
-        if lengths[0] > 1:
-            assert_exact(model, batch)
-    if name.startswith("cut"):
-        assert_exact(model, (rows(4, 5), torch.tensor([1, 2, 0, 1])), computer=later)
+# Rows of another number than ever
 
 
 def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> None:
@@ -426,7 +265,7 @@ def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> 
         """The sum of the lengths is on no tensor's shape but the rows'."""
         at = [(i, t) for i in range(len(x)) for t in range(2 + (len(x) > 3 and i == 1))]
         i, t = torch.tensor(at).t()
-        return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, i, mapped(s, x[i, t]))
+        return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, i, s.c(s.a(x[i, t]).tanh()))
 
     model, computer = hooked(forward, self_check=False)
     batch = (rows(5, 5),)
@@ -438,42 +277,6 @@ def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> 
         grads = torch.autograd.grad(wavy(ModelCall(model), batch)[i], used)
         for name, grad in zip(["a.weight", "c.bias"], grads, strict=True):
             torch.testing.assert_close(found[name][i], grad, rtol=1e-10, atol=1e-12)
-
-
-def test_sequences_that_are_parts_of_samples_are_summed_by_sample() -> None:
-    """Sentences of a text go through a recurrent layer as if they were samples, along either axis."""
-
-    class Text(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            steps = self.first(x.flatten(0, 1))[0].transpose(0, 1)
-            return self.second(steps)[0][-1].unflatten(0, x.shape[:2])
-
-    torch.manual_seed(0)
-    assert_exact(Text().double(), (rows(4, 5, 3),))
-
-
-@pytest.mark.parametrize("self_check", [True, False])
-@pytest.mark.parametrize("made", ["expanded", "multiplied", "looked up"])
-def test_a_row_made_of_a_parameter_goes_with_the_sample_beside_it(made: str, self_check: bool) -> None:
-    """Rows in the order of a value, each beside a row that is made for as many rows as there are."""
-
-    def forward(s: Net, x: Tensor) -> Tensor:
-        order = x[:, 0].argsort()
-        beside = {
-            "expanded": lambda: s.row.expand(len(x), -1),
-            "multiplied": lambda: torch.ones(len(x), 1, dtype=x.dtype) @ s.row,
-            "looked up": lambda: F.embedding(torch.zeros(len(x), dtype=torch.long), s.row),
-        }[made]()
-        joined = torch.cat([x[order], beside], 1).view(len(x), 2, 4)
-        return s.a(joined).tanh().flatten(1)[order.argsort()]
-
-    model, computer = hooked(forward, self_check=self_check)
-
-    assert_exact(model, (rows(7),), computer=computer)
 
 
 # What models pay that move no samples

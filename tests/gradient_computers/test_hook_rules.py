@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from models import Build, Conv1D, Forward, assert_exact, assert_same, by_loop, cast, hooked, rows, wavy
+from models import Build, Conv1D, Forward, assert_exact, assert_same, by_loop, cast, wavy
 from torch import Tensor, nn
 
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
@@ -376,22 +376,6 @@ def test_a_layer_at_many_options_equals_the_loop(layer: str, data: st.DataObject
 
 # What is not left to chance
 
-LARGE: dict[str, tuple[int, int, int, int]] = {
-    "in pieces": (48, 48, 1, 7),
-    "in pieces and groups": (64, 64, 2, 8),
-    "sample by sample": (64, 128, 1, 11),
-    "sample by sample, in groups": (128, 128, 2, 11),
-}
-
-
-@pytest.mark.parametrize(("inputs", "outputs", "groups", "size"), LARGE.values(), ids=LARGE)
-def test_large_convolutions_are_exact(inputs: int, outputs: int, groups: int, size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Conv2d(inputs, outputs, 3, padding=1, groups=groups).double()
-
-    assert_exact(model, (0.1 * torch.randn(9, inputs, size, size, dtype=torch.float64),))
-
-
 FIXED: dict[str, tuple[Build, tuple[int, ...]]] = {
     "unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
     "not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
@@ -527,28 +511,6 @@ PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
 @pytest.mark.parametrize(("operation", "shape"), PRODUCTS.values(), ids=PRODUCTS)
 def test_bare_parameters_in_products_and_look_ups(operation: Forward, shape: tuple[int, ...]) -> None:
     check(Drawn(partial(Scaled, operation, shape), (normal(3, 4, 5),), BY_ANY))
-
-
-NAMED: dict[str, Forward] = {
-    "a factor of add": lambda s, x: torch.add(x @ s.a.weight, 2, s.p),
-    "a factor of add in place": lambda s, x: (x @ s.a.weight).clone().add_(2, s.p),
-    "a factor of sub in place": lambda s, x: (x @ s.a.weight).clone().sub_(3, s.p),
-    "factors of addmm": lambda s, x: torch.addmm(s.p, x, s.a.weight, beta=0, alpha=2),
-    "sub by names": lambda s, x: torch.sub(other=s.p, input=x),
-    "matmul by names": lambda s, x: torch.matmul(other=s.a.weight, input=x),
-    "mm by names": lambda s, x: torch.mm(mat2=s.a.weight, input=x),
-    "a method by names": lambda s, x: x.matmul(other=s.a.weight),
-    "a parameter on the left by names": lambda s, x: torch.matmul(other=x.t(), input=s.a.weight).t(),
-    "a layer by names": lambda s, x: s.a(input=x),
-}
-
-
-@pytest.mark.filterwarnings("ignore:This overload of:UserWarning")
-@pytest.mark.parametrize("forward", NAMED.values(), ids=NAMED)
-def test_scalars_and_named_operands_keep_their_meaning(forward: Forward) -> None:
-    model, computer = hooked(forward)
-
-    assert_exact(model, (rows(3),), computer=computer)
 
 
 FORMS: dict[str, tuple[Build, Tensor, dict[str, Any]]] = {

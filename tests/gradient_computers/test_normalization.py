@@ -13,51 +13,30 @@ import pytest
 import torch
 from models import CASES, by_loop, make
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers import (
-    GRADIENT_COMPUTERS,
-    FunctionalGradientComputer,
-    HookGradientComputer,
-)
+from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.store import ZarrFeatureStore
 
 NONE, UNIT, BY_MODULE = Normalization(), Normalization("unit"), Normalization("unit", scope="module")
 
 
-class Samples(Dataset[Any]):
-    """The samples of a batch in a tuple or a dict."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return len(next(iter(self.batch.values())) if isinstance(self.batch, dict) else self.batch[0])
-
-    def __getitem__(self, index: int) -> Any:
-        if isinstance(self.batch, dict):
-            return {name: value[index] for name, value in self.batch.items()}
-        return tuple(value[index] for value in self.batch)
-
-
 def stored(
-    path: Path, model: nn.Module, output: Any, batch: Any, normalize: Normalization, computer: Any = "hook"
+    path: Path,
+    model: nn.Module,
+    output: Any,
+    batch: Any,
+    normalize: Normalization,
+    computer: Any = HookGradientComputer,
 ) -> tuple[Tensor, Tensor]:
     """The rows ``(B, P)`` of whole gradients, and the norms ``(B,)`` of what nothing divided."""
-    made = Attributor(
-        model,
-        output,
-        path,
-        projector="none",
-        dtype="float32",
-        store_norms=True,
-        normalize=normalize,
-        gradient_computer=computer,
-        device="cpu",
-    )
-    made.featurize(Rows(Samples(batch), batch_size=4, name="train"))
+    settings = {"projector": "none", "dtype": "float32", "store_norms": True, "device": "cpu"}
+    made = Attributor(model, output, path, normalize=normalize, gradient_computer=computer, **settings)
+    named = isinstance(batch, dict)
+    columns = zip(*(batch.values() if named else batch), strict=True)
+    samples = [dict(zip(batch, sample, strict=True)) if named else sample for sample in columns]
+    made.featurize(Rows(samples, batch_size=4, name="train"))
     with ZarrFeatureStore.open(path, mode="r") as store:
         table = store.open_table("ckpt-0")
         return torch.tensor(table.read("features")), torch.tensor(table.read("gradient_norm")).flatten()
@@ -95,61 +74,6 @@ def test_rows_and_norms_are_those_of_the_full_gradients(
     torch.testing.assert_close(norms.double(), divided(plain, NONE).norm(dim=1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS)
-def test_clipping_shortens_long_rows_and_keeps_the_bits_of_the_short(computer: str, tmp_path: Path) -> None:
-    case = CASES["small CNN"]
-    model, batch = make(case)
-    plain, norms = stored(tmp_path / "plain.zarr", model, case.output, batch, NONE, computer)
-    threshold = clipping_threshold(norms, quantile=0.5)
-
-    found, _ = stored(tmp_path / "clipped.zarr", model, case.output, batch, clip(threshold), computer)
-
-    short = norms <= threshold
-    assert 0 < int(short.sum()) < 4
-    assert torch.equal(found[short], plain[short])
-    torch.testing.assert_close(found[~short], plain[~short] / norms[~short, None].float() * threshold)
-
-
-@pytest.mark.parametrize("normalize", [UNIT, BY_MODULE, clip(0.1)], ids=str)
-def test_a_gradient_of_zero_stays_zero(normalize: Normalization, tmp_path: Path) -> None:
-    model, batch = nn.Linear(3, 2).double(), (torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]).double(),)
-
-    found, norms = stored(
-        tmp_path / "a.zarr",
-        model,
-        lambda call, batch: call(batch[0]).sum(1) * batch[0].abs().sum(1),
-        batch,
-        normalize,
-    )
-
-    assert found[0].any()
-    assert torch.equal(found[1], torch.zeros(8))
-    assert norms[1] == 0
-
-
-class FirstWeightOnly(FunctionalGradientComputer):
-    """Overrides an original's method, and gives nothing for the other parameters."""
-
-    def compute_per_sample_grad(self, batch: Any) -> dict[str, Tensor]:
-        grads = super().compute_per_sample_grad(batch)
-        return {name: grad * (name == "0.weight") for name, grad in grads.items()}
-
-
-@pytest.mark.parametrize("normalize", [UNIT, BY_MODULE], ids=["global", "module"])
-def test_a_subclass_that_overrides_an_originals_method_is_normalised_as_overridden(
-    normalize: Normalization, tmp_path: Path
-) -> None:
-    case = CASES["small CNN"]
-    model, batch = make(case)
-
-    found, _ = stored(tmp_path / "a.zarr", model, case.output, batch, normalize, FirstWeightOnly)
-
-    first = by_loop(model, case.output, batch, ["0.weight"])["0.weight"].flatten(1)
-    expected = first / first.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(found[:, : first.shape[1]].double(), expected, rtol=1e-5, atol=1e-7)
-    assert not found[:, first.shape[1] :].any()
-
-
 def test_the_norm_of_positions_that_cancel_keeps_its_digits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for width in (64, 1):  # products of positions, or of entries
@@ -184,16 +108,6 @@ def test_the_norm_of_positions_that_cancel_keeps_its_digits(tmp_path: Path) -> N
 # Settings
 
 
-def test_a_threshold_is_a_quantile_of_the_norms() -> None:
-    norms = torch.arange(1.0, 12.0)
-    read_only = np.arange(12, dtype=np.float32).reshape(3, 4)
-    read_only.flags.writeable = False
-
-    assert clipping_threshold(norms) == pytest.approx(10.0)
-    assert clipping_threshold(norms, quantile=1) == 11.0
-    assert clipping_threshold(read_only) == clipping_threshold(torch.arange(12.0)) == pytest.approx(9.9)
-
-
 def attributor(normalize: Any) -> Any:
     return Attributor(nn.Linear(2, 2), "image_classification", None, proj_dim=4, normalize=normalize)
 
@@ -222,6 +136,15 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_norms_and_settings_that_mean_nothing_are_refused(use: Callable[[], Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         use()
+
+
+def test_a_threshold_is_a_quantile_of_the_norms() -> None:
+    read_only = np.arange(12, dtype=np.float32).reshape(3, 4)
+    read_only.flags.writeable = False
+
+    assert clipping_threshold(torch.arange(1.0, 12.0)) == pytest.approx(10.0)
+    assert clipping_threshold(torch.arange(1.0, 12.0), quantile=1) == 11.0
+    assert clipping_threshold(read_only) == clipping_threshold(torch.arange(12.0)) == pytest.approx(9.9)
 
 
 def test_settings_come_back_from_json_and_a_norm_out_of_reach_gives_nan_and_not_a_short_row() -> None:
