@@ -28,7 +28,6 @@ __all__ = ["check_budget", "verify_run"]
 
 _SHARES: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out."""
-_MODELS_AT_ONCE: Final = 20
 
 
 def verify_run(
@@ -94,11 +93,8 @@ def verify_run(
             run.leave_out_fn,
             masks,
             lambda model: outputs_of_model(model, asked, rows, run.device),
-            models_at_once=_MODELS_AT_ONCE,
             path=None if folder is None else folder / f"{masks[0].sum()}-{subset_seed}.zarr",
-            seed=run.recipe.seed,
             digest=digest,
-            progress=None,
         )
         lds = linear_datamodeling_score(
             summed_over(scores, masks), None, retrained.mean, confidence=confidence

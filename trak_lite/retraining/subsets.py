@@ -63,6 +63,7 @@ OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
 
 OUTPUTS = "outputs"
 _MOST_CHUNKS = 1024
+_REPETITIONS_AT_ONCE = 20
 _CONDITIONS = "conditions"
 _FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
 """Exceptions that are treated as failures of the user's training."""
@@ -241,22 +242,20 @@ def retrain_run(
     masks: ArrayLike,
     output_fn: OutputFunction,
     *,
-    models_at_once: int,
     path: PathLike[str] | None,
-    seed: int,
     digest: str,
-    progress: bool | None,
 ) -> Retrained:
     """Repeat a run without some rows, as :func:`retrain_many`, or one by one if its model does not allow this.
 
     ``digest`` identifies the results. Stored ones are compared with a repetition, unless the recipe has a ``train_id``.
     """
-    plan = replace(_plan(training, masks, output_fn, (seed,), digest), train_id=training.recipe.train_id)
+    recipe = training.recipe
+    plan = replace(_plan(training, masks, output_fn, (recipe.seed,), digest), train_id=recipe.train_id)
     try:
-        return _filled(path, plan.side_by_side(training, output_fn, models_at_once), progress)
+        return _filled(path, plan.side_by_side(training, output_fn, _REPETITIONS_AT_ONCE), None)
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
-    return _filled(path, plan, progress)
+    return _filled(path, plan, None)
 
 
 def retrain_into(
