@@ -144,7 +144,6 @@ SOME: dict[str, int] = {
 
 EACH_VALUE: tuple[str, ...] = (
     "attributor/test_product.py",
-    "featurizing/test_normalized_features.py::test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand",
     "gradient_computers/test_computers.py::test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w",
     "gradient_computers/test_hook_models.py",
     "gradient_computers/test_hook_paths.py",

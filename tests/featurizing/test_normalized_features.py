@@ -38,7 +38,7 @@ CLIP, CLIP_BY_MODULE = clip(1.5), clip(0.8, scope="module")
 ADAM, ADAM_UPDATE = Normalization("adam"), Normalization("adam_update")
 BY_NORM, BY_ADAM = [NONE, UNIT, UNIT_BY_MODULE, CLIP, CLIP_BY_MODULE], [ADAM, ADAM_UPDATE]
 EVERY = [*BY_NORM, *BY_ADAM]
-COMPUTERS = ("hook", "functional", "iterative")
+COMPUTERS, ALL_COMPUTERS = ("hook", "functional", "iterative"), (UNIT_BY_MODULE, *BY_ADAM)
 
 
 def name_of(normalize):
@@ -179,9 +179,9 @@ def expected(normalize, side, *args, **settings):
     ("normalize", "computer"),
     [
         pytest.param(normalize, computer, id=f"{name_of(normalize)}-{computer}", marks=marks)
-        for normalize in EVERY
-        for computer in COMPUTERS
-        for marks in [pytest.mark.quick if normalize in BY_ADAM and computer == "hook" else ()]
+        for row, normalize in enumerate(EVERY)
+        for column, computer in enumerate(COMPUTERS)
+        for marks in [() if row % 3 == column or normalize in ALL_COMPUTERS else pytest.mark.campaign]
     ],
 )
 def test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand(

@@ -190,6 +190,8 @@ def test_proportional_quotas_are_largest_remainders():
     for k, expected in ((10, [5, 3, 2]), (7, [4, 2, 1]), (1, [1, 0, 0]), (100, [50, 30, 20])):
         found = select(np.zeros((100, 1)), k, "balanced", groups=labels, quotas="proportional").groups
         assert [found.tolist().count(label) for label in "abc"] == expected
+    some = {"groups": labels, "quotas": "proportional", "where": np.arange(100) < 80}  # without a "c"
+    assert select(np.zeros((100, 1)), 8, "balanced", **some).groups.tolist() == ["a"] * 5 + ["b"] * 3
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 5.0])

@@ -38,7 +38,7 @@ from trak_lite.errors import (
 )
 from trak_lite.featurizing.rows import RowPass, RowWork, featurize_rows
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.methods import Fisher
+from trak_lite.methods import EKFAC, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows, has_free_rows
@@ -53,7 +53,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Tabl
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout
 
-__all__ = ["FisherFits", "split_squares"]
+__all__ = ["FisherFits", "not_fitted", "require_writable", "split_squares"]
 
 _VERSION = 2
 _GRAM = "gram"
@@ -63,13 +63,32 @@ _PRODUCT_ROWS = 1024
 """Samples per float32 product; the products are summed in float64."""
 
 
+def require_writable(store: AbstractFeatureStore) -> None:
+    """Raise if a fit cannot be stored.
+
+    Raises:
+        ReadOnlyStoreError: If the store was opened for reading.
+    """
+    if not store.writable:
+        raise ReadOnlyStoreError(
+            f"The store at {store.path} is open for reading only, and a fit must be stored. Make it writable."
+        )
+
+
+def not_fitted(what: str, method: Fisher | EKFAC) -> StateError:
+    """Return the error of a fit that is read before it is made."""
+    return StateError(
+        f"The {what} is not fitted with the settings {method.fit_json()} on the present train rows. Call "
+        "score(targets, method=...) with this method, which fits it."
+    )
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class FisherFits:
     """Gram matrices of the checkpoints of a store, fitted with the settings of a method."""
 
     store: AbstractFeatureStore
-    """The open store."""
     method: Fisher
     """Its fields set the accuracy of the estimate of the Fisher information."""
 
@@ -101,10 +120,7 @@ class FisherFits:
         """
         table = self._fitted(path, layout)
         if table is None:
-            raise StateError(
-                f"The Fisher information of {path} is not fitted with the settings {self.method.fit_json()} on the "
-                "present train rows. Call score(targets, method=...) with this method, which fits it."
-            )
+            raise not_fitted(f"Fisher information of {path}", self.method)
         dtype = wide_dtype(device)
         return [
             torch.cat(
@@ -150,7 +166,7 @@ class FisherFits:
             NonFiniteError: If a gradient is NaN or infinite; names the rows.
             ReadOnlyStoreError: If the store was opened for reading.
         """
-        self.require_writable()
+        require_writable(self.store)
 
         def stop_when_fitted() -> None:
             if self.has(path, layout):
@@ -214,17 +230,6 @@ class FisherFits:
             for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
                 found = scale * _gram_rows(drawn, wanted, layout, device)
                 work.put(wanted, {_GRAM: found.float().cpu().numpy()})
-
-    def require_writable(self) -> None:
-        """Raise if a fit cannot be stored.
-
-        Raises:
-            ReadOnlyStoreError: If the store was opened for reading.
-        """
-        if not self.store.writable:
-            raise ReadOnlyStoreError(
-                f"The store at {self.store.path} is open for reading only, and a fit must be stored. Make it writable."
-            )
 
     @property
     def _record(self) -> dict[str, Any]:

@@ -70,16 +70,13 @@ class CurvatureProducts:
     task: AbstractModelOutput
     """Defines the loss. If q times the gradient of its f is not the loss gradient, its log-likelihood does."""
     rows: Rows
-    """The train rows."""
     parameters: ParameterShapes
     """Shapes of the kept parameters, in model order."""
     _: KW_ONLY
     draws: int | None
     """D, labels per row; ``None`` multiplies by the matrix itself."""
     seed: int
-    """Seed of the draws."""
     device: torch.device
-    """Device of the model."""
     _forward_mode: bool | None = None
     """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 

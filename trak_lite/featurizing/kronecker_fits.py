@@ -17,7 +17,7 @@ from torch import nn
 
 from trak_lite._progress import progress_bar
 from trak_lite.data.datasets import Rows, spread_rows
-from trak_lite.errors import ReadOnlyStoreError, StateError
+from trak_lite.featurizing.fisher import not_fitted, require_writable
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitArrays
 from trak_lite.featurizing.kronecker.fit import fit_curvature, unit_arrays
 from trak_lite.methods import EKFAC
@@ -64,11 +64,7 @@ class KroneckerFits:
             StateError: If there is no fit, or it is incomplete.
         """
         if not self.has(digest):
-            raise StateError(
-                f"The curvature of the checkpoint with weights {digest[:12]} is not fitted with the settings "
-                f"{self.method.fit_json()} on the present train rows. Call score(targets, method=...) with this "
-                "method, which fits it."
-            )
+            raise not_fitted(f"curvature of the checkpoint with weights {digest[:12]}", self.method)
         return KroneckerCurvature.of(self._arrays(digest), device)
 
     def fit(
@@ -86,10 +82,7 @@ class KroneckerFits:
             ReadOnlyStoreError: If the store was opened for reading.
             UnsupportedModelError: If hooks cannot differentiate the model.
         """
-        if not self.store.writable:
-            raise ReadOnlyStoreError(
-                f"The store at {self.store.path} is open for reading only, and a fit must be stored. Make it writable."
-            )
+        require_writable(self.store)
         wanted = spread_rows(len(rows), self.method.max_rows)
 
         def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:

@@ -59,7 +59,6 @@ class SampleRows(Protocol):
     what: str
     """Name of the samples in messages."""
     batch_size: int
-    """Samples per batch."""
 
     def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield every list of rows in the plan with its batch."""
@@ -153,7 +152,6 @@ class RowPass:
     model_id: int
     """Number of the checkpoint."""
     device: torch.device
-    """Device of the model."""
     normalization: Normalization
     adam: AdamStates | None = None
     """States of Adam at the checkpoint, if the normalisation needs them."""
@@ -340,7 +338,6 @@ class RowWork:
     passes: RowPass
     """Only pending rows are loaded."""
     label: str
-    """Label of the progress bar."""
 
     def check(self, ranks: Ranks, wanted: NDArray[np.int64] | None = None) -> None:
         """Recompute a few done rows of the table, and compare them with the stored ones within rounding.

@@ -20,7 +20,7 @@ from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
-from trak_lite.featurizing.fisher import FisherFits
+from trak_lite.featurizing.fisher import FisherFits, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
@@ -293,7 +293,7 @@ class FeaturizingSession:
         if isinstance(method, Fisher) and self._workspace.exists:
             known = digest in checkpoint_tables(self.store)
             if known and not self._is_fitted(digest, method):
-                FisherFits(self.store, method).require_writable()
+                require_writable(self.store)
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
         if isinstance(method, Fisher):
             self._fit_fisher(digest, checkpoint.name, rows, method, wait=wait)

@@ -43,8 +43,8 @@ from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors.select import projector_name, select_projector
-from trak_lite.run.tables import feature_table_spec, target_table_spec
-from trak_lite.store import Manifest, TableSpec
+from trak_lite.run.tables import FEATURES, feature_table_spec
+from trak_lite.store import Column, Manifest, TableSpec
 from trak_lite.store._columns import DTYPES, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
@@ -285,9 +285,10 @@ class AttributorSettings:
         self, num_targets: int, fingerprint: Mapping[str, Any], *, preconditioned: bool
     ) -> TableSpec:
         """Return the table of the targets' features of one checkpoint."""
-        # Features multiplied by an inverse curvature can exceed the range of float16.
-        dtype = "float32" if preconditioned else self.dtype
-        return target_table_spec(num_targets, self.layout.width, dtype, fingerprint)
+        # Features multiplied by an inverse curvature can exceed the range of float16. Targets are never quantised:
+        # there are few, and the inverse kernel amplifies their rounding errors.
+        dtype = "float32" if preconditioned else Column(FEATURES, self.layout.width, self.dtype).value_dtype
+        return feature_table_spec(num_targets, self.layout.width, dtype, fingerprint)
 
     def row_fingerprint(self, model_id: int, digest: str, adam: AdamStates | None) -> dict[str, Any]:
         """Return the JSON values that determine a checkpoint's rows.
@@ -343,9 +344,7 @@ class StoredSettings:
     """The settings in a store's manifest that are needed to read scores without the model or the task."""
 
     layout: FeatureLayout
-    """Segments of a feature row."""
     method: AbstractMethod
-    """The attributor's method."""
     device: torch.device
     """Device of products of stored rows."""
     row_kind: str = "none"

@@ -82,14 +82,6 @@ def feature_table_spec(
     return TableSpec(num_rows, columns, chunk_rows_for(num_rows, features.arrays[0].row_bytes), fingerprint)
 
 
-def target_table_spec(num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any]) -> TableSpec:
-    """Return the spec of the table of a target set, for train rows of a dtype; the columns are never quantised.
-
-    There are few targets, and the inverse kernel amplifies rounding errors of targets.
-    """
-    return feature_table_spec(num_rows, width, Column(FEATURES, width, dtype).value_dtype, fingerprint)
-
-
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array of the store as a tensor on a device; on the CPU it shares the mapped memory.
 

@@ -6,8 +6,8 @@ Shapes: N train rows, M targets, T groups of targets, G labels of train rows, K 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, cast, final
+from functools import partial
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -133,74 +133,64 @@ def select(
     made_with: dict[str, Any] = {"method": method, "sign": sign, "reduction": chosen_reduction}
     if wanted is not None:
         made_with["chosen_from"] = most
-    made = _Made(scores, k, targets, made_with, num_rows, num_targets, wanted)
+    if isinstance(scores, Scores):
+        made_with["targets"] = scores.name
+    best = partial(best_rows, scores, targets, wanted=wanted)
     if method == "balanced":
-        return made.balanced(_labels(groups, data, scores, num_rows), "equal" if quotas is None else quotas)
-    if method == "greedy":
+        rows, more, settings = _balanced(best, k, _labels(groups, data, scores, num_rows), quotas, wanted)
+    elif method == "greedy":
         alpha = real_at_least(0.0, diversity=1.0 if diversity is None else diversity)
-        return made.greedy(features, alpha, pool)
-    return made.selection(best_rows(scores, targets, np.array([k]), wanted=wanted))
+        settings = {"diversity": alpha, "pool": _pool_size(pool, k, most)}
+        rows, more = _greedy(best, k, _feature_reader(scores, features, num_rows), **settings)
+    else:
+        rows, more, settings = best(np.array([k])), {}, {}
+    labels = np.arange(num_targets) if tasks is None else tasks.labels
+    return Selection(
+        rows.rows,
+        rows.values * factor + 0.0,  # scores in their own sign
+        labels[rows.strongest],
+        rows.best * factor + 0.0,
+        num_rows,
+        settings={**made_with, **settings},
+        **more,
+    )
 
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class _Made:
-    """A selection in the making."""
+def _balanced(
+    best: Callable[..., Candidates],
+    k: int,
+    groups: Column,
+    quotas: str | Mapping[Any, int] | None,
+    wanted: NDArray[np.bool_] | None,
+) -> tuple[Candidates, dict[str, Any], dict[str, Any]]:
+    """Return the best rows of each label, their labels, and the quotas as JSON values."""
+    quotas = "equal" if quotas is None else quotas
+    counts = quotas_of(groups if wanted is None else groups.take(np.flatnonzero(wanted)), k, quotas)
+    rows = best(counts, groups.places)
+    named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
+    return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
 
-    scores: Scores | ArrayLike
-    k: int
-    targets: TargetGroups
-    settings: dict[str, Any]
-    num_rows: int
-    num_targets: int
-    wanted: NDArray[np.bool_] | None
 
-    def balanced(self, groups: Column, quotas: str | Mapping[Any, int]) -> Selection:
-        """Choose the best rows of each label."""
-        chosen = groups if self.wanted is None else groups.take(np.flatnonzero(self.wanted))
-        counts = quotas_of(chosen, self.k, quotas)
-        rows = best_rows(self.scores, self.targets, counts, groups.places, wanted=self.wanted)
-        named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
-        return self.selection(rows, groups=groups.labels[rows.places], quotas=named)
+def _pool_size(pool: int | None, k: int, most: int) -> int:
+    size = max(k, min(4 * k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
+    if size < k:
+        raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
+    return min(size, most)
 
-    def greedy(self, features: ArrayLike | None, diversity: float, pool: int | None) -> Selection:
-        """Choose rows of a pool that are not alike."""
-        size = max(self.k, min(4 * self.k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
-        if size < self.k:
-            raise InvalidInputError(
-                f"pool is {size}, and k is {self.k}. Give a pool of at least k candidates."
-            )
-        size = min(size, self.num_rows if self.wanted is None else int(self.wanted.sum()))
-        read = _feature_reader(self.scores, features, self.num_rows)
-        rows = best_rows(self.scores, self.targets, np.array([size]), wanted=self.wanted)
-        rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
-        chosen = greedy(rows.values, read(rows.rows), self.k, diversity=diversity)
-        return self.selection(
-            rows.take(chosen.order), redundancy=chosen.redundancy, diversity=diversity, pool=size
-        )
 
-    def selection(
-        self,
-        rows: Candidates,
-        *,
-        groups: NDArray[Any] | None = None,
-        redundancy: NDArray[np.float64] | None = None,
-        **settings: Any,
-    ) -> Selection:
-        """Return the result, with scores in their own sign."""
-        tasks = self.targets.groups
-        labels = np.arange(self.num_targets) if tasks is None else tasks.labels
-        named = {"targets": self.scores.name} if isinstance(self.scores, Scores) else {}
-        return Selection(
-            rows.rows,
-            rows.values * self.targets.factor + 0.0,
-            labels[rows.strongest],
-            rows.best * self.targets.factor + 0.0,
-            self.num_rows,
-            groups=groups,
-            redundancy=redundancy,
-            settings={**self.settings, **named, **settings},
-        )
+def _greedy(
+    best: Callable[..., Candidates],
+    k: int,
+    read: Callable[[NDArray[np.int64]], Sequence[NDArray[Any]]],
+    *,
+    diversity: float,
+    pool: int,
+) -> tuple[Candidates, dict[str, Any]]:
+    """Return rows of a pool that are not alike, and how much of each the rows before it explain."""
+    rows = best(np.array([pool]))
+    rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
+    chosen = greedy(rows.values, read(rows.rows), k, diversity=diversity)
+    return rows.take(chosen.order), {"redundancy": chosen.redundancy}
 
 
 def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:

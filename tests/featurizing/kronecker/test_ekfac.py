@@ -346,21 +346,6 @@ def test_parameters_that_are_left_out_have_no_part(names, tmp_path):
     close(found.numpy(), plain.scores(blocks, 0.3))
 
 
-def test_rows_beyond_those_fitted_on_are_counted(tmp_path):
-    """Every row comes three times, one of them is fitted on."""
-    case = CASES["mlp-ekfac"]
-    model, targets = case.model(), case.data(M, 2)
-    tripled = TensorDataset(*(part.repeat_interleave(3, 0) for part in case.data(N, 1).tensors))
-    part, whole = (
-        streamed(
-            model, LABELS, tripled, targets, EKFAC(damping=2.0, fisher="empirical", max_rows=count)
-        ).numpy()
-        for count in (N, None)
-    )
-
-    close(part, whole, rtol=1e-5)
-
-
 def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     case = CASES["mlp-ekfac"]
     train, targets = case.data(N, 1), case.data(M, 2)
@@ -399,7 +384,6 @@ def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it():
     assert EKFAC(draws=3).fitted_to(BILINEAR).draws == 1
     assert EKFAC().fitted_to(BILINEAR).fisher == "empirical"
     assert EKFAC().fitted_to(CLIPModelOutput()).fisher in ("curvature", "empirical")
-    with pytest.raises(InvalidInputError, match="fisher='sampled' draws labels"):
-        EKFAC(fisher="sampled").fitted_to(BILINEAR)
-    with pytest.raises(InvalidInputError, match="fisher='curvature' needs a loss that is curved"):
-        EKFAC(fisher="curvature").fitted_to(BILINEAR)
+    for fisher, said in (("sampled", "draws labels"), ("curvature", "needs a loss that is curved")):
+        with pytest.raises(InvalidInputError, match=f"fisher='{fisher}' {said}"):
+            EKFAC(fisher=fisher).fitted_to(BILINEAR)

@@ -57,24 +57,29 @@ def assert_shares(classes, expected):
     torch.testing.assert_close(shares, expected, rtol=0, atol=2 / COUNT)
 
 
-@pytest.mark.parametrize("task", ["image_classification", "iterative_image_classification"])
-@pytest.mark.parametrize(
-    "batch", [(X, LABELS), [X, LABELS], {"x": X, "label": LABELS}, Named(X, LABELS)], ids=type
-)
-def test_classes_come_as_often_as_the_softmax_says(task, batch):
+TEXTS = {"input_ids": X, "labels": LABELS}
+ALL = [(X, LABELS), [X, LABELS], {"x": X, "label": LABELS}, Named(X, LABELS)]
+CLASSES = [
+    *(
+        (task, batch, 1)
+        for task in ("image_classification", "iterative_image_classification")
+        for batch in ALL
+    ),
+    (TextClassificationModelOutput(temperature=2.0), TEXTS, 2),
+]
+
+
+@pytest.mark.parametrize(("task", "batch", "temperature"), CLASSES)
+def test_classes_come_as_often_as_the_softmax_says(task, batch, temperature):
+    """A temperature flattens what is drawn."""
     found = drawn(task, LOGITS, batch)
 
-    kept = (
-        found["label"] if isinstance(found, dict) else found.labels if isinstance(found, Named) else found[1]
-    )
-    assert_shares(kept, LOGITS.softmax(0))
+    if isinstance(found, dict):
+        kept = found["label" if "label" in found else "labels"]
+    else:
+        kept = found.labels if isinstance(found, Named) else found[1]
+    assert_shares(kept, (LOGITS / temperature).softmax(0))
     assert type(found) is (tuple if isinstance(batch, list) else type(batch))
-
-
-def test_a_temperature_flattens_what_is_drawn():
-    batch = {"input_ids": X, "labels": LABELS}
-    found = drawn(TextClassificationModelOutput(temperature=2.0), LOGITS, batch)
-    assert_shares(found["labels"], (LOGITS / 2).softmax(0))
 
 
 @pytest.mark.parametrize("task", ["binary_classification", "multilabel_classification"])

@@ -10,7 +10,7 @@ Numerics: products in the gradients' dtype, at least float32; sums in float64 wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -23,7 +23,7 @@ from trak_lite.featurizing.gradient_norms import sums_by_row
 from trak_lite.featurizing.kronecker.units import Unit
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_of
 
-__all__ = ["CurvatureSums", "UnitSums", "precise", "sample_slices"]
+__all__ = ["UnitSums", "precise", "sample_slices"]
 
 _SCRATCH = 1 << 22
 """Number of gradient entries that are formed at once."""
@@ -49,7 +49,6 @@ class UnitSums:
     """Sums of one unit in the first pass, which start at zero."""
 
     unit: Unit
-    """The unit."""
     max_side: int
     """A longer side has only its diagonal summed. If both sides are longer, squares of gradients are summed."""
     num_positions: float = 0.0
@@ -62,7 +61,6 @@ class UnitSums:
     bias_squares: Tensor | None = None
     """``(1, rows)``."""
     dtype: torch.dtype = torch.float32
-    """Dtype of the products."""
     _apart: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -87,8 +85,23 @@ class UnitSums:
         gap, size = self._apart
         return bool((gap.abs() <= _SAME * size).all())
 
-    def add_factors(self, block: FactoredBlock) -> None:
-        """Add the factors of the weight gradients of some samples."""
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Add the gradients of the weight or of the bias of some samples."""
+        if block.name == self.unit.bias:
+            self._add_bias(block)
+        elif isinstance(block, FactoredBlock) and self._has_short_side(block):
+            self._add_factors(block)
+        else:
+            self._add_squares(block)
+
+    def _has_short_side(self, block: FactoredBlock) -> bool:
+        # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
+        unit = self.unit
+        fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
+        return fits and min(unit.rows, unit.width) <= self.max_side
+
+    def _add_factors(self, block: FactoredBlock) -> None:
         x, g = precise(block.inputs).flatten(0, 1), precise(block.output_grads).flatten(0, 1)
         self.dtype = torch.promote_types(self.dtype, torch.promote_types(x.dtype, g.dtype))
         used = float(len(x))
@@ -105,8 +118,7 @@ class UnitSums:
             wide = self.outputs.dtype
             self._compare(g.sum(0, dtype=wide), g.abs().sum(0, dtype=wide))
 
-    def add_bias(self, block: GradientBlock) -> None:
-        """Add the bias gradients of some samples."""
+    def _add_bias(self, block: GradientBlock) -> None:
         grads = precise(block.dense())
         self.dtype = torch.promote_types(self.dtype, grads.dtype)
         wide = wide_dtype(grads.device)
@@ -115,7 +127,7 @@ class UnitSums:
         total = grads.sum(0, dtype=wide)
         self._compare(-total, torch.zeros_like(total))
 
-    def add_squares(self, block: GradientBlock) -> None:
+    def _add_squares(self, block: GradientBlock) -> None:
         """Add the squares of the weight gradients of some samples, per entry."""
         shape = (self.unit.rows, self.unit.columns)
         none = samples_of(block, slice(0, 0)).dense()
@@ -139,34 +151,6 @@ class UnitSums:
         if self._apart is None:
             self._apart = (torch.zeros_like(gap), torch.zeros_like(size))
         self._apart = (self._apart[0] + gap, self._apart[1] + size)
-
-
-@final
-class CurvatureSums:
-    """A block sink that collects the sums of all units."""
-
-    def __init__(self, units: Sequence[Unit], *, max_side: int) -> None:
-        """Start at zero; see :class:`UnitSums`."""
-        self.units = {unit: UnitSums(unit, max_side) for unit in units}
-        self._by_name = {name: sums for unit, sums in self.units.items() for name in unit.names}
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        """Take one block of a batch."""
-        sums = self._by_name[block.name]
-        if block.name == sums.unit.bias:
-            sums.add_bias(block)
-        elif isinstance(block, FactoredBlock) and _has_short_side(sums, block):
-            sums.add_factors(block)
-        else:
-            sums.add_squares(block)
-
-
-def _has_short_side(sums: UnitSums, block: FactoredBlock) -> bool:
-    # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
-    unit = sums.unit
-    fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
-    return fits and min(unit.rows, unit.width) <= sums.max_side
 
 
 def _add_second_moments(total: Tensor, rows: Tensor) -> None:

@@ -116,7 +116,6 @@ class UnitArrays:
 
     keeper: ArrayKeeper
     number: int
-    """Position of the unit."""
     unit: Unit
     """A unit from :func:`find_units`; its bias may become a separate unit in the first pass."""
 

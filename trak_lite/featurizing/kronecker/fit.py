@@ -25,7 +25,7 @@ from trak_lite._random import row_noise
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.bases import GradientJoiner, decomposed
-from trak_lite.featurizing.kronecker.covariances import CurvatureSums, UnitSums
+from trak_lite.featurizing.kronecker.covariances import UnitSums
 from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays
 from trak_lite.featurizing.kronecker.units import find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
@@ -142,10 +142,17 @@ class _LossGradients:
 
 def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the factors of all units, then decompose them unit by unit."""
-    sums = CurvatureSums([found.unit for found in arrays], max_side=rows.method.max_side)
-    rows.stream(sums.add, after_batch=lambda: None, keep_factors=True, first_draw=0)
+    sums = [UnitSums(found.unit, rows.method.max_side) for found in arrays]
+    sums_of = {name: own for own in sums for name in own.unit.names}
+    rows.stream(
+        lambda block: sums_of[block.name].add(block),
+        after_batch=lambda: None,
+        keep_factors=True,
+        first_draw=0,
+    )
+    sums_of.clear()
     for found in arrays:
-        _keep_basis(found, sums.units.pop(found.unit), rows)
+        _keep_basis(found, sums.pop(0), rows)  # which frees the sums of one unit after the other
 
 
 def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None:
