@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import trak.projectors as original
-from projection_cases import dense_blocks, random32, random_gradients
+from projection_cases import dense_blocks, random_gradients
 
 import trak_lite.projectors as ours
 from trak_lite.errors import InvalidInputError
@@ -20,7 +20,7 @@ from trak_lite.projectors import (
     ProjectionType,
     RademacherProjector,
 )
-from trak_lite.types import DenseBlock, FactoredBlock
+from trak_lite.types import DenseBlock
 
 P, K = 30, 12
 NATIVE = {"rademacher": RademacherProjector, "normal": GaussianProjector}
@@ -160,14 +160,6 @@ def test_blocks_arrive_whole_and_in_the_order_of_the_model_without_a_graph_or_a_
     seen, features = recorded(dense_blocks({name: grad.requires_grad_() for name, grad in grads.items()}))
     assert seen["a"].data_ptr() == grads["a"].data_ptr()
     assert not features.requires_grad
-
-
-def test_factors_arrive_formed_and_missing_parameters_as_zeros():
-    x, g = random32(4, 2, 5).double(), random32(4, 2, 4, seed=1).double()
-    seen, _ = recorded([FactoredBlock("a", x, g)])
-    torch.testing.assert_close(seen["a"], torch.einsum("bto,bti->boi", g, x))
-    assert torch.equal(seen["b"], torch.zeros(4, dtype=torch.float64))
-    assert torch.equal(seen["c"], torch.zeros(4, 9, dtype=torch.float64))
 
 
 class Nothing(AbstractProjector):

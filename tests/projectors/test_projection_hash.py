@@ -17,10 +17,7 @@ from trak_lite.projectors.random.hash import (
     hash_signs,
     hash_words_,
     key32,
-    mix32,
-    mix32_,
     parameter_key,
-    wrap32,
 )
 from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.blocks import fourier_takes_less_time
@@ -69,13 +66,6 @@ def test_words_are_those_of_plain_integers_on_both_sides_of_word_boundaries(star
     assert words(key, start, 0) == []
     sign = [1.0 - 2.0 * (reference.word_at(key, i // 32) >> i % 32 & 1) for i in range(start, start + 40)]
     assert hash_signs(key, start, 40, device=CPU).tolist() == sign
-
-
-def test_the_tensor_mixer_is_the_integer_mixer():
-    numbers = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0x12345678, 0xDEADBEEF]
-    mixed = mix32_(torch.tensor([wrap32(number) for number in numbers], dtype=torch.int32))
-    expected = [reference.mix(number) for number in numbers]
-    assert [word % 2**32 for word in mixed.tolist()] == [mix32(number) for number in numbers] == expected
 
 
 def test_numbers_of_any_size_and_sign_have_keys_of_their_own():

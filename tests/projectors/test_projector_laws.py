@@ -638,7 +638,7 @@ def test_a_block_that_does_not_fit_is_refused(name, block, message):
         accumulator.add(block)
 
 
-@pytest.mark.parametrize("name", ["countsketch", "mask", "grass", "two_sided"])
+@every_projector
 @pytest.mark.parametrize(
     ("inputs", "output_grads", "message"),
     [
@@ -649,8 +649,7 @@ def test_a_block_that_does_not_fit_is_refused(name, block, message):
 )
 def test_factors_that_do_not_fit_each_other_are_refused(name, inputs, output_grads, message):
     block = FactoredBlock("wide.weight", inputs, output_grads)
-    blocks = [block, SummedBlock("wide.weight", (block,))] if name == "countsketch" else [block]
-    for given in blocks:
+    for given in (block, SummedBlock("wide.weight", (block,))):
         accumulator = ALL[name](4, 0).accumulator(3, model_id=0, parameters=SHAPES)
         with pytest.raises(InvalidInputError, match=message):
             accumulator.add(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
 import sys
@@ -13,10 +12,9 @@ import torch
 import triton_cases
 from projection_cases import Operators, assert_close
 from projection_cases import random32 as random
-from triton_cases import KEY, fresh_kernels, interpreted, kernels_of, use_on
+from triton_cases import KEY, interpreted, kernels_of, use_on
 
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
-from trak_lite.testing import ProjectorTests
 
 interpreter = triton_cases.interpreter
 launches = triton_cases.launches
@@ -103,14 +101,6 @@ def test_gradients_of_other_dtypes_and_strides_are_read_where_they_lie(kernel, r
 
 
 @interpreted
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_row_that_is_not_finite_spoils_no_other(kernel, value):
-    rows = random(3, 40)
-    rows[1, 7] = value
-    assert kernel_product(kernel, rows, 20).isfinite().all(1).tolist() == [True, False, True]
-
-
-@interpreted
 @pytest.mark.parametrize(
     ("num_entries", "proj_dim", "shape"),
     [
@@ -127,16 +117,6 @@ def test_a_launch_has_work_for_every_program_and_indices_of_32_bits(kernel, num_
 
 
 # ---- the choice of the kernel
-
-
-@interpreted
-class TestRademacherProjectorOnTheKernel(ProjectorTests):
-    @pytest.fixture(autouse=True)
-    def _small_programs(self, kernel, monkeypatch):
-        monkeypatch.setattr(kernel, "_STEPS", (1,))
-
-    def make_projector(self, proj_dim, *, seed):
-        return RademacherProjector(proj_dim, seed=seed, dtype=torch.float32)
 
 
 @interpreted
@@ -179,46 +159,6 @@ def test_tf32_reaches_the_kernel(launches):
     assert [launch["precision"] for launch in launches][-2:] == ["ieee", "tf32"]
 
 
-@interpreted
-@pytest.mark.usefixtures("forget_choices")
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (RuntimeError("Failed to find C compiler."), "it does not run on this device (RuntimeError: Failed to find C"),
-        (None, "it draws other signs on this device than the torch operations"),
-    ],
-)  # fmt: skip
-def test_a_kernel_that_fails_is_replaced_by_torch_with_one_logged_line(
-    kernel, monkeypatch, caplog, error, reason
-):
-    def launch(*args):
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(kernel, "_launch", launch)
-    rows = random(2, 30)
-    with caplog.at_level(logging.WARNING, "trak_lite"):
-        features = [RademacherProjector(40).project(rows, 0) for _ in range(2)]
-
-    assert len(caplog.records) == 1
-    assert reason in caplog.text
-    matrix = torch.from_numpy(reference.dense("rademacher", {"": (30,)}, 40, seed=0, model_id=0))
-    for found in features:
-        assert_close(found, rows.double() @ matrix, 1e-5)
-
-
-def test_without_triton_torch_makes_the_product_with_one_logged_line(monkeypatch, caplog):
-    use_on(monkeypatch)
-    expected = RademacherProjector(40).project(random(2, 30), 0)
-    use_on(monkeypatch, "cpu")
-    with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
-        monkeypatch.setitem(sys.modules, "triton", None)
-        features = [RademacherProjector(40).project(random(2, 30), 0) for _ in range(2)]
-    assert len(caplog.records) == 1
-    assert "triton cannot be imported" in caplog.text
-    assert all(torch.equal(found, expected) for found in features)
-
-
 def test_products_and_sketches_on_a_cpu_do_not_import_the_kernels():
     code = (
         "import sys, torch\n"
@@ -259,13 +199,3 @@ def test_tf32_on_a_gpu_is_within_its_rounding():
     rows = random(16, 10_000).cuda()
     exact, rounded = (RademacherProjector(256, precision=p).project(rows, 0) for p in ("ieee", "tf32"))
     assert float((rounded - exact).norm() / exact.norm()) < 2**-10
-
-
-@pytest.mark.cuda
-def test_the_kernel_runs_on_the_gpu_that_the_gradients_are_on():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    rows = random(4, 1000)
-    with torch.cuda.device(0):
-        features = RademacherProjector(64).project(rows.to("cuda:1"), 0)
-    assert_close(features.cpu(), RademacherProjector(64).project(rows, 0), 1e-4)

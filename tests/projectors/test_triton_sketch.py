@@ -181,8 +181,9 @@ def test_gradients_of_every_dtype_and_stride_have_the_bits_of_torch(launches, ro
 def test_a_row_that_is_not_finite_spoils_no_other(interpreter, value):
     rows = random(3, 280)
     rows[1, 7] = value
-    for shape in (None, (4, 70)):
-        assert sketched(rows, 20, shape).isfinite().all(1).tolist() == [True, False, True]
+    found = [sketched(rows, 20, shape) for shape in (None, (4, 70))]
+    for features in (*found, RademacherProjector(20).project(rows, 0)):
+        assert features.isfinite().all(1).tolist() == [True, False, True]
 
 
 # ---- factors, in the interpreter
@@ -235,9 +236,15 @@ def test_factors_of_every_dtype_are_formed_as_torch_does(launches, x, g, shape):
 
 
 @interpreted
-class TestCountSketchProjectorOnTheKernels(ProjectorTests):
+class TestProjectorsOnTheKernels(ProjectorTests):
+    @pytest.fixture(autouse=True, params=[CountSketchProjector, RademacherProjector])
+    def _small_programs(self, request, interpreter, monkeypatch):
+        monkeypatch.setattr(interpreter.dense, "_STEPS", (1,))
+        self.kind = request.param
+
     def make_projector(self, proj_dim, *, seed):
-        return CountSketchProjector(proj_dim, seed=seed)
+        options = {"dtype": torch.float32} if self.kind is RademacherProjector else {}
+        return self.kind(proj_dim, seed=seed, **options)
 
 
 @interpreted
@@ -262,42 +269,59 @@ def fails(error: Exception):
     return launch
 
 
-UNUSABLE = "they do not run on this device "
+COMPILER = RuntimeError("Failed to find C compiler.")
+
+
+def features_of_both() -> list[torch.Tensor]:
+    """Of a vector, a matrix, and a dense projection."""
+    sketches = [sketched(random(2, 210), 8, shape) for shape in (None, (3, 70))]
+    return [*sketches, RademacherProjector(40).project(random(2, 30), 0)]
+
+
+def assert_made_by_torch(made: list[torch.Tensor], monkeypatch) -> None:
+    use_on(monkeypatch)
+    *sketches, product = features_of_both()
+    assert all(torch.equal(found, expected) for found, expected in zip(made[:2], sketches, strict=True))
+    assert_close(made[2], product, 1e-6)
 
 
 @interpreted
 @pytest.mark.usefixtures("forget_choices")
 @pytest.mark.parametrize(
-    ("launcher", "value", "reason"),
+    ("kind", "launcher", "value", "reason"),
     [
-        ("ring_sums", fails(RuntimeError("Failed to find C compiler.")), UNUSABLE + "(RuntimeError: Failed to find C"),
-        ("ring_sums", fails(KeyError("Keyword argument maxnreg")), UNUSABLE + "(KeyError: "),
-        ("ring_sums", lambda sums, *_, **__: sums.zero_(), "they give other features on this device than the torch"),
-        ("MatrixKernel", Zeros, "they give other features on this device than the torch operations"),
+        ("sketch", "ring_sums", fails(COMPILER), "they do not run on this device (RuntimeError: Failed to find C"),
+        ("sketch", "ring_sums", fails(KeyError("maxnreg")), "they do not run on this device (KeyError: "),
+        ("sketch", "ring_sums", lambda sums, *_, **__: sums.zero_(), "they give other features on this device than"),
+        ("sketch", "MatrixKernel", Zeros, "they give other features on this device than the torch operations"),
+        ("dense", "_launch", fails(COMPILER), "it does not run on this device (RuntimeError: Failed to find C"),
+        ("dense", "_launch", lambda *_: None, "it draws other signs on this device than the torch operations"),
     ],
 )  # fmt: skip
 def test_kernels_that_fail_are_replaced_by_torch_with_one_logged_line(
-    kernels, monkeypatch, caplog, launcher, value, reason
+    interpreter, monkeypatch, caplog, kind, launcher, value, reason
 ):
+    kernels = getattr(interpreter, kind)
     assert kernels.why_unusable(CPU) is None
     monkeypatch.setattr(kernels, launcher, value)
     with caplog.at_level(logging.WARNING, "trak_lite"):
-        made = [sketched(random(2, 210), 8, shape) for shape in (None, (3, 70))]
+        made = [features_of_both() for _ in range(2)]
     assert len(caplog.records) == 1
     assert reason in caplog.text
-    assert torch.equal(made[0], by_torch(random(2, 210), 8))
-    assert torch.equal(made[1], by_torch(random(2, 210), 8, (3, 70)))
+    for features in made:
+        assert_made_by_torch(features, monkeypatch)
 
 
 @pytest.mark.usefixtures("forget_choices")
-def test_without_triton_torch_makes_the_features_with_one_logged_line(monkeypatch, caplog):
+def test_without_triton_torch_makes_the_features_with_one_logged_line_for_each_use(monkeypatch, caplog):
     use_on(monkeypatch, "cpu")
     with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
         monkeypatch.setitem(sys.modules, "triton", None)
-        made = [sketched(random(2, 30), 8) for _ in range(2)]
-    assert len(caplog.records) == 1
-    assert "triton cannot be imported" in caplog.text
-    assert all(torch.equal(features, by_torch(random(2, 30), 8)) for features in made)
+        made = [features_of_both() for _ in range(2)]
+    assert [record.args[0] for record in caplog.records] == ["Sketches", "Dense Rademacher projections"]
+    assert caplog.text.count("triton cannot be imported") == 2
+    for features in made:
+        assert_made_by_torch(features, monkeypatch)
 
 
 # ---- compiled, without a GPU
@@ -597,6 +621,9 @@ def test_entries_beyond_two_to_the_31_on_a_gpu_are_read_where_they_lie():
 def test_the_kernels_run_on_the_gpu_that_the_gradients_are_on():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    rows = random(4, 1400)
     with torch.cuda.device(0):
-        made = sketched(random(4, 1400).to("cuda:1"), 64, (20, 70))
-    assert torch.equal(made.cpu(), sketched(random(4, 1400), 64, (20, 70)))
+        made = sketched(rows.to("cuda:1"), 64, (20, 70))
+        product = RademacherProjector(64).project(rows.to("cuda:1"), 0)
+    assert torch.equal(made.cpu(), sketched(rows, 64, (20, 70)))
+    assert_close(product.cpu(), RademacherProjector(64).project(rows, 0), 1e-4)

@@ -495,7 +495,6 @@ class GramAccumulator:
         dtype = wide_dtype(device)
         self._next_row = first_row
         self._layout = layout
-        self._segments = layout.segments
         self._grams = [torch.zeros(s.width, s.width, dtype=dtype, device=device) for s in layout.segments]
         self._rows = _GRAM_ROWS if exact else _COARSE_GRAM_ROWS
         product = dtype if exact else torch.float32
@@ -542,7 +541,7 @@ class GramAccumulator:
         return self._grams
 
     def _multiply(self) -> None:
-        for segment, matrix in zip(self._segments, self._grams, strict=True):
+        for segment, matrix in zip(self._layout.segments, self._grams, strict=True):
             columns = self._buffer[: self._filled, segment.start : segment.stop]
             with full_float32(columns.device):
                 if columns.dtype == matrix.dtype:
