@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -14,3 +17,12 @@ class Late:
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(importlib.import_module(self._name), attribute)
+
+
+def script(path: Path) -> ModuleType:
+    """Import a script of a folder that is no package, under a name that nothing else has."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+
+from late import script
 
 import trak_lite
 
@@ -63,9 +64,7 @@ EVERYWHERE = {"torch", "numpy", "safetensors", "trak_lite"}
 PACKAGE = Path(trak_lite.__file__).parent
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-_spec = importlib.util.spec_from_file_location("architecture", PACKAGE.parent / "docs" / "architecture.py")
-architecture = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(architecture)
+architecture = script(PACKAGE.parent / "docs" / "architecture.py")
 MODULES = architecture.modules(PACKAGE.parent)
 
 
@@ -117,6 +116,16 @@ def test_other_packages_are_imported_in_their_one_place() -> None:
         for name in {name.partition(".")[0] for name in imported_names(path)} - EVERYWHERE:
             if name not in sys.stdlib_module_names:
                 assert fnmatch(path.as_posix(), FILE_OF[name]), f"{path} imports {name}"
+
+
+def test_the_library_prints_nothing_and_configures_no_logging() -> None:
+    for path, nodes in files().items():
+        calls = {
+            getattr(node.func, "id", getattr(node.func, "attr", ""))
+            for node in nodes
+            if isinstance(node, ast.Call)
+        }
+        assert not calls & {"print", "basicConfig"}, path
 
 
 def test_the_store_works_without_torch() -> None:

@@ -53,7 +53,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "docs/test_docs.py::test_the_site_builds_strictly_is_complete_and_asks_nobody_else_for_anything",
         "examples/test_digits.py",
         "examples/test_example_scripts.py",
-        "examples/test_fsdp_example.py",
         "examples/test_notebooks.py::test_a_notebook_reaches_what_it_claims_and_shows_what_is_stored",
         "test_readme.py::test_python_blocks_run_as_they_stand_and_again",
         "test_readme.py::test_the_main_job_command_works_in_a_fresh_folder",

@@ -7,7 +7,7 @@ import torch
 from device_models import make
 from torch import nn
 
-from trak_lite import Attributor
+from trak_lite import Attributor, verify
 from trak_lite.methods import TRAK
 
 CPU = torch.device("cpu")
@@ -58,6 +58,16 @@ def numbers_in(value):
     if isinstance(value, list):
         return [number for item in value for number in numbers_in(item)]
     return [value] if isinstance(value, float | int) and np.isfinite(value) else []
+
+
+def verification(where, folder=None):
+    """Return the scores of an ``mlp`` case, and the numbers of their verdict by models that are retrained."""
+    made, case = attributor("mlp", where)
+    made.featurize(case.train)
+    scores = made.score(case.targets, name="t")
+    train = retraining(case, where)
+    verdict = verify(scores, train, case.targets, budget=12, calibrate=True, train_id="x")
+    return {"scores": scores.numpy().copy(), "verdict": np.array(numbers_in(verdict.to_json()))}
 
 
 def stored(made):

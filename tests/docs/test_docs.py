@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from forked import start_script
+from late import script
 
 from trak_lite.methods import METHODS
 
@@ -25,14 +25,6 @@ PAGES["scale.md"] = DOCS / "scale.md"
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 WITH_CODE = [name for name, text in TEXTS.items() if "```python\n" in text]
 ROOMS = re.findall(r"^::: ([\w.]+)$", "\n".join(TEXTS.values()), re.M)
-
-
-def loaded(name: str) -> ModuleType:
-    """A script of the folder docs, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def python_of(text: str) -> str:
@@ -117,7 +109,7 @@ def exported(source: Path) -> list[str]:
 
 
 def test_tables_of_figures_are_what_was_measured() -> None:
-    tables = loaded("tables")
+    tables = script(DOCS / "tables.py")
     found = [match[1] for text in TEXTS.values() for match in tables.MARKED.finditer(text)]
 
     assert sorted(found) == sorted(tables.TABLES)

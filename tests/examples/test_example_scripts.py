@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from late import script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> ModuleType:
-    """Import an example under a name that nothing else has."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script(EXAMPLES / f"{name}.py")
 
 
 own_model_output, own_projector = example("own_model_output"), example("own_projector")
@@ -78,3 +72,13 @@ def test_derivatives_through_a_fine_tuning_of_gpt2_predict_its_repetition() -> N
     pytest.importorskip("peft", reason="needs transformers and peft (extra: hf)")
 
     assert example("unrolled_lm").main(pretraining=40, rows_per_module=4, epochs=2) < 0.2
+
+
+def test_two_ranks_score_as_the_whole_model_does() -> None:
+    """The example of a sharded model, launched as its users launch it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    finished = subprocess.run(
+        [*launcher, str(EXAMPLES / "fsdp.py")], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "300 rows scored for 5 targets on 2 ranks" in finished.stdout

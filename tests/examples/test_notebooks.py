@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from late import script
 
 pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (extra: test)")
 pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel (extra: test)")
@@ -39,9 +39,7 @@ FACTS = {
 }
 """What the last cell of a test prints, by notebook. Who is right is known from the data, not from scores."""
 
-_spec = importlib.util.spec_from_file_location("docs_notebooks", ROOT / "docs" / "notebooks.py")
-notebooks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(notebooks)
+notebooks = script(ROOT / "docs" / "notebooks.py")
 
 
 def stored(name: str) -> dict[str, Any]:

@@ -102,15 +102,10 @@ class GradientRuleTests(ABC):
         """Return the arguments of a call with ``count`` samples; axis 0 of every tensor is the sample axis."""
 
     def test_gradients_of_a_batch_are_those_of_its_samples(self) -> None:
-        """Every row equals one backward pass over that sample alone."""
-        layer, batch = self._layer(), self._input(4)
-
-        _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
-
-    def test_a_single_sample_is_a_batch(self) -> None:
-        layer, batch = self._layer(), self._input(1)
-
-        _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
+        """Every row equals one backward pass over that sample alone; a single sample is a batch."""
+        for count in (4, 1):
+            layer, batch = self._layer(), self._input(count)
+            _assert_same(self._gradients(layer, batch), _by_loop(layer, batch))
 
     def test_the_layer_below_gets_its_gradient_too(self) -> None:
         layer, batch = self._layer(), self._input(3)

@@ -134,16 +134,15 @@ class ModelOutputTests:
             expected = _gradient(eager.output[index], case.model)
             torch.testing.assert_close(row, expected, rtol=_RTOL, atol=_ATOL)
 
-    def test_an_invalid_sample_is_named_when_run_eagerly(self, case: ModelOutputCase) -> None:
-        _skip_without_invalid(case)
+    def test_an_invalid_sample_is_named_when_run_eagerly_and_nan_under_vmap(
+        self, case: ModelOutputCase
+    ) -> None:
+        """Under vmap, f and its gradient are NaN for the invalid sample only."""
+        if not case.invalid:
+            pytest.skip("the case names no invalid sample")
         for batch, sample in case.invalid:
             with pytest.raises(InvalidInputError, match=rf"[Ss]ample {sample}\b"):
                 _evaluate(case, batch)
-
-    def test_an_invalid_sample_is_nan_under_vmap_and_the_others_are_not(self, case: ModelOutputCase) -> None:
-        """Both f and its gradient are NaN for the invalid sample only."""
-        _skip_without_invalid(case)
-        for batch, sample in case.invalid:
             gradients, terms = _transformed(case, batch)
 
             assert bool(terms.output[sample].isnan())
@@ -178,11 +177,6 @@ class ModelOutputTests:
         assert json.loads(json.dumps(before, allow_nan=False)) == before
         assert describe_task(case.task) == before
         assert describe_task(copy.deepcopy(case.task)) == before
-
-
-def _skip_without_invalid(case: ModelOutputCase) -> None:
-    if not case.invalid:
-        pytest.skip("the case names no invalid sample")
 
 
 def _evaluate(case: ModelOutputCase, batch: Batch = None) -> OutputTerms:

@@ -218,17 +218,11 @@ class RandomProjectorTests(ProjectorTests):
         """The same gradient under another seed, model_id or name gives uncorrelated features."""
         proj_dim = 1024
         grad = _random(0, 1, 60)
-        projector = self.make_projector(proj_dim, seed=0)
+        maps = [(0, "weight", 0), (0, "weight", 1), (0, "weight", 100_000), (0, "bias", 0)]
+        maps += [(seed, "weight", 0) for seed in (1, 1000, -1, 1 << 32, 1 << 64)]
         features = [
-            projector.project({"weight": grad}, 0),
-            projector.project({"weight": grad}, 1),
-            projector.project({"weight": grad}, 100_000),
-            projector.project({"bias": grad}, 0),
-            self.make_projector(proj_dim, seed=1).project({"weight": grad}, 0),
-            self.make_projector(proj_dim, seed=1000).project({"weight": grad}, 0),
-            self.make_projector(proj_dim, seed=-1).project({"weight": grad}, 0),
-            self.make_projector(proj_dim, seed=1 << 32).project({"weight": grad}, 0),
-            self.make_projector(proj_dim, seed=1 << 64).project({"weight": grad}, 0),
+            self.make_projector(proj_dim, seed=seed).project({name: grad}, model_id)
+            for seed, name, model_id in maps
         ]
         rows = torch.cat(features).double()
         rows = rows / rows.norm(dim=1, keepdim=True)
