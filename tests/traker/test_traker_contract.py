@@ -172,8 +172,8 @@ def test_a_torch_device_and_a_string_are_the_same(tmp_path, expected, device):
 
 def test_a_new_instance_goes_on_where_the_last_one_was(tmp_path, expected):
     for rows in (slice(0, 10), slice(0, 50), slice(0, N)):
-        traker = made(tmp_path, "loaded")
-        put(traker, rows)
+        traker, backwards = made(tmp_path, "loaded"), np.arange(N)[rows][::-1].copy()
+        traker.featurize(part(train_batch(), backwards), inds=backwards)  # those that are done come last
         if rows.stop > 10:  # the first one is only let go
             traker.close()
     made(tmp_path, "new").finalize_features()
