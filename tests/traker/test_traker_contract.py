@@ -255,7 +255,7 @@ def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, 
     """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
     here = Path(__file__).parent
     child = subprocess.run(
-        [sys.executable, "-c", ENDING, str(tmp_path), how, str(here), str(here.parents[1])],
+        [sys.executable, "-c", ENDING, str(tmp_path), how, *map(str, (here, here.parent, here.parents[1]))],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
         capture_output=True,
