@@ -172,8 +172,8 @@ def test_a_torch_device_and_a_string_are_the_same(tmp_path, expected, device):
 
 def test_a_new_instance_goes_on_where_the_last_one_was(tmp_path, expected):
     for rows in (slice(0, 10), slice(0, 50), slice(0, N)):
-        traker = made(tmp_path, "loaded")
-        put(traker, rows)
+        traker, backwards = made(tmp_path, "loaded"), np.arange(N)[rows][::-1].copy()
+        traker.featurize(part(train_batch(), backwards), inds=backwards)  # those that are done come last
         if rows.stop > 10:  # the first one is only let go
             traker.close()
     made(tmp_path, "new").finalize_features()
@@ -255,7 +255,7 @@ def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, 
     """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
     here = Path(__file__).parent
     child = subprocess.run(
-        [sys.executable, "-c", ENDING, str(tmp_path), how, str(here), str(here.parents[1])],
+        [sys.executable, "-c", ENDING, str(tmp_path), how, *map(str, (here, here.parent, here.parents[1]))],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
         capture_output=True,
