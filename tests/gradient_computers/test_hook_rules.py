@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock
 
@@ -758,3 +759,45 @@ def test_autocast_changes_little(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in collect_gradients(HookGradientComputer(model, task), batch).items():
         assert half[name].dtype == torch.float32
         assert (half[name] - value).norm() < 0.05 * value.norm(), name
+
+
+# The recurrence as an operation
+
+TORCHS = {
+    "LSTM": ("lstm", torch.lstm),
+    "GRU": ("gru", torch.gru),
+    "RNN with tanh": ("tanh", torch.rnn_tanh),
+    "RNN with ReLU": ("relu", torch.rnn_relu),
+}
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@every_kind
+def test_results_and_all_gradients_equal_those_of_torch(kind: str, packed: bool, bidirectional: bool) -> None:
+    """Weights that autograd is to differentiate get their summed gradient: nothing is lost in silence."""
+    torch.manual_seed(0)
+    rnn = KINDS[kind](3, 2, 2, bidirectional=bidirectional, batch_first=True).double()
+    shape, weights = (4 if bidirectional else 2, 4, 2), list(rnn.parameters())
+    state = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    state = state if kind == "LSTM" else state[:1]
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    if packed:
+        x, sizes, *_ = pack_padded_sequence(x, torch.tensor([5, 4, 4, 1]), batch_first=True)
+    x.requires_grad_()
+    rest = [tuple(state) if kind == "LSTM" else state[0], weights, True, 2, 0.0, False, bidirectional]
+    args = [x, sizes, *rest] if packed else [x, *rest, True]
+    wanted = [x, *state, *weights]
+
+    def summed(results: tuple[Tensor, ...]) -> Tensor:
+        return sum((i + value * value.cos()).sin().sum() for i, value in enumerate(results, 1))
+
+    name, operation = TORCHS[kind]
+    results = run_recurrent(name, args, num_samples=4, order=None, tap=lambda value, *_: value)
+    expected = tuple(operation(*args))
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(summed(expected), wanted)
+    found = torch.autograd.grad(summed(results), wanted, retain_graph=True)
+    torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-10)
+    again = torch.autograd.grad(summed(results), wanted)
+    torch.testing.assert_close(again, found, rtol=0, atol=0)
