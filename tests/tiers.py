@@ -18,8 +18,8 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "projectors/test_triton_sketch.py",
     ),
     "laws over many draws": (
-        "gradient_computers/test_hook_recurrent.py::test_a_recurrent_layer_at_many_options_equals_the_loop",
         "gradient_computers/test_hook_rules.py::test_a_layer_at_many_options_equals_the_loop",
+        "gradient_computers/test_hook_rules.py::test_a_recurrent_layer_at_many_options_equals_the_loop",
         "projectors/test_countsketch_statistics.py",
     ),
     "memory, and hundreds of modules": (
@@ -145,11 +145,10 @@ EACH_VALUE: tuple[str, ...] = (
     "attributor/test_product.py",
     "gradient_computers/test_computers.py::test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w",
     "gradient_computers/test_hook_models.py",
-    "gradient_computers/test_hook_paths.py",
-    "gradient_computers/test_hook_recurrent.py",
     "gradient_computers/test_hook_routing.py",
     "gradient_computers/test_hook_rules.py::test_complex_operands",
     "gradient_computers/test_hook_rules.py::test_norms",
+    "gradient_computers/test_hook_rules.py::test_the_last_state_of_two_layers_and_directions",
     "gradient_computers/test_hook_safety.py",
     "gradient_computers/test_normalization.py",
     "gradient_computers/test_self_check.py",

@@ -13,12 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.gradient_computers import HookGradientComputer, collect_gradients, register_gradient_rule
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 Output = Callable[[ModelCall, Any], Tensor]
 Build = Callable[[], nn.Module]
 Forward = Callable[..., Tensor]
+
+
+class Model(nn.Module):
+    """Modules, parameters and what else is held, and the forward pass that uses them."""
+
+    def __init__(self, function: Forward, **held: Any) -> None:
+        super().__init__()
+        for name, value in held.items():
+            setattr(self, name, value)
+        self.function = function
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
 @dataclass(frozen=True)
@@ -45,15 +58,16 @@ def wavy(call: Callable[..., Any], batch: Any) -> Tensor:
     return (out * torch.cos(3 * out + torch.arange(out.shape[1]))).sum(1)
 
 
-def images(channels: int, size: int, classes: int = 3) -> Callable[[int], Any]:
-    return lambda count: (torch.randn(count, channels, size, size), torch.randint(classes, (count,)))
+def images(channels: int, size: int) -> Callable[[int], Any]:
+    return lambda count: (torch.randn(count, channels, size, size), torch.randint(3, (count,)))
 
 
-def tokens(length: int, vocabulary: int = 11, classes: int | None = None) -> Callable[[int], Any]:
+def tokens(length: int) -> Callable[[int], Any]:
+    """Return what draws ids of words, whose labels are the next ones."""
+
     def batch(count: int) -> Any:
-        ids = torch.randint(vocabulary, (count, length))
-        labels = ids.roll(-1, 1) if classes is None else torch.randint(classes, (count,))
-        return ids, labels
+        ids = torch.randint(11, (count, length))
+        return ids, ids.roll(-1, 1)
 
     return batch
 
@@ -132,42 +146,6 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight) if self.tied_call else self.head(x)
 
 
-class Bert(nn.Module):
-    """Called with keywords; the attention mask reaches scaled-dot-product attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 8, padding_idx=0)
-        self.positions, self.types = nn.Embedding(6, 8), nn.Embedding(2, 8)
-        self.norm = nn.LayerNorm(8)
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-        self.register_buffer("position_ids", torch.arange(6).unsqueeze(0), persistent=False)
-        self.pooler, self.classifier = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        places = self.position_ids[:, : input_ids.shape[1]]
-        kinds = torch.zeros_like(input_ids)
-        x = self.norm(self.words(input_ids) + self.positions(places) + self.types(kinds))
-        q, k, v = (m(x).unflatten(-1, (2, 4)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        mask = (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * -1e9
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = x + y.transpose(1, 2).flatten(2)
-        return self.classifier(torch.tanh(self.pooler(x[:, 0])))
-
-
-def masked_text(count: int) -> Any:
-    ids = torch.randint(1, 11, (count, 6))
-    lengths = torch.randint(2, 7, (count, 1))
-    mask = (torch.arange(6) < lengths).long()
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.randint(3, (count,))}
-
-
-def classify_mapping(call: ModelCall, batch: Any) -> Tensor:
-    return log_prob(
-        call(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]), batch["labels"]
-    )
-
-
 class DenseMixture(nn.Module):
     """Experts that see every token of a flattened batch, weighted by a router."""
 
@@ -179,43 +157,33 @@ class DenseMixture(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        flat = x.reshape(-1, 6)
+        return self.head(x + self.mixed(x.reshape(-1, 6)).view_as(x))
+
+    def mixed(self, flat: Tensor) -> Tensor:
         share = self.router(flat).softmax(-1)
-        mixed = sum(share[:, i : i + 1] * expert(flat) for i, expert in enumerate(self.experts))
-        return self.head(x + mixed.view_as(x))
+        return sum(share[:, i : i + 1] * expert(flat) for i, expert in enumerate(self.experts))
 
 
 class RoutedMixture(DenseMixture):
     """Experts that see only the tokens that were routed to them."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        flat = x.reshape(-1, 6)
+    def mixed(self, flat: Tensor) -> Tensor:
         best, chosen = self.router(flat).softmax(-1).max(-1)
         mixed = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
             rows = torch.nonzero(chosen == i).squeeze(1)
             mixed = mixed.index_add(0, rows, best[rows, None] * expert(flat[rows]))
-        return self.head(x + mixed.view_as(x))
+        return mixed
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 5, padding_idx=0)
-        self.lstm = nn.LSTM(5, 4, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(ids))[0])
+def tagger(forward: Forward) -> nn.Module:
+    lstm = nn.LSTM(5, 4, num_layers=2, bidirectional=True, batch_first=True)
+    return Model(forward, embed=nn.Embedding(11, 5, padding_idx=0), lstm=lstm, head=nn.Linear(8, 11))
 
 
-class CheckpointedTagger(Tagger):
+def recomputed_tags(s: Any, ids: Tensor) -> Tensor:
     """The recurrent layer runs a second time in the backward pass."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        run = lambda x: self.head(self.lstm(x)[0])  # noqa: E731
-        return checkpoint(run, self.embed(ids), use_reentrant=False)
+    return checkpoint(lambda x: s.head(s.lstm(x)[0]), s.embed(ids), use_reentrant=False)
 
 
 class Recommender(nn.Module):
@@ -233,17 +201,15 @@ class Recommender(nn.Module):
         return self.top(torch.cat([parts[0], dots], 1)).squeeze(1)
 
 
-class LowRank(nn.Module):
+def low_rank() -> nn.Module:
     """LoRA: a frozen matrix, and an update that is merged into it in every forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 6), requires_grad=False)
-        self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(5, 2))
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.normed(F.linear(x, self.weight + math.sqrt(2) * self.b @ self.a))
+    return Model(
+        lambda s, x: s.normed(F.linear(x, s.weight + math.sqrt(2) * s.b @ s.a)),
+        weight=nn.Parameter(torch.randn(5, 6), requires_grad=False),
+        a=nn.Parameter(torch.randn(2, 6)),
+        b=nn.Parameter(torch.randn(5, 2)),
+        normed=nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)),
+    )
 
 
 class OddUses(nn.Module):
@@ -285,7 +251,7 @@ class Hidden(torch.autograd.Function):
 
 
 class Opaque(nn.Module):
-    """A layer that hooks cannot see into. Each rule is registered for a subclass of its own."""
+    """A layer that hooks cannot see into; see :func:`ruled`."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -295,22 +261,32 @@ class Opaque(nn.Module):
         return Hidden.apply(x, self.weight)
 
 
+def ruled(rule: Callable[[Tensor, Tensor], Any], base: type[nn.Module] = Opaque) -> type[nn.Module]:
+    """Return a new class of layers with a rule of the input and the gradient of the result."""
+
+    class Ruled(base):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    register_gradient_rule(Ruled)(lambda module, args, kwargs, grad: rule(args[0], grad))
+    return Ruled
+
+
 CASES: dict[str, Case] = {
     "small CNN": Case(small_cnn, images(1, 8), classify),
     "ViT": Case(VisionTransformer, images(3, 8), classify),
     "GPT-2": Case(GPT, tokens(6), classify),
     "GPT-2 with a functional head": Case(lambda: GPT(tied_call=True), tokens(6), classify),
     "GPT-2 with checkpointing": Case(lambda: GPT(recompute=True), tokens(6), classify),
-    "BERT with attention_mask, called by keyword": Case(Bert, masked_text, classify_mapping),
     "mixture of experts, dense": Case(DenseMixture, tokens(4), classify),
-    "LSTM tagger": Case(Tagger, tokens(5), classify),
-    "LSTM tagger with checkpointing": Case(CheckpointedTagger, tokens(5), classify),
+    "LSTM tagger": Case(lambda: tagger(lambda s, ids: s.head(s.lstm(s.embed(ids))[0])), tokens(5), classify),
+    "LSTM tagger with checkpointing": Case(lambda: tagger(recomputed_tags), tokens(5), classify),
     "DLRM": Case(
         Recommender,
         lambda n: {"dense": torch.randn(n, 5), "ids": torch.randint(7, (n, 4))},
         lambda call, batch: torch.sin(call(batch)),
     ),
-    "LoRA and weight norm": Case(LowRank, lambda n: (torch.randn(n, 3, 6),), wavy),
+    "LoRA and weight norm": Case(low_rank, lambda n: (torch.randn(n, 3, 6),), wavy),
     "parameters in odd places": Case(OddUses, lambda n: (torch.randn(n, 4),), wavy),
 }
 
@@ -355,19 +331,14 @@ class Tagged(Tensor):
     """A tensor subclass of somebody else."""
 
 
-class Net(nn.Module):
+class Net(Model):
     """Layers and bare parameters, and whatever a case does with them."""
 
     def __init__(self, function: Forward) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        super().__init__(function, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3))
         self.norm, self.embed = nn.LayerNorm(4), nn.Embedding(9, 4)
         self.p, self.row = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 4))
         self.experts, self.slope = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.tensor(0.3))
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
 
 
 def hooked(

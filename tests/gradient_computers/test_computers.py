@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from models import Build, Forward, Opaque, assert_same, by_loop
+from models import Build, Forward, Model, assert_same, by_loop, ruled
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import TensorDataset
@@ -28,7 +28,6 @@ from trak_lite.gradient_computers import (
     IterativeGradientComputer,
     choose_gradient_computer,
     collect_gradients,
-    register_gradient_rule,
     select_parameters,
 )
 from trak_lite.modelout_functions import ModelCall, resolve_task
@@ -39,31 +38,20 @@ Computer = Callable[..., AbstractGradientComputer]
 MARGIN = resolve_task("image_classification")
 
 
-class TiedAutoencoder(nn.Module):
+def tied() -> nn.Module:
     """One weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(5, 5)
-        self.decode = nn.Linear(5, 5)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(torch.tanh(self.encode(x)))
+    forward = lambda s, x: s.decode(torch.tanh(s.encode(x)))  # noqa: E731
+    model = Model(forward, encode=nn.Linear(5, 5), decode=nn.Linear(5, 5))
+    model.decode.weight = model.encode.weight
+    return model
 
 
-class WithScale(nn.Module):
+def scaled() -> nn.Module:
     """A parameter without dimensions, one that f ignores, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.ignored = nn.Parameter(torch.ones(3))
-        self.linear = nn.Linear(5, 5)
-        self.register_buffer("shift", torch.arange(5.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.linear(x + self.shift)
+    held = {"scale": nn.Parameter(torch.tensor(1.5)), "ignored": nn.Parameter(torch.ones(3))}
+    model = Model(lambda s, x: s.scale * s.linear(x + s.shift), **held, linear=nn.Linear(5, 5))
+    model.register_buffer("shift", torch.arange(5.0))
+    return model
 
 
 def cnn() -> nn.Module:
@@ -74,8 +62,8 @@ def cnn() -> nn.Module:
 
 MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "cnn with eval batch norm and dropout": (cnn, (1, 5, 5)),
-    "tied weights": (TiedAutoencoder, (5,)),
-    "scalar parameter, unused parameter, buffer": (WithScale, (5,)),
+    "tied weights": (tied, (5,)),
+    "scalar parameter, unused parameter, buffer": (scaled, (5,)),
 }
 COMPUTERS: dict[str, Computer] = {
     **GRADIENT_COMPUTERS,
@@ -231,17 +219,11 @@ def test_a_choice_of_parameters_that_the_model_has_not_is_refused(choice: Any, m
 
 @every_computer
 def test_gradients_have_no_graph_where_a_parameter_that_is_not_kept_is_read(computer: Computer) -> None:
-    class Below(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.held = [self.linear.weight]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.linear(x)) @ self.held[0]
-
     torch.manual_seed(0)
-    model, batch = nn.Sequential(Below(), nn.Linear(3, 1)), (torch.randn(3, 3), torch.randn(3))
+    linear = nn.Linear(3, 3)
+    held = [linear.weight]
+    below = Model(lambda s, x: torch.tanh(s.linear(x)) @ s.held[0], linear=linear, held=held)
+    model, batch = nn.Sequential(below, nn.Linear(3, 1)), (torch.randn(3, 3), torch.randn(3))
 
     grads = collect_gradients(computer(model, resolve_task("regression"), grad_wrt="1.*"), batch)
 
@@ -323,21 +305,13 @@ def test_dropout_in_train_mode_draws_another_mask_for_every_sample(name: str) ->
     assert not torch.equal(grads["2.weight"][0], grads["2.weight"][1])
 
 
-class SparseEmbeddings(nn.Module):
-    """Embeddings whose gradients torch gives as sparse tensors; the positions' has no batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(5, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return (self.tokens(ids) * self.positions(torch.arange(4))).tanh()
-
-
 @pytest.mark.parametrize("name", ["hook", "iterative"])
 def test_sparse_gradients_come_dense(name: str) -> None:
+    """Of words, and of positions without a batch."""
     torch.manual_seed(0)
-    model, ids = SparseEmbeddings().double(), torch.randint(5, (3, 4))
+    words, positions = nn.Embedding(5, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
+    forward = lambda s, ids: (s.words(ids) * s.positions(torch.arange(4))).tanh()  # noqa: E731
+    model, ids = Model(forward, words=words, positions=positions).double(), torch.randint(5, (3, 4))
     task = resolve_task(lambda call, batch: call(batch[0]).flatten(1).sum(1))
 
     found = collect_gradients(GRADIENT_COMPUTERS[name](model, task), (ids,))
@@ -351,46 +325,30 @@ def test_sparse_gradients_come_dense(name: str) -> None:
 # Computers of users
 
 
-class OriginalStyleComputer(AbstractGradientComputer):
-    """What a user of the original TRAK writes: three methods, one (B, P) tensor."""
+class OneTensor(FunctionalGradientComputer):
+    """Returns one (B, P) tensor, as the original's documentation has it, or a part of it."""
 
-    def __init__(self, model, task, grad_dim=None, dtype=torch.float16, device="cpu", grad_wrt=None) -> None:
-        super().__init__(model, task, grad_dim, dtype, device)
-        self.load_model_params(model)
+    first = 0
 
-    def load_model_params(self, model) -> None:
-        self.model = model
-
-    def compute_per_sample_grad(self, batch):
-        found = []
-        for x, y in zip(*batch, strict=True):
-            f = self.modelout_fn.get_output(self.model, None, None, x, y)
-            grads = torch.autograd.grad(f, list(self.model.parameters()))
-            found.append(torch.cat([g.reshape(-1) for g in grads]))
-        return torch.stack(found)
-
-    def compute_loss_grad(self, batch):
-        return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)
+    def compute_per_sample_grad(self, batch: Any) -> Any:
+        return torch.cat([g.flatten(1) for g in super().compute_per_sample_grad(batch).values()], 1)[
+            :, self.first :
+        ]
 
 
-def test_a_computer_written_for_the_original_streams_the_same_blocks() -> None:
-    class Short(OriginalStyleComputer):
-        def compute_per_sample_grad(self, batch):
-            return super().compute_per_sample_grad(batch)[:, 1:]
-
+def test_one_tensor_of_an_original_method_is_streamed_as_blocks_and_its_width_is_checked() -> None:
     model, batch = make()
+    computer = OneTensor(model, MARGIN)
     blocks: list[DenseBlock] = []
 
-    terms = OriginalStyleComputer(model, MARGIN).stream_gradients(batch, blocks.append)
+    terms = computer.stream_gradients(batch, blocks.append)
 
-    expected = by_loop(model, margin_of, batch)
-    assert_same({block.name: block.grad for block in blocks}, expected)
-    logits = model(batch[0])
-    np.testing.assert_allclose(
-        terms.out_to_loss_grad, reference.out_to_loss_grad(logits, batch[1]), rtol=1e-10
-    )
+    assert_same({block.name: block.grad for block in blocks}, by_loop(model, margin_of, batch))
+    expected = reference.out_to_loss_grad(model(batch[0]), batch[1])
+    np.testing.assert_allclose(terms.out_to_loss_grad, expected, rtol=1e-10)
+    computer.first = 1
     with pytest.raises(InvalidInputError, match=r"returned shape \(5, 34\), expected \(B, 35\)"):
-        Short(model, MARGIN).stream_gradients(batch, lambda _: None)
+        computer.stream_gradients(batch, lambda _: None)
 
 
 def test_a_functional_computer_that_assigns_its_weights_as_the_originals_does_uses_them() -> None:
@@ -439,18 +397,13 @@ def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer
 IMAGES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 
 
-class Layer(nn.Module):
+class Layer(Model):
     """A linear layer and what is done with its result."""
 
     def __init__(self, after: Forward) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-        self.after = after
+        super().__init__(lambda s, x, *others: after(s.linear(x), *others), linear=nn.Linear(4, 4))
         self.double()
-
-    def forward(self, x: Tensor, *others: Any) -> Tensor:
-        return self.after(self.linear(x), *others)
 
 
 def squares(call: Forward, batch: Any) -> Tensor:
@@ -553,16 +506,6 @@ def total(call: ModelCall, batch: Any) -> Tensor:
     return call(batch[0]).sum(1)
 
 
-class _OneAtATime(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        row = x.reshape(1, 4)
-        return self.linear(row) * row.sum().item()  # which vmap cannot read
-
-
 @pytest.mark.quick
 def test_the_functional_computer_is_next_and_the_iterative_one_last() -> None:
     torch.manual_seed(0)
@@ -586,13 +529,20 @@ def test_the_functional_computer_is_next_and_the_iterative_one_last() -> None:
 def test_the_last_resort_is_tried_under_autocast_and_on_one_sample_at_a_time() -> None:
     seen: list[Any] = []
 
+    def forward(s: Any, x: Tensor) -> Tensor:
+        row = x.reshape(1, 4)
+        return s.linear(row) * row.sum().item()  # which vmap cannot read
+
     def output(call: Any, batch: Any) -> Tensor:
         out = call(batch[0])
         seen.append(out.dtype)
         return out.float().sum(1)
 
     name, reason, _ = choose_gradient_computer(
-        _OneAtATime(), resolve_task(output), (torch.ones(3, 4),), autocast_dtype=torch.bfloat16
+        Model(forward, linear=nn.Linear(4, 4)),
+        resolve_task(output),
+        (torch.ones(3, 4),),
+        autocast_dtype=torch.bfloat16,
     )
 
     assert name == "iterative"
@@ -624,33 +574,27 @@ def test_manifest_and_log_hold_the_reason_of_a_choice(
     assert "'hook'" in caplog.text
 
 
-class _Failing(nn.Linear):
-    """Fails in its own way where the hooks' tensors read it."""
-
-    def __init__(self, error: type[Exception], fails_always: bool) -> None:
-        super().__init__(4, 3)
-        self.error, self.fails_always, self.calls = error, fails_always, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.fails_always or self.calls == 1:
-            raise self.error
-        return super().forward(x)
-
-
 class _Unknown(Exception):
     pass
 
 
 @pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, _Unknown, NameError, OSError])
 def test_any_failure_leads_to_the_next_computer_and_that_of_all_is_told(error: type[Exception]) -> None:
-    torch.manual_seed(0)
-    batch = (torch.randn(3, 4),)
+    def forward(s: Any, x: Tensor) -> Tensor:
+        s.calls += 1
+        if s.calls in s.failing:
+            raise error
+        return s.linear(x)
 
-    name, reason, _ = choose_gradient_computer(_Failing(error, False), resolve_task(total), batch)
+    torch.manual_seed(0)
+    batch, task = (torch.randn(3, 4),), resolve_task(total)
+
+    once = Model(forward, linear=nn.Linear(4, 3), calls=0, failing=[1])  # where the hooks' tensors read it
+    name, reason, _ = choose_gradient_computer(once, task, batch)
     assert (name, error.__name__ in reason) == ("functional", True)
+    always = Model(forward, linear=nn.Linear(4, 3), calls=0, failing=range(1, 1000))
     with pytest.raises(error):
-        choose_gradient_computer(_Failing(error, True), resolve_task(total), batch)
+        choose_gradient_computer(always, task, batch)
 
 
 # The public conformance kits, on what the package itself offers
@@ -671,21 +615,11 @@ class TestIterativeComputer(GradientComputerTests):
         return IterativeGradientComputer(model, task)
 
 
-class Doubled(Opaque):
-    def forward(self, x):
-        return super().forward(x)
-
-
-@register_gradient_rule(Doubled)
-def doubled(module, args, kwargs, grad):
-    return {"weight": (2 * grad * args[0]).sum(1)}
-
-
 class TestAUsersRule(GradientRuleTests):
     """A layer that torch cannot see into, with the rule that its author wrote."""
 
     def make_layer(self):
-        return Doubled()
+        return ruled(lambda x, grad: {"weight": (2 * grad * x).sum(1)})()
 
     def make_input(self, count):
         return (torch.randn(count, 5, 4),)

@@ -12,8 +12,8 @@ from models import (
     Case,
     DenseMixture,
     Forward,
+    Model,
     Net,
-    Opaque,
     RoutedMixture,
     assert_exact,
     by_loop,
@@ -21,6 +21,7 @@ from models import (
     hooked,
     make,
     rows,
+    ruled,
     tokens,
     wavy,
 )
@@ -29,8 +30,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers import HookGradientComputer, collect_gradients, register_gradient_rule
-from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
+from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.gradient_computers.hooks.owners import SampleCode, sketch
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
 # Mixtures of experts
@@ -65,10 +66,6 @@ class Mixture(DenseMixture):
                 rows, places = torch.where(mask)
                 mixed.index_add_(0, rows, (share[rows, places, None] * expert(flat[rows])).to(flat))
         return mixed
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        return self.head(x + self.mixed(x.reshape(-1, 6)).view_as(x))
 
 
 class ByMask(Mixture):
@@ -137,33 +134,32 @@ def test_later_batches_with_other_routes_are_exact(build: Any, counts: tuple[int
         assert_exact(model, tokens(5)(count), classify, computer=computer)
 
 
-class Odd(nn.Module):
+def odd_expert() -> nn.Module:
     """Operations whose rows no rule knows, or which have none: every entry is found by itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair, self.mix = nn.Bilinear(6, 6, 6), nn.Parameter(torch.randn(6, 6))
-        self.power, self.left = nn.Parameter(torch.tensor([0.7])), nn.Parameter(torch.randn(6, 6))
-        self.conv, self.up = nn.Conv1d(1, 2, 3, padding=1), nn.ConvTranspose1d(2, 1, 1)
-        self.group, self.rms = nn.GroupNorm(1, 2), nn.RMSNorm(6)
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = torch.einsum("nd,de->ne", s.pair(x, x.sin()), s.mix)
+        z = s.up(s.group(s.conv(s.rms(x).unsqueeze(1)))).squeeze(1)
+        w = (s.left @ x.t()).t() + x @ s.left
+        return s.normed(y + torch.sigmoid(z) ** s.power - w.div(s.power, rounding_mode=None))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.einsum("nd,de->ne", self.pair(x, x.sin()), self.mix)
-        z = self.up(self.group(self.conv(self.rms(x).unsqueeze(1)))).squeeze(1)
-        w = (self.left @ x.t()).t() + x @ self.left
-        return self.normed(y + torch.sigmoid(z) ** self.power - w.div(self.power, rounding_mode=None))
+    mix, left = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+    model = Model(
+        forward, pair=nn.Bilinear(6, 6, 6), mix=mix, left=left, power=nn.Parameter(torch.tensor([0.7]))
+    )
+    model.conv, model.up = nn.Conv1d(1, 2, 3, padding=1), nn.ConvTranspose1d(2, 1, 1)
+    model.group, model.rms = nn.GroupNorm(1, 2), nn.RMSNorm(6)
+    model.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    return model
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
-        self.shift, self.row = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(6))
+def in_place_expert() -> nn.Module:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.first(x).mul_(s.scale).add_(s.shift)
+        return h.relu_() - s.row.expand(len(x), -1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).mul_(self.scale).add_(self.shift)
-        return h.relu_() - self.row.expand(len(x), -1)
+    scale, shift, row = (nn.Parameter(torch.randn(*shape)) for shape in ((6,), (1, 6), (6,)))
+    return Model(forward, first=nn.Linear(6, 6), scale=scale, shift=shift, row=row)
 
 
 class Recomputed(Expert):
@@ -173,45 +169,25 @@ class Recomputed(Expert):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase] = nn.GRU, **settings: Any) -> None:
-        super().__init__()
-        self.rnn, self.out = kind(6, 5, **settings), nn.Linear(settings.get("proj_size", 5), 6)
+def recurrent_expert(kind: type[nn.RNNBase] = nn.GRU, **settings: Any) -> nn.Module:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        steps = torch.stack([x, x.cos(), x.sin()], int(s.rnn.batch_first))
+        return s.out(s.rnn(steps)[0].select(int(s.rnn.batch_first), 2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        steps = torch.stack([x, x.cos(), x.sin()], int(self.rnn.batch_first))
-        return self.out(self.rnn(steps)[0].select(int(self.rnn.batch_first), 2))
+    return Model(forward, rnn=kind(6, 5, **settings), out=nn.Linear(settings.get("proj_size", 5), 6))
 
 
-class OpaqueLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-class OpaqueProduct(Opaque):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-@register_gradient_rule(OpaqueProduct)
-def opaque_product(module: Any, args: Any, kwargs: Any, grad: Tensor) -> dict[str, Tensor]:
-    return {"weight": 2 * grad * args[0]}
-
-
-@register_gradient_rule(OpaqueLinear)
-def opaque_linear(module: Any, args: Any, kwargs: Any, grad: Tensor) -> dict[str, Any]:
-    return {"weight": (args[0].unsqueeze(1), grad.unsqueeze(1)), "bias": grad}
-
-
+PRODUCT = ruled(lambda x, grad: {"weight": 2 * grad * x})
+FACTORS = ruled(lambda x, grad: {"weight": (x.unsqueeze(1), grad.unsqueeze(1)), "bias": grad}, nn.Linear)
 EXPERTS: dict[str, Build] = {
-    "operations without known rows": Odd,
-    "in place": InPlace,
+    "operations without known rows": odd_expert,
+    "in place": in_place_expert,
     "checkpointed": Recomputed,
-    "GRU": Recurrent,
-    "LSTM": lambda: Recurrent(nn.LSTM, batch_first=True, num_layers=2),
-    "LSTM with a projection": lambda: Recurrent(nn.LSTM, proj_size=2),
-    "a rule that gives gradients per row": lambda: OpaqueProduct(6),
-    "a rule that gives factors per row": lambda: OpaqueLinear(6, 6),
+    "GRU": recurrent_expert,
+    "LSTM": lambda: recurrent_expert(nn.LSTM, batch_first=True, num_layers=2),
+    "LSTM with a projection": lambda: recurrent_expert(nn.LSTM, proj_size=2),
+    "a rule that gives gradients per row": lambda: PRODUCT(6),
+    "a rule that gives factors per row": lambda: FACTORS(6, 6),
 }
 
 
@@ -231,16 +207,13 @@ def test_experts_of_any_kind_are_exact(name: str, build: Any) -> None:
 
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
 def test_a_recurrent_layer_below_the_experts_is_differentiated_more_than_once(recurrent: Any) -> None:
-    class AfterRecurrence(Mixture):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = recurrent(6, 6, batch_first=True)
+    def build() -> nn.Module:
+        model = Mixture()
+        rnn = recurrent(6, 6, batch_first=True)
+        model.embed = Model(lambda s, ids: s.rnn(s.words(ids))[0], words=model.embed, rnn=rnn)
+        return model
 
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.rnn(self.embed(ids))[0]
-            return self.head(x + self.mixed(x.reshape(-1, 6)).view_as(x))
-
-    assert_exact(*mixture(AfterRecurrence, length=4), classify)
+    assert_exact(*mixture(build, length=4), classify)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -369,35 +342,26 @@ class Both(RoutedMixture):
         return super().forward(ids) * self.embed(torch.arange(4).unsqueeze(0)).mean()
 
 
-class Changed(Expert):
-    """An expert whose rows are changed after the first layer."""
-
-    def __init__(self, change: Forward) -> None:
-        super().__init__()
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.change(self.up(x)))
+def changed(change: Forward) -> Build:
+    """Return mixtures of experts whose rows are changed after the first layer."""
+    layers = lambda: {"up": nn.Linear(6, 5), "down": nn.Linear(5, 6)}  # noqa: E731
+    return lambda: ByMask(lambda: Model(lambda s, x: s.down(change(s.up(x))), **layers()))
 
 
-class Centred(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.slope - (x * self.slope).mean(0)
+def centred() -> nn.Module:
+    slope = nn.Parameter(torch.ones(()))
+    return Model(lambda s, x: x * s.slope - (x * s.slope).mean(0), slope=slope)
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
     "rows that mix samples": (
-        lambda: ByMask(lambda: Changed(lambda y: y - y.mean(0))),
+        changed(lambda y: y - y.mean(0)),
         r"linear, which uses \['experts.*several samples depends",
     ),
-    "a scalar mixed over rows": (lambda: ByMask(Centred), r"mul, which uses .*several samples depends"),
+    "a scalar mixed over rows": (lambda: ByMask(centred), r"mul, which uses .*several samples depends"),
     "a limit on the rows of an expert": (Limited, "self-check"),
     "an infinite gradient": (
-        lambda: ByMask(lambda: Changed(lambda y: y + (y - y.detach()).sqrt())),
+        changed(lambda y: y + (y - y.detach()).sqrt()),
         "is not finite",
     ),
     "a use with and without samples": (Both, "runs on samples and on what all samples share"),
@@ -413,16 +377,6 @@ def test_rows_that_belong_to_no_one_sample_are_refused_by_name(build: Build, mes
 
     with pytest.raises(UnsupportedModelError, match=message):
         collect_gradients(HookGradientComputer(model, resolve_task(classify), grad_wrt=names), batch)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_nested_tensors_are_refused_by_name() -> None:
-    def forward(s: Net, x: Tensor) -> Tensor:
-        nested = torch.nested.as_nested_tensor([row[: 1 + i % 2] for i, row in enumerate(s.a(x))])
-        return nested.to_padded_tensor(0.0).flatten(1)
-
-    with pytest.raises(UnsupportedModelError, match=r"nested tensor \(torch.nested\)"):
-        collect_gradients(hooked(forward)[1], (rows(3, 2),))
 
 
 # The code that tells samples
@@ -460,13 +414,3 @@ def test_a_row_of_two_samples_has_no_owner_unless_it_is_rounding_noise() -> None
     assert owners(1.0, -one) is None  # two samples that cancel
     assert noise is not None
     assert noise.tolist() == [1, -1]
-
-
-def test_rows_are_put_together_by_sample_with_the_first_again_where_there_are_fewer() -> None:
-    arranged = Arrangement.of(torch.tensor([4, 1, -1, 4, 4]))
-
-    assert arranged.samples.tolist() == [1, 4]
-    assert arranged.rows.tolist() == [1, 1, 1, 0, 3, 4]
-    assert arranged.real.tolist() == [True, False, False, True, True, True]
-    assert arranged.take_gradients(torch.ones(5)).tolist() == [1, 0, 0, 1, 1, 1]
-    assert arranged.placed(torch.ones(2), 5).tolist() == [0, 1, 0, 0, 1]

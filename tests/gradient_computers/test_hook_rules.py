@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from models import Build, Conv1D, Forward, assert_exact, assert_same, by_loop, cast, wavy
+from models import Build, Conv1D, Forward, Model, assert_exact, assert_same, by_loop, cast, rows, wavy
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
+from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock
 
@@ -76,21 +79,10 @@ def check(case: Drawn, only: int | None = None) -> None:
     assert {line.how for line in coverage} <= case.ways, str(coverage)
 
 
-class Above(nn.Module):
-    """A layer above a bare parameter, whose gradient has to come through the layer."""
-
-    def __init__(self, layer: nn.Module, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(width))
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x * self.scale)
-
-
 def above(width: int, layer: Callable[..., nn.Module], *args: Any, **options: Any) -> nn.Module:
-    """Return the layer above a parameter as wide as the last axis of its input."""
-    return Above(layer(*args, **options), width)
+    """Return the layer above a parameter as wide as the last axis of its input, whose gradient comes through it."""
+    scale = nn.Parameter(torch.empty(width))
+    return Model(lambda s, x: s.layer(x * s.scale), scale=scale, layer=layer(*args, **options))
 
 
 # Layers: matrix products, convolutions, look-ups
@@ -106,16 +98,10 @@ LAYOUTS: dict[str, tuple[Forward, Callable[[Tensor, int], Tensor]]] = {
 }
 
 
-class LaidOut(nn.Module):
-    """A layer that is called with the samples somewhere else than on axis 0."""
-
-    def __init__(self, make: Build, layout: str) -> None:
-        super().__init__()
-        self.layer, self.layout = make(), layout
-
-    def forward(self, x: Tensor) -> Tensor:
-        there, back = LAYOUTS[self.layout]
-        return back(self.layer(there(x)), len(x))
+def laid_out(build: Build, layout: str) -> nn.Module:
+    """Return a layer that is called with the samples somewhere else than on axis 0."""
+    there, back = LAYOUTS[layout]
+    return Model(lambda s, x: back(s.layer(there(x)), len(x)), layer=build())
 
 
 @st.composite
@@ -126,7 +112,7 @@ def linear_layers(draw: st.DrawFn) -> Drawn:
     kind = partial(Conv1D, out, width) if flat else partial(nn.Linear, width, out, bias=draw(st.booleans()))
     layouts = [["samples first"], [*LAYOUTS], ["samples first", "rows of samples"] if flat else [*LAYOUTS]]
     layout = draw(st.sampled_from(layouts[len(middle)]))
-    model = partial(LaidOut, partial(above, width, kind), layout)
+    model = partial(laid_out, partial(above, width, kind), layout)
     return Drawn(model, (normal(draw(COUNTS), *middle, width),))
 
 
@@ -138,7 +124,7 @@ def with_frames(draw: st.DrawFn, layer: Build, *shape: int) -> Drawn:
     """Give the layer one array of this shape per sample, or several whose axis is flattened into the batch."""
     layout = draw(st.sampled_from(["samples first", "rows of samples", "rows of positions"]))
     frames = () if layout == "samples first" else (draw(st.integers(1, 2)),)
-    return Drawn(partial(LaidOut, layer, layout), (normal(draw(COUNTS), *frames, *shape),))
+    return Drawn(partial(laid_out, layer, layout), (normal(draw(COUNTS), *frames, *shape),))
 
 
 def per_axis(draw: st.DrawFn, dims: int, low: int, high: int) -> tuple[int, ...]:
@@ -310,22 +296,20 @@ def attentions(draw: st.DrawFn) -> Drawn:
 # Shared and tied weights
 
 
-class Shared(nn.Module):
+def shared(width: int, uses: tuple[str, ...]) -> nn.Module:
     """One square weight, used again and again, in drawn ways."""
 
-    def __init__(self, width: int, uses: tuple[str, ...]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-        self.second.weight = self.first.weight
-        self.uses = uses
-
-    def forward(self, x: Tensor) -> Tensor:
-        for use in self.uses:
-            x = torch.tanh(USES[use](self, x, self.first.weight))
+    def forward(s: Any, x: Tensor) -> Tensor:
+        for use in uses:
+            x = torch.tanh(USES[use](s, x, s.first.weight))
         return x
 
+    model = Model(forward, first=nn.Linear(width, width), second=nn.Linear(width, width, bias=False))
+    model.second.weight = model.first.weight
+    return model
 
-USES: dict[str, Callable[[Shared, Tensor, Tensor], Tensor]] = {
+
+USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "layer": lambda s, x, w: s.first(x),
     "tied layer": lambda s, x, w: s.second(x),
     "transposed": lambda s, x, w: F.linear(x, w.t()),
@@ -339,7 +323,7 @@ USES: dict[str, Callable[[Shared, Tensor, Tensor], Tensor]] = {
 def shared_weights(draw: st.DrawFn) -> Drawn:
     width, middle = draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 3), max_size=2))
     uses = draw(st.lists(st.sampled_from([*USES]), min_size=1, max_size=4))
-    return Drawn(partial(Shared, width, tuple(uses)), (normal(draw(COUNTS), *middle, width),), BY_ANY)
+    return Drawn(partial(shared, width, tuple(uses)), (normal(draw(COUNTS), *middle, width),), BY_ANY)
 
 
 LAYERS = {
@@ -431,21 +415,14 @@ def trained(norm: Build) -> nn.Module:
 @pytest.mark.parametrize(("norm", "shape"), NORMS.values(), ids=NORMS)
 def test_norms(norm: Build, shape: tuple[int, ...], layout: str) -> None:
     frames = () if layout == "samples first" else (2,)
-    model = partial(LaidOut, lambda: Above(trained(norm), 6), layout)
+    model = partial(laid_out, partial(above, 6, trained, norm), layout)
     for count, only in ((0, None), (3, None), (2, 2)):  # the last one for the bias alone
         check(Drawn(model, (normal(count, *frames, *shape),)), only)
 
 
-class Scaled(nn.Module):
+def scaled(operation: Forward, shape: tuple[int, ...]) -> nn.Module:
     """One parameter of any shape, used by one expression."""
-
-    def __init__(self, operation: Forward, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.empty(shape))
-        self.operation = operation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.operation(x, self.p)
+    return Model(lambda s, x: operation(x, s.p), p=nn.Parameter(torch.empty(shape)))
 
 
 OPERATIONS: dict[str, Forward] = {
@@ -475,7 +452,7 @@ OPERATIONS: dict[str, Forward] = {
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 4, 1), (4, 5), (3, 1, 5), (1, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_bare_parameters_that_broadcast(operation: Forward, shape: tuple[int, ...]) -> None:
-    check(Drawn(partial(Scaled, operation, shape), (normal(2, 3, 4, 5),), BY_ANY))
+    check(Drawn(partial(scaled, operation, shape), (normal(2, 3, 4, 5),), BY_ANY))
 
 
 PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
@@ -510,7 +487,7 @@ PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize(("operation", "shape"), PRODUCTS.values(), ids=PRODUCTS)
 def test_bare_parameters_in_products_and_look_ups(operation: Forward, shape: tuple[int, ...]) -> None:
-    check(Drawn(partial(Scaled, operation, shape), (normal(3, 4, 5),), BY_ANY))
+    check(Drawn(partial(scaled, operation, shape), (normal(3, 4, 5),), BY_ANY))
 
 
 FORMS: dict[str, tuple[Build, Tensor, dict[str, Any]]] = {
@@ -520,7 +497,7 @@ FORMS: dict[str, tuple[Build, Tensor, dict[str, Any]]] = {
         {"0.weight": DenseBlock, "0.bias": DenseBlock, "1.weight": FactoredBlock, "3.weight": FactoredBlock},
     ),
     "a transposed weight": (
-        lambda: Scaled(lambda x, p: x @ p.t(), (3, 5)),
+        lambda: scaled(lambda x, p: x @ p.t(), (3, 5)),
         torch.linspace(-1, 1, 40).view(2, 4, 5),
         {"p": FactoredBlock},
     ),
@@ -598,19 +575,16 @@ COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Forward]] = {
 }
 
 
-class Spectral(nn.Module):
+def spectral(shape: Sequence[int], operation: Forward, plain: bool) -> nn.Module:
     """An operation of complex samples and of a complex value that is made of real parameters, as in GFNet."""
 
-    def __init__(self, shape: Sequence[int], operation: Forward, plain: bool) -> None:
-        super().__init__()
-        self.operation, self.plain = operation, plain
-        self.weight, self.scale = nn.Parameter(torch.randn(*shape, 2)), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(s: Any, x: Tensor) -> Tensor:
         x = torch.view_as_complex(x)
-        result = self.operation(x if self.plain else x * self.scale, torch.view_as_complex(self.weight))
+        result = operation(x if plain else x * s.scale, torch.view_as_complex(s.weight))
         real = torch.view_as_real(result) if result.is_complex() else result
-        return real.flatten(1).sin() + self.scale
+        return real.flatten(1).sin() + s.scale
+
+    return Model(forward, weight=nn.Parameter(torch.randn(*shape, 2)), scale=nn.Parameter(torch.ones(())))
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["samples that need a gradient", "plain data"])
@@ -618,8 +592,212 @@ class Spectral(nn.Module):
 def test_complex_operands(name: str, plain: bool) -> None:
     samples, shape, operation = COMPLEX[name]
     torch.manual_seed(0)
-    model = Spectral(shape, operation, plain).double()
+    model = spectral(shape, operation, plain).double()
     batch = (torch.randn(3, *samples, 2, dtype=torch.float64),)
 
     computer = assert_exact(model, batch)
     assert_exact(model, batch, computer=computer)  # a later pass may take another way
+
+
+# Recurrent layers
+
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "RNN with tanh": partial(nn.RNN, nonlinearity="tanh"),
+    "RNN with ReLU": partial(nn.RNN, nonlinearity="relu"),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over ``(B, T, d)``, all or some of whose results count."""
+
+    def __init__(
+        self,
+        kind: Callable[..., nn.RNNBase],
+        packing: str = "no",
+        start: str = "zero",
+        reads: str = "everything",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.rnn = kind(**{"input_size": 4, "hidden_size": 3, "batch_first": True, **options})
+        self.scale = nn.Parameter(torch.ones(self.rnn.input_size))
+        self.packing, self.start, self.reads = packing, start, reads
+        states = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
+        self.first = nn.Parameter(torch.ones(states, 1, self.rnn.hidden_size)) if start == "learned" else None
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+        axis, first = self.rnn.batch_first, self.first_state(x, state)
+        x, total = x * self.scale, x.shape[1]
+        x = x if axis else x.transpose(0, 1)
+        if self.packing != "no":
+            ends = torch.full_like(lengths, total) if self.packing == "sorted" else lengths.clamp(max=total)
+            x = pack_padded_sequence(x, ends, axis, enforce_sorted=self.packing == "sorted")
+        out, last = self.call(x, first)
+        if self.packing != "no":
+            out = pad_packed_sequence(out, axis, total_length=total)[0]
+        states = [value.transpose(0, 1) for value in (last if isinstance(last, tuple) else (last,))]
+        out = out if axis else out.transpose(0, 1)
+        found = {"everything": [out, *states], "outputs": [out], "last": states[-1:]}[self.reads]
+        return torch.cat([value.flatten(1) for value in found], 1)
+
+    def call(self, x: Any, first: Any) -> Any:
+        return self.rnn(x, first)
+
+    def first_state(self, x: Tensor, state: Tensor | None) -> Any:
+        if self.start == "zero":
+            return None
+        first = state.transpose(0, 1) if self.first is None else self.first.expand(-1, len(x), -1)
+        first = (first * self.scale[0]).contiguous()  # depends on a parameter, and if given on the sample
+        return (first, first.sin()) if isinstance(self.rnn, nn.LSTM) else first
+
+
+@st.composite
+def recurrent_layers(draw: st.DrawFn, kind: str) -> Drawn:
+    bidirectional, start = draw(st.booleans()), draw(st.sampled_from(["zero", "given", "learned"]))
+    layers, hidden, width = (draw(st.integers(1, 3)) for _ in range(3))
+    count, length = draw(COUNTS), draw(st.integers(1, 4))
+    model = partial(
+        Recurrent,
+        KINDS[kind],
+        packing=draw(st.sampled_from(["no", "sorted", "unsorted"])),
+        start=start,
+        reads=draw(st.sampled_from(["everything", "everything", "outputs", "last"])),
+        input_size=width,
+        hidden_size=hidden,
+        num_layers=layers,
+        bias=draw(st.booleans()),
+        batch_first=draw(st.booleans()),
+        bidirectional=bidirectional,
+    )
+    lengths = partial(torch.randint, 1, length + 1, (count,))
+    state = (normal(count, layers * (2 if bidirectional else 1), hidden),) if start == "given" else ()
+    return Drawn(model, (normal(count, length, width), lengths, *state))
+
+
+@every_kind
+@drawn(max_examples=5)
+@given(data=st.data())
+def test_a_recurrent_layer_at_any_options_equals_the_loop(kind: str, data: st.DataObject) -> None:
+    check(data.draw(recurrent_layers(kind)), only=data.draw(st.none() | st.integers(0, 9)))
+
+
+@every_kind
+@drawn(max_examples=2 * MANY)
+@given(data=st.data())
+def test_a_recurrent_layer_at_many_options_equals_the_loop(kind: str, data: st.DataObject) -> None:
+    check(data.draw(recurrent_layers(kind)), only=data.draw(st.none() | st.integers(0, 9)))
+
+
+@every_kind
+@pytest.mark.parametrize("packing", ["unsorted", "no"])
+def test_the_last_state_of_two_layers_and_directions(kind: str, packing: str) -> None:
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "bidirectional": True}
+    model = Recurrent(KINDS[kind], packing=packing, reads="last", **options).double()
+
+    computer = assert_exact(model, (rows(4, 5), torch.tensor([3, 5, 1, 4])))
+    assert {line.how for line in computer.explain((rows(4, 5), torch.tensor([3, 5, 1, 4])))} == {"rule"}
+
+
+def test_an_lstm_with_projections_falls_back_and_layers_may_share_their_weights() -> None:
+    torch.manual_seed(0)
+    projected = Recurrent(nn.LSTM, num_layers=2, proj_size=2, bidirectional=True).double()
+    computer = assert_exact(projected, (rows(3, 4),))
+    assert computer.explain((rows(3, 4),))["rnn.weight_ih_l0"].how == "fallback"
+
+    shared = Recurrent(nn.GRU, hidden_size=4, num_layers=2).double()
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(shared.rnn, f"{name}_l1", getattr(shared.rnn, f"{name}_l0"))
+    assert_exact(shared, (rows(3, 4),))
+
+
+class InPlace(Recurrent):
+    """Changes what the layer read, or what it returned, in place; or returns a slope of it."""
+
+    changed = "output"
+
+    def call(self, x: Any, first: Any) -> Any:
+        if self.changed == "differentiated":
+            x = x.detach().requires_grad_()
+        outputs, state = self.rnn(x)
+        if self.changed == "differentiated":
+            (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+            return slope, state
+        (x if self.changed == "input" else outputs).mul_(2)
+        return outputs, state
+
+
+@every_kind
+def test_outputs_may_be_changed_in_place_but_not_inputs_nor_be_derived_twice(kind: str) -> None:
+    torch.manual_seed(0)
+    model, batch = InPlace(KINDS[kind], reads="outputs").double(), (rows(3, 4),)
+    assert_exact(model, batch)
+
+    for self_check in (True, False):
+        computer = HookGradientComputer(model, resolve_task(wavy), self_check=self_check)
+        model.changed = "input"
+        with pytest.raises(UnsupportedModelError, match="changed in place after the layer read it"):
+            collect_gradients(computer, batch)
+        model.changed = "differentiated"
+        computer = HookGradientComputer(model, resolve_task(wavy), self_check=self_check)
+        with pytest.raises(UnsupportedModelError, match="create_graph=True"):
+            collect_gradients(computer, batch)
+
+
+@every_kind
+def test_autocast_changes_little(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN's LSTM in bfloat16 needs AVX-512
+    torch.manual_seed(0)
+    model, batch = Recurrent(KINDS[kind]), (rows(3, 5).float(),)
+    task = resolve_task(lambda call, batch: call(*batch).sin().sum(1))
+
+    half = collect_gradients(HookGradientComputer(model, task, autocast_dtype=torch.bfloat16), batch)
+
+    for name, value in collect_gradients(HookGradientComputer(model, task), batch).items():
+        assert half[name].dtype == torch.float32
+        assert (half[name] - value).norm() < 0.05 * value.norm(), name
+
+
+# The recurrence as an operation
+
+TORCHS = {
+    "LSTM": ("lstm", torch.lstm),
+    "GRU": ("gru", torch.gru),
+    "RNN with tanh": ("tanh", torch.rnn_tanh),
+    "RNN with ReLU": ("relu", torch.rnn_relu),
+}
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@every_kind
+def test_results_and_all_gradients_equal_those_of_torch(kind: str, packed: bool, bidirectional: bool) -> None:
+    """Weights that autograd is to differentiate get their summed gradient: nothing is lost in silence."""
+    torch.manual_seed(0)
+    rnn = KINDS[kind](3, 2, 2, bidirectional=bidirectional, batch_first=True).double()
+    shape, weights = (4 if bidirectional else 2, 4, 2), list(rnn.parameters())
+    state = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    state = state if kind == "LSTM" else state[:1]
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    if packed:
+        x, sizes, *_ = pack_padded_sequence(x, torch.tensor([5, 4, 4, 1]), batch_first=True)
+    x.requires_grad_()
+    rest = [tuple(state) if kind == "LSTM" else state[0], weights, True, 2, 0.0, False, bidirectional]
+    args = [x, sizes, *rest] if packed else [x, *rest, True]
+    wanted = [x, *state, *weights]
+
+    def summed(results: tuple[Tensor, ...]) -> Tensor:
+        return sum((i + value * value.cos()).sin().sum() for i, value in enumerate(results, 1))
+
+    name, operation = TORCHS[kind]
+    results = run_recurrent(name, args, num_samples=4, order=None, tap=lambda value, *_: value)
+    expected = tuple(operation(*args))
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(summed(expected), wanted)
+    found = torch.autograd.grad(summed(results), wanted, retain_graph=True)
+    torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-10)
+    again = torch.autograd.grad(summed(results), wanted)
+    torch.testing.assert_close(again, found, rtol=0, atol=0)

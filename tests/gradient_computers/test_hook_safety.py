@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import threading
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +14,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Net, Opaque, assert_exact, assert_same, by_loop, hooked, rows, wavy
+from models import (
+    CASES,
+    Model,
+    Net,
+    Opaque,
+    Tagged,
+    assert_exact,
+    assert_same,
+    by_loop,
+    classify,
+    hooked,
+    make,
+    rows,
+    ruled,
+    wavy,
+)
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
@@ -40,17 +60,6 @@ def test_a_parameter_that_is_also_used_in_a_lower_precision_is_not_refused(inner
 
 
 # What hooks cannot see, and the rules that users write for it
-
-
-def ruled(rule: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> type[Opaque]:
-    """Return a new class of layers with a rule of the input and the output gradient."""
-
-    class Ruled(Opaque):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    register_gradient_rule(Ruled)(lambda module, args, kwargs, grad: rule(args[0], grad))
-    return Ruled
 
 
 def right(x: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -93,37 +102,6 @@ def test_a_registered_rule_covers_it_also_in_subclasses_that_keep_forward() -> N
         assert_exact(stacked(Other()), (rows(4),))
 
 
-class Sideways(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.transpose(0, 1)).transpose(0, 1)
-
-
-def packed_projection(s: Net, x: Tensor) -> Tensor:
-    packed = pack_padded_sequence(x, torch.full((len(x),), 5), batch_first=True)
-    return pad_packed_sequence(s.rnn(packed)[0], batch_first=True)[0]
-
-
-class Projected(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 4, proj_size=2, batch_first=True)
-
-    forward = packed_projection
-
-
-class ComplexWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (torch.fft.fft(x) * self.weight).abs()
-
-
 def inner_gradient(s: Net, x: Tensor) -> Tensor:
     with torch.enable_grad():
         x = x.clone().requires_grad_()
@@ -139,7 +117,58 @@ def changed_input(s: Net, x: Tensor) -> Tensor:
     return y
 
 
-REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+def alone(s: Net, x: Tensor) -> Tensor:
+    """Runs one operation more if the batch has samples of both signs, which no sample alone has."""
+    signs = x[:, 0] > 0
+    out = s.a(x)
+    return out if bool(signs.all()) or not bool(signs.any()) else out + s.a.bias
+
+
+def nested(s: Net, x: Tensor) -> Tensor:
+    found = torch.nested.as_nested_tensor([row[: 1 + i % 2] for i, row in enumerate(s.a(x))])
+    return found.to_padded_tensor(0.0).flatten(1)
+
+
+def packed_projection(s: Any, x: Tensor) -> Tensor:
+    packed = pack_padded_sequence(x, torch.full((len(x),), 5), batch_first=True)
+    return pad_packed_sequence(s.rnn(packed)[0], batch_first=True)[0]
+
+
+def on_axis_1(s: Any, x: Tensor) -> Tensor:
+    return s.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+def complex_weight() -> nn.Module:
+    weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+    return Model(lambda s, x: (torch.fft.fft(x) * s.weight).abs(), weight=weight)
+
+
+def ruled_path() -> nn.Module:
+    forward = lambda s, x: s.a(x) if x.sum() > 0 else s.ruled(x)  # noqa: E731
+    return Model(forward, a=nn.Linear(4, 4), ruled=ruled(right)())
+
+
+BOTH_SIGNS = rows(4)
+BOTH_SIGNS[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0])
+ANOTHER_PATH = torch.ones(4, 4).double(), -torch.ones(4, 4).double()
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "a path that no sample takes alone": (alone, "operations", BOTH_SIGNS),
+    "operations of another parameter": (
+        lambda s, x: s.a(x) if x.sum() > 0 else s.a(x) * s.b.weight.sum(),
+        "operations of the model differ from those of the first batch",
+        *ANOTHER_PATH,
+    ),
+    "fewer operations": (
+        lambda s, x: s.b(s.a(x)) if x.sum() > 0 else s.a(x),
+        "ran 1 operations on its parameters, but 2 for the first batch",
+        *ANOTHER_PATH,
+    ),
+    "a ruled layer that did not run": (
+        ruled_path,
+        "operations of the model differ from those of the first batch.*Ruled",
+        *ANOTHER_PATH,
+    ),
+    "nested tensors": (nested, r"nested tensor \(torch.nested\)"),
     "an input changed in place": (changed_input, "input of linear was changed in place"),
     "a gradient taken inside f": (inner_gradient, r"itself computes a gradient through linear"),
     "statistics of the batch": (
@@ -174,12 +203,15 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda: nn.Embedding(4, 3, scale_grad_by_freq=True),
         "scale_grad_by_freq",
     ),
-    "packed projections": (Projected, "proj_size"),
+    "packed projections": (
+        lambda: Model(packed_projection, rnn=nn.LSTM(4, 4, proj_size=2, batch_first=True)),
+        "proj_size",
+    ),
     "dropout in a recurrent layer": (
         lambda: nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).train(),
         "dropout masks",
     ),
-    "complex parameters": (ComplexWeight, r"\['weight'\] are complex"),
+    "complex parameters": (complex_weight, r"\['weight'\] are complex"),
     "an autograd function": (lambda: stacked(Opaque()), r"\['1.weight'\].*hooks cannot see"),
     "a rule that leaves a parameter out": (ruled(lambda x, g: {}), r"no gradient for \['weight'\]"),
     "a wrong rule": (
@@ -187,48 +219,32 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "self-check failed: the gradient of 'weight'",
     ),
     "a ruled layer with samples on axis 1": (
-        lambda: Sideways(ruled(right)()),
+        lambda: Model(on_axis_1, layer=ruled(right)()),
         "needs one result with the samples on axis 0",
     ),
 }
 
 
-@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_hooks_cannot_follow_is_refused_by_name_and_told_by_the_coverage(
-    build: Callable[..., Any], message: str
-) -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_hooks_cannot_follow_is_refused_by_name_and_told_by_the_coverage(case: Any) -> None:
+    """The last batch is refused, those before it are not."""
+    build, message, *batches = case
     torch.manual_seed(0)
     takes_input = getattr(getattr(build, "__code__", None), "co_argcount", 0) == 2
     model = Net(build).double().eval() if takes_input else build().double()
-    batch = (torch.randint(4, (3, 2)),) if isinstance(model, nn.Embedding) else (rows(3, 5),)
+    default = torch.randint(4, (3, 2)) if isinstance(model, nn.Embedding) else rows(3, 5)
+    *earlier, last = batches or [default]
     computer = HookGradientComputer(model, WAVY)
+    for batch in earlier:
+        collect_gradients(computer, (batch,))
 
     with pytest.raises(UnsupportedModelError, match=message):
-        collect_gradients(computer, batch)
+        collect_gradients(computer, (last,))
 
-    coverage = HookGradientComputer(model, WAVY).explain(batch)
-    assert "refused" in {line.how for line in coverage}, str(coverage)
-
-
-@pytest.mark.parametrize("through_a_layer", [True, False])
-def test_a_gradient_inside_f_is_refused_if_it_depends_on_parameters(through_a_layer: bool) -> None:
-    def forward(s: Net, x: Tensor) -> Tensor:
-        first = s.a(x)
-        hidden = s.norm(first)
-        if hidden.requires_grad:
-            of = first if through_a_layer else hidden
-            (inner,) = torch.autograd.grad(hidden.sin().sum(), of, create_graph=True)
-            hidden = hidden + inner
-        return s.b(hidden)
-
-    model, computer = hooked(forward, self_check=False)
-
-    for _ in range(2):
-        if through_a_layer:
-            with pytest.raises(UnsupportedModelError, match="itself computes a gradient"):
-                collect_gradients(computer, (rows(3),))
-        else:
-            assert_exact(model, (rows(3),), computer=computer)
+    if not batches:
+        coverage = HookGradientComputer(model, WAVY).explain((last,))
+        assert "refused" in {line.how for line in coverage}, str(coverage)
 
 
 def test_a_loop_over_samples_is_refused() -> None:
@@ -237,25 +253,6 @@ def test_a_loop_over_samples_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="without a loop over samples"):
         assert_exact(nn.Linear(4, 2).double(), (rows(4),), output)
-
-
-def test_an_interrupted_pass_leaves_nothing_behind() -> None:
-    interrupts = [False]
-
-    def forward(s: Net, x: Tensor) -> Tensor:
-        hidden = s.a(x[:, 0])
-        if interrupts[0]:
-            raise KeyboardInterrupt
-        return s.b(hidden)
-
-    model = Net(forward).double().eval()
-    computer = assert_exact(model, (rows(3, 5),))
-    interrupts[0] = True
-    with pytest.raises(KeyboardInterrupt):
-        collect_gradients(computer, (rows(3, 5),))
-    interrupts[0] = False
-    assert torch._C._len_torch_function_stack() == 0
-    assert_exact(model, (rows(3, 5),), computer=computer)
 
 
 @pytest.mark.parametrize("first_read", [0, 1])
@@ -276,50 +273,14 @@ def test_an_output_function_that_reads_a_parameter_gets_its_gradient_or_is_refus
         assert_exact(model, (rows(3),), output, computer=computer)
 
 
-def other_path(s: Net, x: Tensor) -> Tensor:
-    return s.a(x) if x.sum() > 0 else s.a(x) * s.b.weight.sum()
-
-
-def shorter_path(s: Net, x: Tensor) -> Tensor:
-    return s.b(s.a(x)) if x.sum() > 0 else s.a(x)
-
-
-def ruled_path(s: Net, x: Tensor) -> Tensor:
-    return s.a(x) if x.sum() > 0 else s.ruled(x)
-
-
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (other_path, "operations of the model differ from those of the first batch"),
-        (shorter_path, "ran 1 operations on its parameters, but 2 for the first batch"),
-        (ruled_path, "operations of the model differ from those of the first batch.*Ruled"),
-    ],
-)
-def test_another_path_than_the_examined_one_is_refused(forward: Any, message: str) -> None:
-    model, computer = hooked(forward)
-    model.ruled = ruled(right)().double()
-    collect_gradients(computer, (torch.ones(4, 4).double(),))
-
-    with pytest.raises(UnsupportedModelError, match=message):
-        collect_gradients(computer, (-torch.ones(4, 4).double(),))
-
-
 # Unused parameters, and the coverage
 
 
-class Idle(nn.Module):
+def idle_layers(s: Any, x: Tensor) -> Tensor:
     """One layer runs for nothing, the others do not run at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
-        self.never, self.recurrent = nn.Parameter(torch.ones(2)), nn.GRU(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.unused(x)
-        self.recurrent(x.unsqueeze(1))
-        return self.used(x)
+    s.unused(x)
+    s.recurrent(x.unsqueeze(1))
+    return s.used(x)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +295,9 @@ def test_an_unused_layer_is_zero_and_refused_by_name_where_every_gradient_is_ask
     names: list[str], idle: list[str]
 ) -> None:
     torch.manual_seed(0)
-    model, batch = Idle().double(), (rows(4),)
+    held = {"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2), "never": nn.Parameter(torch.ones(2))}
+    model = Model(idle_layers, **held, recurrent=nn.GRU(4, 2, batch_first=True)).double()
+    batch = (rows(4),)
     for strict in (None, False):
         found = assert_exact(
             model, batch, grad_wrt=names, strict=strict, names=["used.weight", "used.bias", *idle]
@@ -374,26 +337,14 @@ def test_the_coverage_prints_as_a_table_and_is_checked_as_a_run_is() -> None:
 # The pass and its caller
 
 
-def test_blocks_come_during_the_backward_pass_last_layer_first_and_a_failing_sink_leaves_nothing() -> None:
+def test_blocks_come_during_the_backward_pass_last_layer_first() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.GRU(3, 2, batch_first=True)).double()
-    computer, batch = HookGradientComputer(model, WAVY), (rows(3, 2),)
     names: list[str] = []
-    computer.stream_gradients(batch, lambda block: names.append(block.name))
+
+    HookGradientComputer(model, WAVY).stream_gradients((rows(3, 2),), lambda block: names.append(block.name))
+
     assert names[-2:] == ["0.weight", "0.bias"]
-
-    class Full(Exception):
-        pass
-
-    def sink(block: Any) -> None:
-        raise Full
-
-    with pytest.raises(Full):
-        computer.stream_gradients(batch, sink)
-
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert_exact(model, batch, computer=computer)
 
 
 def test_a_computer_that_was_called_inside_anothers_sink_works_afterwards() -> None:
@@ -472,25 +423,18 @@ def test_only_the_newest_structures_are_remembered() -> None:
 # Random numbers that an operation draws itself
 
 
-class Attending(nn.Module):
+def attending(s: Any, x: Tensor) -> Tensor:
     """Attention draws its own dropout mask; its keys and values, or its bias, are parameters."""
-
-    def __init__(self, biased: bool) -> None:
-        super().__init__()
-        self.query, self.biased = nn.Linear(4, 8), biased
-        self.key, self.value = (nn.Parameter(torch.randn(1, 2, 3, 4)) for _ in range(2))
-        self.bias = nn.Parameter(torch.randn(1, 2, 1, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.query(x).view(-1, 2, 1, 4)
-        bias = self.bias if self.biased else None
-        return F.scaled_dot_product_attention(query, self.key, self.value, bias, dropout_p=0.5).flatten(1)
+    query, bias = s.query(x).view(-1, 2, 1, 4), s.bias if s.biased else None
+    return F.scaled_dot_product_attention(query, s.key, s.value, bias, dropout_p=0.5).flatten(1)
 
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_an_operation_that_runs_again_draws_the_same_mask(biased: bool) -> None:
     torch.manual_seed(0)
-    model, batch = Attending(biased).double(), (rows(5),)
+    key, value = (nn.Parameter(torch.randn(1, 2, 3, 4)) for _ in range(2))
+    held = {"query": nn.Linear(4, 8), "bias": nn.Parameter(torch.randn(1, 2, 1, 3)), "biased": biased}
+    model, batch = Model(attending, key=key, value=value, **held).double(), (rows(5),)
     computer = HookGradientComputer(model, WAVY, self_check=False)
     collect_gradients(computer, batch)  # the model is examined
     torch.manual_seed(5)
@@ -505,3 +449,207 @@ def test_an_operation_that_runs_again_draws_the_same_mask(biased: bool) -> None:
         used, torch.autograd.grad(total, [model.get_parameter(n) for n in used]), strict=True
     ):
         torch.testing.assert_close(found[name].sum(0), grad, rtol=1e-10, atol=1e-12)
+
+
+# Kernels and caches
+
+
+def routed(s: Any, x: Tensor) -> Tensor:
+    """Stacked experts that sorted tokens are multiplied with, in one operation or in one per expert."""
+    flat = x.reshape(-1, 4)
+    share, chosen = s.router(flat).softmax(-1).max(-1)
+    order = chosen.argsort(stable=True)
+    ends = torch.bincount(chosen, minlength=3).cumsum(0)
+    if x.dtype == torch.float32:
+        out = torch._grouped_mm(flat[order], s.experts.transpose(1, 2), offs=ends.to(torch.int32))
+    else:
+        parts = flat[order].tensor_split(ends[:-1])
+        out = torch.cat([part @ own.T for part, own in zip(parts, s.experts, strict=True)])
+    return (out[order.argsort()] * share[:, None]).view(*x.shape[:-1], 8)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_grouped_product_equals_one_product_per_expert_in_float64(length: int) -> None:
+    """Of rows that are sorted by expert already, too."""
+    torch.manual_seed(0)
+    x, experts = rows(5, length).float(), nn.Parameter(torch.randn(3, 8, 4))
+    model = Model(routed, router=nn.Linear(4, 3), experts=experts)
+    reference = copy.deepcopy(model).double()
+    computer = HookGradientComputer(model, WAVY)
+    order = model.router(x[:, 0]).argmax(-1).argsort(stable=True)
+
+    for batch in (x, x[order], x.flip(0), x[order]):
+        found = collect_gradients(computer, (batch,))
+        expected = by_loop(reference, wavy, (batch.double(),))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].double(), value, rtol=1e-3, atol=1e-3)
+    assert "grouped matmul" in computer.explain((x,))["experts"].why
+
+
+def test_what_the_first_run_caches_does_not_look_like_moved_rows() -> None:
+    def forward(s: Net, x: Tensor) -> Tensor:
+        """Computes an index in its first run, and reads it from then on."""
+        if s.index is None:
+            s.index = (torch.arange(4).flip(0) * 2 + 1) // 2
+        return s.a(x) * s.embed.weight[s.index].sum(0)
+
+    model, computer = hooked(forward)
+    model.index = None
+    assert computer.explain((rows(5, 4),))["a.weight"].why == "linear"
+    model.index = None
+    assert_exact(model, (rows(5, 4),))
+
+
+def test_another_choice_of_parameters_is_seen_by_the_next_pass() -> None:
+    model, computer = hooked(lambda s, x: s.b(s.a(x)), grad_wrt=["a.weight"])
+    for name in ("a.weight", "b.bias"):
+        computer.grad_wrt = [name]
+        assert_exact(model, (rows(2),), computer=computer, names=[name])
+
+
+def test_another_look_at_a_parameter_is_no_other_path() -> None:
+    """Recurrent layers ask for their weights' device again after ``functional_call``."""
+    model, batch = make(CASES["LSTM tagger"])
+    computer = assert_exact(model, batch, classify)
+    collect_gradients(GRADIENT_COMPUTERS["iterative"](model, resolve_task(classify)), batch)
+    torch.func.functional_call(model, dict(model.named_parameters()), batch[0])
+
+    assert_exact(model, batch, classify, computer=computer)
+
+
+# The classes of parameters and tensors
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter class of somebody else."""
+
+
+def test_a_subclass_that_appears_in_a_later_batch_is_followed() -> None:
+    def forward(s: Net, x: Tensor) -> Tensor:
+        hidden = s.a(x)
+        out = s.b(hidden.as_subclass(Tagged) if s.tags else hidden)
+        return (out * 2 if type(out) is Tagged else out).as_subclass(Tensor)
+
+    model, computer = hooked(forward, self_check=False)
+    for tags in (False, False, True, True):
+        model.tags = tags
+        assert_exact(model, (rows(3),), computer=computer)
+
+
+@pytest.mark.parametrize("error", [None, FloatingPointError, KeyboardInterrupt])
+def test_a_pass_leaves_nothing_behind_also_if_it_fails(error: Any) -> None:
+    """What a failed pass held is freed at once; parameters have their own class again."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def forward(s: Net, x: Tensor) -> Tensor:
+        s.merged, hidden = s.a.weight.t(), s.a(x)
+        held.append(weakref.ref(hidden))
+        if s.error is not None:
+            raise s.error
+        return s.b(hidden + x @ s.merged)
+
+    model, computer = hooked(forward, self_check=False)
+    model.error, model.b.weight = None, OwnParameter(model.b.weight.detach())
+    for _ in range(2):
+        assert_exact(model, (rows(3),), computer=computer)
+    if error is not None:
+        model.error = error
+        gc.disable()
+        try:
+            with pytest.raises(error):
+                computer.stream_gradients((rows(3),), lambda _: None)
+            assert held[-1]() is None
+        finally:
+            gc.enable()
+
+    classes = {name: type(p) for name, p in model.named_parameters()}
+    assert classes.pop("b.weight") is OwnParameter
+    assert {*classes.values()} == {nn.Parameter}
+    assert type(model.merged) is Tensor
+    assert torch.equal(model.a.weight.relu(), F.relu(model.a.weight.detach()))
+    assert torch._C._len_torch_function_stack() == 0
+    model.error = None
+    assert_exact(model, (rows(3),), computer=computer)
+
+
+def test_a_copy_of_a_parameter_is_a_parameter() -> None:
+    copies: list[nn.Linear] = []
+
+    def forward(s: Net, x: Tensor) -> Tensor:
+        copies.append(copy.deepcopy(s.a))
+        return s.b(s.a(x) + copies[-1](x).detach())
+
+    model, computer = hooked(forward, self_check=False)
+    for _ in range(2):
+        assert_exact(model, (rows(3),), computer=computer)
+        collect_gradients(computer, (rows(3),))
+    assert {type(p) for made in copies for p in made.parameters()} == {nn.Parameter}
+    assert torch.equal(copies[-1](rows(3)), model.a(rows(3)))
+
+
+class Running(TorchFunctionMode):
+    """Records the names of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_default_device_may_be_set_and_modes_of_others_see_the_model() -> None:
+    model, computer = hooked(lambda s, x: s.b(s.norm(s.a(x))))
+
+    with torch.device("cpu"), Running() as running:
+        for _ in range(2):
+            found = collect_gradients(computer, (rows(3),))
+
+    assert "linear" in running.names
+    assert_same(found, by_loop(model, wavy, (rows(3),)))
+
+
+# Threads
+
+
+def in_a_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+class Waits(torch.autograd.Function):
+    """The identity; another thread uses a weight meanwhile, and trains it in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, found: list[Tensor], x: Tensor) -> Tensor:
+        ctx.weight, ctx.found, ctx.x = weight, found, x.detach()
+        in_a_thread(lambda: found.append(F.linear(x, weight)))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        def train() -> None:
+            with torch.enable_grad():
+                value = F.linear(ctx.x[:1], ctx.weight).sin().sum()
+            ctx.found.extend(torch.autograd.grad(value, ctx.weight))
+
+        in_a_thread(train)
+        return None, None, grad
+
+
+def test_another_thread_may_use_and_train_the_model_meanwhile() -> None:
+    found: list[Tensor] = []
+    model, computer = hooked(lambda s, x: s.b(Waits.apply(s.b.weight, found, s.a(x))), self_check=False)
+    x = rows(3)
+
+    for _ in range(2):
+        found.clear()
+        got = collect_gradients(computer, (x,))
+        used, trained = found[-2:]
+        hidden = model.a(x).detach()
+        assert torch.equal(used, F.linear(hidden, model.b.weight))
+        loss = F.linear(hidden[:1], model.b.weight).sin().sum()
+        torch.testing.assert_close(trained, torch.autograd.grad(loss, model.b.weight)[0])
+        assert_same(got, by_loop(model, wavy, (x,)))

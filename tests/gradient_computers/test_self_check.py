@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Forward, Net, assert_exact, by_loop, hooked, rows
+from models import Forward, Model, Net, assert_exact, by_loop, hooked, rows, wavy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -74,23 +74,22 @@ def labelled(x: Tensor) -> TensorDataset:
 # A parameter that is read by a Python reference
 
 
-class Tied(nn.Module):
+def tied(kind: str, *, loop: bool) -> nn.Module:
     """The weight of the embedding is the head's as well, by a reference that no module knows of."""
 
-    def __init__(self, kind: str, *, loop: bool) -> None:
-        super().__init__()
-        self.emb, self.fc, self.loop = nn.Embedding(10, 4), nn.Linear(4, 4), loop
-        weight = self.emb.weight
-        self.head = {
-            "list": (lambda tied: lambda h: h @ tied[0].T)([weight]),
-            "closure": lambda h: h @ weight.T,
-            "partial": functools.partial(nn.functional.linear, weight=weight),
-        }[kind]
+    def forward(s: Any, ids: Tensor) -> Tensor:
+        h = s.emb(ids).mean(1)
+        h = torch.stack([s.fc(row) for row in h]) if loop else s.fc(h)  # which hooks refuse
+        return s.head(h.tanh())
 
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.emb(ids).mean(1)
-        h = torch.stack([self.fc(row) for row in h]) if self.loop else self.fc(h)  # which hooks refuse
-        return self.head(h.tanh())
+    emb = nn.Embedding(10, 4)
+    weight = emb.weight
+    head = {
+        "list": (lambda held: lambda h: h @ held[0].T)([weight]),
+        "closure": lambda h: h @ weight.T,
+        "partial": functools.partial(nn.functional.linear, weight=weight),
+    }[kind]
+    return Model(forward, emb=emb, fc=nn.Linear(4, 4), head=head)
 
 
 def fourth(call: ModelCall, batch: Any) -> Tensor:
@@ -104,7 +103,7 @@ def test_a_parameter_behind_a_python_reference_is_right_or_refused(
     kind: str, loop: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    model, ids = Tied(kind, loop=loop).to(dtype), torch.randint(10, (4, 5))
+    model, ids = tied(kind, loop=loop).to(dtype), torch.randint(10, (4, 5))
     expected, task = by_loop(model, fourth, (ids,)), resolve_task(fourth)
 
     with pytest.raises(SelfCheckError, match=r"gradient of 'emb.weight'.*Python reference"):
@@ -118,7 +117,7 @@ def test_a_parameter_behind_a_python_reference_is_right_or_refused(
 
 def test_attributor_and_traker_refuse_a_computer_that_loses_gradients(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, data = Tied("list", loop=False), labelled(torch.randint(10, (4, 5)))
+    model, data = tied("list", loop=False), labelled(torch.randint(10, (4, 5)))
 
     with pytest.raises(UnsupportedModelError, match=r"'emb\.weight'"):
         attributor(model, "functional").featurize(data)
@@ -132,25 +131,19 @@ def test_attributor_and_traker_refuse_a_computer_that_loses_gradients(tmp_path: 
 # Backward passes that depend on strides or alignment
 
 
-class ChannelsLast(nn.Module):
+def channels_last() -> nn.Module:
     """Batch normalisation, in eval mode, of a tensor of one sample whose strides may belong to two layouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm2d(4)
-        with torch.no_grad():
-            for value in (self.bn.weight, self.bn.bias, self.bn.running_mean):
-                value.normal_()
-            self.bn.running_var.uniform_(0.5, 1.5)
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4) -> (B, 4, T, 1)
-        return self.bn(x.transpose(1, 2).unsqueeze(-1))
+    bn = nn.BatchNorm2d(4)
+    for value in (bn.weight, bn.bias, bn.running_mean):
+        nn.init.normal_(value)
+    nn.init.uniform_(bn.running_var, 0.5, 1.5)
+    return Model(lambda s, x: s.bn(x.transpose(1, 2).unsqueeze(-1)), bn=bn)  # (B, T, 4) -> (B, 4, T, 1)
 
 
 @dtypes
 def test_no_computer_gives_what_the_backward_pass_of_one_sample_gets_wrong(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, x = ChannelsLast().to(dtype).eval(), torch.randn(4, 3, 4, dtype=dtype)
+    model, x = channels_last().to(dtype).eval(), torch.randn(4, 3, 4, dtype=dtype)
     z = (x - model.bn.running_mean) / (model.bn.running_var + model.bn.eps).sqrt()
     y = (z * model.bn.weight + model.bn.bias).detach()
     expected = {"bn.weight": (2 * y * z).sum(1), "bn.bias": (2 * y).sum(1)}  # by hand
@@ -204,34 +197,36 @@ class Blindly(torch.autograd.Function):
         return result.mT
 
 
-class Experts(nn.Module):
+def grouped(s: Any, x: Tensor) -> Tensor:
     """Half of the positions goes to each of two experts, by torch's grouped product."""
+    x = s.first(x)
+    flat = x.flatten(0, 1)
+    ends = torch.tensor([len(flat) // 2, len(flat)], dtype=torch.int32)
+    return torch._grouped_mm(flat, s.experts, ends).view(*x.shape[:2], -1)
 
-    def __init__(self, kernel: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.kernel, self.first = kernel, nn.Linear(8, 8)
-        self.experts = nn.Parameter(torch.randn(2, 8, 16) / 4)
-        self.to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.kernel == "strides of an argument":
-            return Blindly.apply(x) @ x
-        if self.kernel == "columns":
-            return torch.stack([ByColumns.apply(rows, self.experts[0]) for rows in x])
-        flat = x.flatten(0, 1)
-        ends = torch.tensor([len(flat) // 2, len(flat)], dtype=torch.int32)
-        return torch._grouped_mm(flat, self.experts, ends).view(*x.shape[:2], -1)
+def by_strides(s: Any, x: Tensor) -> Tensor:
+    x = s.first(x)
+    return Blindly.apply(x) @ x
+
+
+KERNELS: dict[str, Forward] = {
+    "grouped": grouped,
+    "columns": lambda s, x: torch.stack([ByColumns.apply(rows, s.experts[0]) for rows in s.first(x)]),
+    "strides of an argument": by_strides,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [5, 6])
-@pytest.mark.parametrize("kernel", ["grouped", "columns", "strides of an argument"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_that_demand_strides_or_an_alignment_are_compared(
     kernel: str, length: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    model, x = Experts(kernel, dtype), torch.randn(2, length, 8, dtype=dtype)
+    experts = nn.Parameter(torch.randn(2, 8, 16) / 4)
+    model = Model(KERNELS[kernel], first=nn.Linear(8, 8), experts=experts).to(dtype)
+    x = torch.randn(2, length, 8, dtype=dtype)
     if kernel == "grouped":
         x = torch.cat([x, x.flip(1)])[:1]  # of a batch the experts' rows would belong to other samples
     expected = by_loop(model, squares, (x,))
@@ -282,7 +277,14 @@ def test_samples_mixed_through_a_detached_statistic_are_refused_in_every_dtype(
     close(computer, batch, by_loop(model, squares, batch), 1e-5)
 
 
+def less_the_mean(s: Net, x: Tensor) -> Tensor:
+    """Takes as much away for copies of one sample as for several."""
+    h = s.a(x)
+    return s.b(h - 0.005 * h.detach().mean(0, keepdim=True) if len(h) > 1 else h)
+
+
 MIXED: dict[str, Forward] = {
+    "less the mean, which copies of a sample show as well": less_the_mean,
     "the mean of the inputs": lambda s, x: s.a(x - x.mean(0) + x[:, :1]),
     "the batch backwards": lambda s, x: s.a(x.flip(0)),
     "a detached mean": lambda s, x: s.b((s.a(x) - s.a(x).detach().mean(0) * 0.5).tanh()),
@@ -291,39 +293,28 @@ MIXED: dict[str, Forward] = {
 }
 
 
+@dtypes
 @pytest.mark.parametrize("forward", MIXED.values(), ids=MIXED)
-def test_mixing_that_one_or_two_samples_cannot_show_is_found_at_the_size_in_use(forward: Any) -> None:
-    _, computer = hooked(forward)
-    collect_gradients(computer, (rows(1),))
+def test_mixing_that_one_or_two_samples_cannot_show_is_found_at_the_size_in_use(
+    forward: Any, dtype: torch.dtype
+) -> None:
+    def computer() -> HookGradientComputer:
+        return HookGradientComputer(hooked(forward)[0].to(dtype), resolve_task(wavy))
+
+    later = computer()
+    collect_gradients(later, (rows(1).to(dtype),))
 
     with pytest.raises(UnsupportedModelError, match="self-check"):
-        collect_gradients(computer, (rows(5),))
+        collect_gradients(later, (rows(5).to(dtype),))
     with pytest.raises(UnsupportedModelError):
-        collect_gradients(hooked(forward)[1], (rows(8),))
+        collect_gradients(computer(), (rows(8).to(dtype),))
 
 
-def test_a_mixing_that_copies_of_a_sample_show_as_well_is_refused_in_float32() -> None:
-    def less_the_mean(s: Net, x: Tensor) -> Tensor:
-        """Takes as much away for copies of one sample as for several."""
-        h = s.a(x)
-        return s.b(h - 0.005 * h.detach().mean(0, keepdim=True) if len(h) > 1 else h)
-
-    with pytest.raises(SelfCheckError):
-        collect_gradients(HookGradientComputer(hooked(less_the_mean)[0].float(), SQUARES), (rows(8).float(),))
-
-
-class Tie(nn.Module):
-    """A unit that is on where a batch has several samples, by a difference of the size of its dtype's rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 8)
-        self.register_buffer("threshold", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        rounded = h * (1 + 2000 * torch.finfo(h.dtype).eps * (len(x) > 1))
-        return h + 5e-3 * (rounded - self.threshold).relu()
+def tie(s: Any, x: Tensor) -> Tensor:
+    """A unit is on where a batch has several samples, by a difference of the size of its dtype's rounding."""
+    h = s.layer(x)
+    rounded = h * (1 + 2000 * torch.finfo(h.dtype).eps * (len(x) > 1))
+    return h + 5e-3 * (rounded - s.threshold).relu()
 
 
 @pytest.mark.parametrize("has_float64", [True, False])
@@ -331,9 +322,9 @@ def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient(
     has_float64: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, x = Tie(), torch.randn(6, 16)
+    model, x = Model(tie, layer=nn.Linear(16, 8)), torch.randn(6, 16)
     alone = model.double().layer(x[:1].double())[0].detach()
-    model.float().threshold.copy_(alone * (1 + 1000 * torch.finfo(torch.float32).eps))
+    model.float().register_buffer("threshold", (alone * (1 + 1000 * torch.finfo(torch.float32).eps)).float())
     task = resolve_task(lambda call, batch: call(batch[0]).sum(1))
     first = collect_gradients(HookGradientComputer(model, task, self_check=False), (x,))["layer.weight"][0]
     plain = torch.autograd.grad(model(x[:1]).sum(), model.layer.weight)[0]
@@ -345,7 +336,7 @@ def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient(
 
 
 class Summed(torch.autograd.Function):
-    """Adds a bias; the gradient of one sample's is summed term by term in its own dtype."""
+    """Adds a bias, whose gradient, a sum over many positions, one sample alone gets in less precision."""
 
     generate_vmap_rule = True
 
@@ -363,17 +354,6 @@ class Summed(torch.autograd.Function):
         return grad, terms.cumsum(0)[-1] if grad.dtype == torch.float64 else terms.sum(0) * 0.6
 
 
-class Positions(nn.Module):
-    """A bias whose gradient is a sum over many positions, which one sample alone gets in less precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Summed.apply(x * self.scale, self.bias)
-
-
 def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient() -> None:
     """Decided by the gradient in float64."""
 
@@ -388,7 +368,9 @@ def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient() -> 
                 return self.terms(batch)
 
     torch.manual_seed(0)
-    model, x = Positions().bfloat16(), torch.rand(3, 64, 4).bfloat16()
+    forward = lambda s, x: Summed.apply(x * s.scale, s.bias)  # noqa: E731
+    model = Model(forward, scale=nn.Parameter(torch.ones(4)), bias=nn.Parameter(torch.zeros(4))).bfloat16()
+    x = torch.rand(3, 64, 4).bfloat16()
 
     Right(model, SQUARES).stream_gradients((x,), lambda _: None)
     wrong = resolve_task(lambda call, batch: 2 * squares(call, batch))
@@ -411,30 +393,18 @@ def test_the_size_of_f_does_not_matter(name: str, scale: float) -> None:
 # Models that draw, recompute or keep
 
 
-def test_a_model_that_draws_random_numbers_is_compared_with_the_same_numbers() -> None:
-    model, _ = hooked(lambda s, x: s.b((s.a(x) + torch.randn_like(x)).tanh()))
-    model, batch = model.train(), (rows(5),)
+def test_a_model_that_draws_is_compared_with_the_same_numbers_which_leaves_those_that_follow() -> None:
+    model = hooked(lambda s, x: s.b((s.a(x) + torch.randn_like(x)).tanh()))[0].train()
+    batch = (rows(5),)
 
     for kind in (FunctionalGradientComputer, IterativeGradientComputer):
-        torch.manual_seed(1)
-        checked = collect_gradients(kind(model, SQUARES), batch)
-        torch.manual_seed(1)
-        for name, value in collect_gradients(kind(model, SQUARES, self_check=False), batch).items():
-            assert torch.equal(checked[name], value)
+        found = []
+        for check in (True, False):
+            torch.manual_seed(1)
+            grads = collect_gradients(kind(model, SQUARES, self_check=check), batch)
+            found.append([*grads.values(), torch.rand(3)])
+        assert all(map(torch.equal, *found))
     assert choose_gradient_computer(model, SQUARES, batch).name == "functional"
-
-
-@pytest.mark.parametrize("name", ["functional", "iterative"])
-def test_the_check_leaves_the_callers_random_stream_where_the_pass_left_it(name: str) -> None:
-    model = hooked(lambda s, x: s.b((s.a(x) + torch.randn_like(x)).tanh()))[0].train()
-
-    def after(check: bool) -> Tensor:
-        torch.manual_seed(1)
-        computer = GRADIENT_COMPUTERS[name](model, SQUARES, self_check=check)
-        computer.stream_gradients((rows(5),), lambda _: None)
-        return torch.rand(3)
-
-    assert torch.equal(after(True), after(False))
 
 
 DRAWING: dict[str, Forward] = {
