@@ -366,13 +366,23 @@ def no_file(path, pick):
         put.get(how, lambda at: None)(name)
 
 
+def exchange_some(path, pick):
+    """Two files change places, often of one kind: of two tables, two chunks, two columns."""
+    names = plain(path)
+    one = pick.choice(names)
+    alike = [name for name in names if re.sub(r"\d+", "0", name) == re.sub(r"\d+", "0", one)]
+    other = pick.choice(pick.choice([names, alike]))
+    if other != one:
+        exchange(one, other)
+
+
 WAYS = {
     "one byte or all": lambda path, pick: do_harm(
         drawn(path, pick), pick.choice(HARMS), pick.randrange(2**16)
     ),
     "other bytes": other_bytes,
     "craft": craft,
-    "exchange": lambda path, pick: exchange(*pick.sample(plain(path), 2)),
+    "exchange": exchange_some,
     "no file": no_file,
     "lie": lie,
 }
