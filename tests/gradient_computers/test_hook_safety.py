@@ -404,7 +404,7 @@ def test_a_flag_in_a_batch_of_any_container_makes_another_structure_of_it(pack: 
 
 
 def test_only_the_newest_structures_are_remembered() -> None:
-    """A model is examined again where its batch is of none of the newest 64 structures."""
+    """A model is examined again where its batch is of none of the newest 256 structures."""
     model, computer = hooked(lambda s, x: s.a(x), self_check=False)
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
@@ -414,8 +414,8 @@ def test_only_the_newest_structures_are_remembered() -> None:
         collect_gradients(computer, (rows(1, length),))
         return len(runs) > 1
 
-    assert all(examined(length) for length in range(1, 66))
-    assert not any(examined(length) for length in (2, 65))
+    assert all(examined(length) for length in range(1, 258))
+    assert not any(examined(length) for length in (2, 257))
     assert examined(1)
     assert (examined(3), examined(2)) == (True, False)
 
