@@ -467,7 +467,7 @@ SINGULAR = r"7 features, 5 train rows.*more features than rows.*Use damping > 0"
           for bad in (float("nan"), float("inf"))),
         (lambda: weighed([7, 9], -0.5), InvalidInputError, "2 of 300 weights are negative, the first at row 7"),
         *((lambda w=w: gram([random_rows()], w, layout=JOINT), InvalidInputError, "weights must be a floating tensor")
-          for w in (torch.ones(NUM_ROWS, 1), torch.ones(NUM_ROWS, dtype=torch.int64))),
+          for w in (torch.ones(NUM_ROWS, 1), torch.ones(NUM_ROWS, dtype=torch.int64), torch.tensor(1.0))),
         (lambda: solve(random_rows(5), random_rows(2), 5, damping=0.0), SingularKernelError, SINGULAR),
         (lambda: factorise(torch.zeros(3, 3), KernelSettings(damping=0.0), num_rows=9, allow_singular=True),
          SingularKernelError, "is zero"),

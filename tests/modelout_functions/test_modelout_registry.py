@@ -21,9 +21,10 @@ from modelout_cases import identity_of, mean_of_squares
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, methods, projectors, unrolled
 from trak_lite import modelout_functions as tasks
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.modelout_functions._describe import name_of
 from trak_lite.store import open_store
 
 
@@ -247,6 +248,21 @@ def test_a_variable_that_has_no_value_yet_is_told_from_its_value():
 def test_a_class_that_carries_a_lock_is_described_without_it():
     """For a class, settings() say what matters."""
     assert identity_of(own_task(threading.Lock())) == identity_of(own_task(threading.Lock()))
+
+
+@pytest.mark.parametrize(
+    ("held", "stored"),
+    [
+        (unrolled.Recipe, "unrolled.recipe.Recipe"),
+        (methods.EKFAC, "methods.ekfac.EKFAC"),
+        (methods.GradDot, "methods.grad_dot.GradDot"),
+        (projectors.MaskProjector, "projectors.mask.projectors.MaskProjector"),
+        (projectors.FastJLProjector, "projectors.dense.fast_jl.FastJLProjector"),
+    ],
+)
+def test_a_description_holds_the_name_that_stores_have(held, stored):
+    """The classes stand in other modules than when descriptions with their names were first stored."""
+    assert name_of(held) == f"trak_lite.{stored}"
 
 
 def network(fill=1.0, *, train=False, **settings):

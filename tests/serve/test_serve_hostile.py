@@ -180,11 +180,15 @@ def test_other_sites_may_link_to_a_page_but_not_use_it(client, token):
     assert "//evil" not in place
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_10_mb_gets_413_and_is_not_read(client, chunked):
+@pytest.mark.parametrize(
+    ("request_", "chunked"), [("POST /mark", False), ("POST /mark", True), ("GET /", False)]
+)
+def test_a_body_of_10_mb_gets_413_and_is_not_read(client, request_, chunked):
     size = 10 << 20
     kind = b"Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}".encode()
-    head = b"POST /mark HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + FORM.encode() + b"\r\n" + kind
+    head = (
+        request_.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + FORM.encode() + b"\r\n" + kind
+    )
     part = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n" if chunked else b"x" * (1 << 16)
     with client.raw() as raw:
         raw.sendall(head + b"\r\n\r\n")

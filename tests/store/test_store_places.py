@@ -1,7 +1,9 @@
 """Where a store can be: addresses and what they need, and network file systems, whose files are not mapped."""
 
+import copy
 import mmap
 import os
+import pickle
 import shutil
 import sys
 import uuid
@@ -104,7 +106,9 @@ def test_local_paths_stay_paths(tmp_path, monkeypatch, where):
 
 
 def test_a_place_is_named(tmp_path):
-    assert str(tmp_path) in str(RemotePlace(obstore_store.LocalStore(tmp_path)))
+    place = RemotePlace(obstore_store.LocalStore(tmp_path))
+    assert str(tmp_path) in str(place)
+    assert str(pickle.loads(pickle.dumps(place))) == str(copy.deepcopy(place)) == str(place)
     assert f"of pid {os.getpid()}" in str(RemotePlace(obstore_store.MemoryStore()))
     assert str(RemotePlace("s3://bucket/run.zarr", options={"region": "eu-west-1"})) == "s3://bucket/run.zarr"
 

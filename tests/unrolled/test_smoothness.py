@@ -41,6 +41,14 @@ def pooled(seed):
     return nn.Sequential(*layers).double()
 
 
+def looked_up(seed):
+    class Net(nn.Embedding):
+        def forward(self, inputs):
+            return super().forward((inputs > 0).long()).sum(1)
+
+    return Net(2, CLASSES, sparse=True).double()
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_linear_model_with_squared_loss_and_whole_batches_is_smooth(steps):
@@ -69,6 +77,7 @@ def test_a_chaotic_training_is_not_smooth_and_a_smooth_one_warns_of_nothing():
         (recipe(functional_relu), "GELU in place of ReLU, a smaller learning rate, larger batches"),
         (recipe(pooled), "average in place of max pooling, a smaller learning rate, larger batches"),
         (recipe(mlp, batch_size=N), "a smaller learning rate"),
+        (recipe(looked_up), "a smaller learning rate, larger batches"),
         (recipe(linear, optimizer=Adam(0.1)), "a smaller learning rate, larger batches, a larger eps_root"),
     ],
 )

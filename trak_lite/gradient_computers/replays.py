@@ -212,14 +212,12 @@ class Replays:
     def _capture(self, kind: _Kind, leaves: Sequence[Tensor], to_come: float | None) -> None:
         """Make a CUDA graph of a recording, if that saves time. It is used after it had the bits of a pass."""
         assert kind.recording is not None
-        if self._expected(kind, to_come) < _CAPTURED_FOR:
+        graphs = sum(known.graph is not None for known in self._kinds.values())
+        if self._expected(kind, to_come) < _CAPTURED_FOR or graphs == _MOST_GRAPHS:
             return
         kind.may_be_captured = False
         on_cuda = all(leaf.is_cuda and leaf.device == leaves[0].device for leaf in leaves)
         if kind.recording.may_wait or not (on_cuda and self._can_capture):
-            return
-        graphs = sum(known.graph is not None for known in self._kinds.values())
-        if graphs == _MOST_GRAPHS:
             return
         if not graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph

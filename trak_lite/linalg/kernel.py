@@ -260,6 +260,8 @@ def gram(
     """
     accumulator: GramAccumulator | None = None
     row = 0
+    if weights is not None:
+        _check_weights(weights)
     for block in blocks:
         check_rows(block, layout)
         accumulator = accumulator or GramAccumulator(layout, block.device, exact=exact)
@@ -576,12 +578,16 @@ def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -
     return SegmentKernel(root, lambda_reg, multiplier, is_pseudo_inverse=True)
 
 
-def _root_weights(weights: Tensor, first_row: int) -> Tensor:
-    """Check the weights and return their square roots, so that H is a product of weighted rows."""
+def _check_weights(weights: Tensor) -> None:
     if weights.dim() != 1 or not weights.is_floating_point():
         raise InvalidInputError(
             f"weights must be a floating tensor (N,), got shape {tuple(weights.shape)} of {weights.dtype}."
         )
+
+
+def _root_weights(weights: Tensor, first_row: int) -> Tensor:
+    """Check the weights and return their square roots, so that H is a product of weighted rows."""
+    _check_weights(weights)
     bad = torch.nonzero(~torch.isfinite(weights)).flatten()
     if len(bad):
         raise NonFiniteError(

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -29,7 +29,16 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput
 from trak_lite.modelout_functions.callable import CallableModelOutput
 
-__all__ = ["array_json", "code_bytes", "describe_task", "is_foreign", "sha256", "source_bytes", "tensor_json"]
+__all__ = [
+    "array_json",
+    "code_bytes",
+    "describe_task",
+    "is_foreign",
+    "name_of",
+    "sha256",
+    "source_bytes",
+    "tensor_json",
+]
 
 _MAX_DEPTH = 32
 """Maximum nesting depth of described objects."""
@@ -97,9 +106,36 @@ def is_foreign(thing: Any) -> bool:
     return found is thing and module.partition(".")[0] in FOREIGN
 
 
-def _name(thing: Any) -> str:
-    """Return the qualified name; objects implemented in C may have no module."""
-    return f"{getattr(thing, '__module__', None) or 'builtins'}.{thing.__qualname__}"
+_FORMER_MODULES: Final = {
+    "evaluation.ranking.MislabelDetection": "evaluation.detection",
+    "evaluation.subsets.LossRise": "evaluation.removal",
+    "integrations.trl.PairCollator": "integrations._trl",
+    "integrations.trl.RolloutCollator": "integrations._trl",
+    "methods.inverse.AbstractInverseMethod": "methods.ekfac",
+    "methods.inverse.CG": "methods.cg",
+    "methods.inverse.EKFAC": "methods.ekfac",
+    "methods.inverse.LiSSA": "methods.lissa",
+    "methods.kernels.Fisher": "methods.fisher",
+    "methods.kernels.GaussNewton": "methods.gauss_newton",
+    "methods.kernels.TRAK": "methods.trak",
+    "methods.products.GradCos": "methods.grad_cos",
+    "methods.products.GradDot": "methods.grad_dot",
+    "methods.products.LESS": "methods.less",
+    "methods.products.TracIn": "methods.tracin",
+    "projectors.dense.projectors.FastJLProjector": "projectors.dense.fast_jl",
+    "projectors.mask.GraSSProjector": "projectors.mask.projectors",
+    "projectors.mask.MaskProjector": "projectors.mask.projectors",
+    "scoring.uncertainty.Reliability": "scoring.source",
+    "unrolled.runs.Recipe": "unrolled.recipe",
+}
+"""Modules in which classes of this package stood when descriptions that hold their names were first stored."""
+
+
+def name_of(thing: Any) -> str:
+    """Return the qualified name, as stored; objects implemented in C may have no module."""
+    module, name = getattr(thing, "__module__", None) or "builtins", thing.__qualname__
+    former = _FORMER_MODULES.get(f"{module.removeprefix('trak_lite.')}.{name}")
+    return f"{module}.{name}" if former is None else f"trak_lite.{former}.{name}"
 
 
 def _is_setting(value: Any) -> bool:
@@ -159,13 +195,13 @@ class _Description:
         text = json.dumps(described)
         if len(text) <= _MAX_TEXT or not self._open:
             return described
-        return {"type": _name(type(value)), "sha256": sha256(text.encode())}
+        return {"type": name_of(type(value)), "sha256": sha256(text.encode())}
 
     def _refused(self, value: Any, path: str, why: str) -> dict[str, Any]:
         if self.lenient:
-            return {"undescribed": _name(type(value))}
+            return {"undescribed": name_of(type(value))}
         raise InvalidInputError(
-            f"The task captures {path}, a {_name(type(value))}, which cannot be described ({why}), so its rows could "
+            f"The task captures {path}, a {name_of(type(value))}, which cannot be described ({why}), so its rows could "
             "not be distinguished from rows of another task. Expected numbers, strings, tensors, arrays, functions, "
             "and containers and objects of these. Derive a class from AbstractModelOutput, and return the values that "
             "f depends on from settings()."
@@ -204,7 +240,7 @@ class _Description:
         if isinstance(value, BuiltinFunctionType):
             held = value.__self__
             if held is None or isinstance(held, ModuleType | type):
-                return {"callable": _name(value), "self": self.value(held, path)}
+                return {"callable": name_of(value), "self": self.value(held, path)}
             return {"method": value.__name__, "self": self.value(held, f"{path}.__self__")}
         return self._object(value, path)
 
@@ -226,7 +262,7 @@ class _Description:
         described = [self.value(member, f"a member of {path}") for member in members]
         attributes = self._attributes(getattr(members, "__dict__", {}), path)
         return {
-            "set": _name(type(members)),
+            "set": name_of(type(members)),
             "members": sorted(described, key=json.dumps),
             "attributes": attributes,
         }
@@ -255,9 +291,9 @@ class _Description:
     def _class(self, cls: type) -> dict[str, Any]:
         """Return the name and, for a custom class, the digest of its definition and its bases'."""
         if is_foreign(cls):
-            return {"class": _name(cls)}
+            return {"class": name_of(cls)}
         if cls not in self._classes:  # reading source is slow, and thousands of objects may share a class
-            self._classes[cls] = {"class": _name(cls), "source": sha256(self._definition(cls))}
+            self._classes[cls] = {"class": name_of(cls), "source": sha256(self._definition(cls))}
         return self._classes[cls]
 
     def _definition(self, cls: type) -> bytes:
@@ -265,7 +301,7 @@ class _Description:
         parts: list[Any] = []
         for base in cls.__mro__:
             if is_foreign(base):
-                parts.append(_name(base))
+                parts.append(name_of(base))
                 continue
             parts.append(sha256(source_bytes(base)))
             for name, member in sorted(vars(base).items()):
@@ -278,7 +314,7 @@ class _Description:
     def _function(self, function: FunctionType, path: str) -> dict[str, Any]:
         """Return name, digest of source and code, and carried values of a function."""
         if is_foreign(function):
-            return {"callable": _name(function)}
+            return {"callable": name_of(function)}
         code = function.__code__
         positional = code.co_varnames[: code.co_argcount]
         given = function.__defaults__ or ()
@@ -291,9 +327,9 @@ class _Description:
             except ValueError:  # a variable that has no value yet
                 values[name] = {"cell": "empty"}
             else:  # the cell of super() holds the enclosing class, which is being described already
-                values[name] = {"class": _name(held)} if name == "__class__" else self.value(held, name)
+                values[name] = {"class": name_of(held)} if name == "__class__" else self.value(held, name)
         described = {
-            "callable": _name(function),
+            "callable": name_of(function),
             # Include the code: two lambdas on one line have the same source text.
             "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
             "values": dict(sorted(values.items())),

@@ -14,6 +14,7 @@ from trak_lite.modelout_functions._describe import (
     array_json,
     code_bytes,
     is_foreign,
+    name_of,
     sha256,
     source_bytes,
     tensor_json,
@@ -53,11 +54,11 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if isinstance(value, _SIMPLE):
         return repr(value)
     if isinstance(value, Tensor):
-        return tensor_json(value) or {"object": _name(type(value))}
+        return tensor_json(value) or {"object": name_of(type(value))}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return array_json(value)
     if id(value) in seen:  # a recursive function
-        return {"again": _name(value if isinstance(value, FunctionType | type) else type(value))}
+        return {"again": name_of(value if isinstance(value, FunctionType | type) else type(value))}
     seen = {*seen, id(value)}
     if isinstance(value, tuple):
         return [_describe(item, seen) for item in value]
@@ -73,11 +74,11 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if isinstance(value, BuiltinFunctionType) or (
         isinstance(value, FunctionType | type) and is_foreign(value)
     ):
-        return {"name": _name(value)}
+        return {"name": name_of(value)}
     if isinstance(value, FunctionType):
         return _function(value, seen)
     if isinstance(value, type):
-        return {"class": _name(value), "source": sha256(source_bytes(value))}
+        return {"class": name_of(value), "source": sha256(source_bytes(value))}
     return _object(value, seen)
 
 
@@ -91,7 +92,7 @@ def _function(function: FunctionType, seen: set[int]) -> dict[str, Any]:
         except ValueError:  # a variable that has no value yet
             carried.append("empty")
     return {
-        "function": _name(function),
+        "function": name_of(function),
         # Add the code: two lambdas on one line have the same source text.
         "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
         "values": [_describe(item, seen) for item in carried],
@@ -110,8 +111,3 @@ def _object(value: Any, seen: set[int]) -> dict[str, Any]:
             field.name: _describe(getattr(value, field.name), seen) for field in dataclasses.fields(value)
         }
     return described
-
-
-def _name(thing: Any) -> str:
-    """Return the qualified name; objects written in C may have no module."""
-    return f"{getattr(thing, '__module__', None) or 'builtins'}.{thing.__qualname__}"

@@ -91,6 +91,8 @@ def _refusal(method: str, headers: Headers) -> tuple[HTTPStatus, str] | None:
     navigates = method == "GET" and headers.getlist("sec-fetch-mode") == ["navigate"]
     if {*headers.getlist("sec-fetch-site")} - {"same-origin", "none"} and not navigates:
         return HTTPStatus.FORBIDDEN, "The request comes from a page of another site."
+    if any(not size.isdecimal() or int(size) > _MOST_BYTES for size in headers.getlist("content-length")):
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The request is larger than {_MOST_BYTES} bytes."
     return None
 
 

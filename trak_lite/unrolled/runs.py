@@ -132,7 +132,7 @@ class TrainingRun:
         with naming_failures(self.program.model, "train"):
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
 
-    def record(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         """Return JSON values that are stored with the run beside its states; none before it begins."""
         if self.path is None:
             return self._held
@@ -147,9 +147,9 @@ class TrainingRun:
             raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
         return found
 
-    def note(self, **values: Any) -> None:
+    def _note(self, **values: Any) -> None:
         """Add JSON values to the record."""
-        record = {**self.record(), **values}
+        record = {**self._record(), **values}
         if self.path is None:
             self._held = record
             return
@@ -157,7 +157,7 @@ class TrainingRun:
             partial.write_text(json.dumps({**record, SEAL: BLANK}, indent=1) + "\n", encoding="utf-8")
             seal(str(partial), RUN)
 
-    def finish(self, wanted: set[int], progress: bool | None) -> None:
+    def _finish(self, wanted: set[int], progress: bool | None) -> None:
         """Train from the last stored state on, and store the states with these numbers.
 
         Raises:
@@ -202,7 +202,7 @@ class TrainingRun:
         if self.recipe.train_id is not None or len(numbers) < 2:
             return
         now = _made_by(self.recipe)
-        made = self.record()
+        made = self._record()
         if made.get("schedule", now["schedule"]) != now["schedule"]:
             raise ManifestMismatchError(
                 f"The schedule of {self.path or 'this run'} had other factors than it has now. Undo the change, or "
@@ -280,7 +280,7 @@ class TrainingRun:
             ManifestMismatchError: If repeated steps lead to other weights than those of the run.
         """
         usual = h == 0.1 and seed == 0
-        stored = self.record().get("metasmoothness")
+        stored = self._record().get("metasmoothness")
         self.require_same()  # the value of a random or of another training would mislead
         if usual and stored is not None:
             return float(stored)
@@ -295,7 +295,7 @@ class TrainingRun:
         agree = torch.sign(flat[1] - flat[0]) * torch.sign(flat[2] - flat[1])
         found = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
         if usual:
-            self.note(metasmoothness=found)
+            self._note(metasmoothness=found)
         return found
 
     def _perturbed(self, weights: Tensor) -> list[nn.Module]:
@@ -521,13 +521,13 @@ class Recipe(TrainingSettings):
                 "repeated. Draw them from torch's generator alone, which is seeded before each call, and load or train "
                 "anything else outside model_fn."
             )
-        if not run.record():
-            run.note(fingerprint=run.fingerprint, **_made_by(self))
-        made, remedy = run.record().get("fingerprint", {}), "Train this recipe in another folder."
+        if not run._record():
+            run._note(fingerprint=run.fingerprint, **_made_by(self))
+        made, remedy = run._record().get("fingerprint", {}), "Train this recipe in another folder."
         compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
         run.require_same()
         with repeatable(run.device):
-            run.finish(_wanted(run.num_steps, checkpoints, interval), progress)
+            run._finish(_wanted(run.num_steps, checkpoints, interval), progress)
         return run
 
     @property
@@ -668,8 +668,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Return the memory of all tensors in nested values."""
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Return the memory of all strided tensors in nested values; sparse ones have none of their own."""
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf.untyped_storage() for leaf in leaves if leaf.layout is torch.strided]
 
 
 def _norm(state: State, other: State | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from trak_lite.errors import ReadOnlyStoreError, StoreError, UnsupportedStoreError
 from trak_lite.store.remote.objects import AbstractObjects, Content
@@ -45,13 +45,17 @@ class ObstoreObjects(AbstractObjects):
             store: Store whose prefix is the folder of the objects.
             url: Address to use in messages; ``None`` is the ``repr`` of the store.
         """
-        import obstore.exceptions
-
-        self._obstore = obstore
         described = repr(store)
         # a memory address in the repr is unique only within this process
         self._url = url or (f"{described} of pid {os.getpid()}" if " at 0x" in described else described)
         self._store = store
+
+    @property
+    def _obstore(self) -> Any:
+        """The package, which is optional; an attribute of the object could not be pickled."""
+        import obstore.exceptions
+
+        return obstore
 
     @property
     def url(self) -> str:
