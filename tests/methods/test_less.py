@@ -1,4 +1,4 @@
-"""LESS against steps of torch.optim.Adam that change the output of a target; the formula is in test_adam_rows."""
+"""LESS against steps of torch.optim.Adam that change the output of a target; the formula: test_normalized_features."""
 
 from __future__ import annotations
 
