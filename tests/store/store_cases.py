@@ -145,7 +145,7 @@ def folder(path, *parts):
 
 
 def row_log(path, chunk):
-    return folder(path, "features", ".stage", f"{chunk}.log")
+    return folder(path, "features", ".stage", f"{chunk}.rows")
 
 
 def staged(path, chunk, column):

@@ -25,15 +25,15 @@ _VARIABLE = "TRAK_LITE_FAILPOINT"
 FAILPOINTS = (
     "folder_built",  # a store, group or table is complete under its scratch name
     "folder_published",  # the folder has its final name; the parent folder is not synced yet
-    "stage_reserved",  # the staged files of a chunk exist and have their size
-    "column_written",  # one column of a run is in its staged file
-    "rows_written",  # all columns are in their staged files; no row record yet
-    "rows_recorded",  # the row record is written: the rows are done
-    "columns_synced",  # a complete chunk is synced; no commit record yet
+    "stage_reserved",  # a row log has room for the rows of a put
+    "column_written",  # one column of the rows is in the log
+    "rows_written",  # all columns are in the log, and no frame says so
+    "rows_recorded",  # the frame is whole: the rows are done
+    "column_removed",  # one column that an interrupted commit left, or an outgrown one, is removed
+    "columns_synced",  # the files of a complete chunk are written and synced; no commit record yet
     "commit_written",  # its commit record is written but not synced
     "commit_synced",  # the commit record is synced; no column is visible
     "column_published",  # one more column is visible
-    "column_taken_back",  # recovery moved a column of a partly visible chunk back to the stage
     "chunk_published",  # every column is visible and synced; the row log still exists
     "chunk_settled",  # the row log is deleted
 )
@@ -66,10 +66,10 @@ DROP_FAILPOINTS = (
 """Failpoints of dropping a table."""
 
 GROWTH_FAILPOINTS = (
+    "last_rows_logged",  # the rows of the last chunk, which is committed, are in its row log too
     "growth_announced",  # the table records the size it grows to, and still has the old size
     "array_grown",  # one more of its arrays has the new size
     "table_grown",  # the table has the new size
-    "outgrown_rows_noted",  # the rows of its last commit are in the row log; the files have their final names
 )
 """Failpoints of growing a table."""
 
@@ -78,7 +78,6 @@ REMOTE_FAILPOINTS = (
     "object_put",  # one more column of a complete chunk is in the object store, or another object was
     "commit_put",  # its commit record is in the object store
     "leftover_replaced",  # one more object left by a killed writer is replaced by the bytes of the record
-    "staged_file_removed",  # one more staged file of a chunk committed remotely is deleted
 )
 """Failpoints of creating a table in an object store and committing a chunk there."""
 

@@ -23,8 +23,6 @@ from trak_lite.store.disk.files import file_size, named_errors, open_file
 from trak_lite.store.disk.records import (
     CommitLogs,
     CommitRecord,
-    damaged_records,
-    decode_rows,
     holder_lives,
 )
 from trak_lite.store.disk.staging import StagedRows
@@ -99,7 +97,8 @@ class ChunkLook:
             with named_errors("Reading", self._files.describe(chunk)):
                 for path in self._files.staged_paths(chunk):
                     file_size(path, alone=True)  # raises if it is not a plain file of its own
-                if len(visible) == len(self._files.columns):
+                outgrown = record is not None and 0 < record.rows < self._files.rows_in(chunk)
+                if len(visible) == len(self._files.columns) and not outgrown:
                     return self._visible_state(chunk, record)
                 return self._staged_state(chunk, record, visible)
         except StoreError as error:
@@ -123,10 +122,8 @@ class ChunkLook:
         findings = [self._damage(chunk, text, column=name) for name, text in problems.items() if text]
         if findings:
             return ChunkState(tuple(findings), none, visible=True)
-        none[: record.rows] = True
-        whole = record.rows >= len(none)  # False if the table has grown since the commit
         size = sum(column.chunk_bytes for column in self._files.columns)
-        return ChunkState(tuple(self._leftovers(chunk)) if whole else (), none, visible=True, bytes=size)
+        return ChunkState(tuple(self._leftovers(chunk)), ~none, visible=True, bytes=size)
 
     def _problem(self, column: ColumnFiles, record: CommitRecord) -> str | None:
         """Return how the file of a column contradicts the commit record, or ``None``."""
@@ -151,49 +148,33 @@ class ChunkLook:
         self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> ChunkState:
         staged = StagedRows(self._files, chunk)
-        log, done = staged.log, staged.done(record)
-        lost = self._claimed(chunk, log, record, visible) & ~done
+        done, named = staged.done(), staged.named()
+        if visible and record is not None:
+            named[: record.rows] = True
         findings = [
             self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
-            for rows in row_ranges(lost, first=chunk * self._files.spec.chunk_rows)
+            for rows in row_ranges(named & ~done, first=chunk * self._files.spec.chunk_rows)
         ]
-        broken = 0 if done.all() else damaged_records(log, seed=self._files.row_seed)
+        broken = 0 if done.all() else staged.damaged_bytes()
         if broken:
-            findings.append(
-                self._damage(chunk, f"{broken} damaged records in the row log: their rows are pending")
-            )
+            text = f"the last {broken} bytes of the row log are damaged: their rows are pending"
+            findings.append(self._damage(chunk, text))
         if visible and record is None and not findings:
             findings.append(self._damage(chunk, _UNRECORDED))
         if not findings:
             findings = list(self._notes(chunk, record, visible))
         return ChunkState(tuple(findings), done, visible=False)
 
-    def _claimed(
-        self, chunk: int, log: bytes, record: CommitRecord | None, visible: list[ColumnFiles]
-    ) -> NDArray[np.bool_]:
-        """Return a mask of the rows that should be done, by a valid row record or by a started or finished commit."""
-        named = np.zeros(self._files.rows_in(chunk), np.bool_)
-        for entry in decode_rows(log, seed=self._files.row_seed):
-            if entry.chunk == chunk and entry.start + entry.count <= len(named):
-                named[entry.start : entry.start + entry.count] = True
-        if visible:
-            named[: None if record is None else record.rows] = True
-        return named
-
     def _why_lost(self, chunk: int, visible: list[ColumnFiles]) -> str:
-        if not visible:
-            return "staged bytes do not match the row log"
-        missing = [
-            c.name for c in self._files.columns if c not in visible and not os.path.lexists(c.staged(chunk))
-        ]
-        if missing:
-            return f"no file of the columns {', '.join(missing)}"
-        return "half visible, and its bytes match neither the row log nor the commit record"
+        missing = [column.name for column in self._files.columns if column not in visible]
+        if not visible or not missing:
+            return "the row log does not hold them"
+        return f"no file of the columns {', '.join(missing)}, and the row log does not hold them"
 
     def _notes(
         self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> Iterator[Finding]:
-        if visible and not holder_lives(self._files.row_log(chunk)):
+        if 0 < len(visible) < len(self._files.columns) and not holder_lives(self._files.row_log(chunk)):
             names = ", ".join(column.name for column in visible)
             yield self._note(
                 chunk, f"commit interrupted, or under way elsewhere: only {names} visible", _FINISH

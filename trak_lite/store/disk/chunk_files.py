@@ -1,8 +1,10 @@
-"""Paths of a table's files, and the index of its committed chunks.
+"""Paths of a table's files, the index of its committed chunks, and how a chunk is committed.
 
-A chunk is committed when each of its column files has its final name and a log holds its commit record. The record is
-synced before the first file gets its final name. A reader that lists the folders before it reads the logs therefore
-finds a record for every listed file.
+A chunk is committed when each of its column files has its final name and a log holds its commit record. A commit writes
+and syncs the files, writes and syncs the record, and renames the files to their final names. If the process is killed
+in between, the row log still has all rows, and the next writer of the chunk commits it again. The record is synced
+before the first file gets its final name, so a reader that lists the folders before it reads the logs finds a record
+for every listed file.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import itertools
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,9 +25,24 @@ from trak_lite.errors import CorruptStoreError, StateError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray
+from trak_lite.store._failpoints import failpoint
 from trak_lite.store._values import short_list
 from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.files import file_size, list_folder, make_folder, named_errors, sync_folder, zeros
+from trak_lite.store.disk.files import (
+    Descriptors,
+    file_size,
+    list_folder,
+    make_folder,
+    named_errors,
+    remove_file,
+    rename,
+    reserve,
+    sync_files,
+    sync_folder,
+    sync_folders,
+    write_all,
+    zeros,
+)
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.metadata import (
     attributes_from_json,
@@ -32,7 +50,7 @@ from trak_lite.store.disk.metadata import (
     parse_zarr_json,
     read_zarr_bytes,
 )
-from trak_lite.store.disk.records import CommitLogs, CommitRecord
+from trak_lite.store.disk.records import CommitLog, CommitLogs, CommitRecord
 
 __all__ = ["COMMITS", "SET_ASIDE", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
 
@@ -71,7 +89,7 @@ class ColumnFiles:
         return f"{self.folder}/c.{chunk}" + (".0" if len(self.shape) == 2 else "")
 
     def staged(self, chunk: int) -> str:
-        """Return the path of a chunk while it is staged."""
+        """Return the path of a chunk while it is being published."""
         return f"{self.stage}/{chunk}-{self.name}"
 
     def list_visible(self) -> set[int]:
@@ -90,7 +108,18 @@ class ColumnFiles:
 class TableFiles:
     """Paths of a table."""
 
-    def __init__(self, folder: str, spec: TableSpec, *, root: str, identity: str) -> None:
+    def __init__(
+        self, folder: str, spec: TableSpec, *, root: str, identity: str, stage: str | None = None
+    ) -> None:
+        """Derive the paths.
+
+        Args:
+            folder: Folder of the table.
+            spec: Shape and columns.
+            root: Folder or address of the store.
+            identity: Identity of the table.
+            stage: Folder of the row logs, on a local disk; ``None`` is in the folder of the first column.
+        """
         self.folder = folder
         self.spec = spec
         self.root = root
@@ -101,7 +130,7 @@ class TableFiles:
         """Initial value of the checksums of row records."""
         self._record: tuple[bytes, dict[str, Any]] = (b"", {})
         first = f"{folder}/{spec.columns[0].name}"
-        self.stage = f"{first}/{STAGE}"
+        self.stage = stage or f"{first}/{STAGE}"
         self.commits = f"{first}/{COMMITS}"
         self.set_aside = f"{first}/{SET_ASIDE}"
         self.by_column = {c.name: tuple(map(self._column_files, c.arrays)) for c in spec.columns}
@@ -147,8 +176,8 @@ class TableFiles:
         return attributes_from_json(self.record(), where=f"{self.folder}/zarr.json")
 
     def row_log(self, chunk: int) -> str:
-        """Return the path of the row log of a staged chunk, which is also its lock file."""
-        return f"{self.stage}/{chunk}.log"
+        """Return the path of the row log of an unfinished chunk, which is also its lock file."""
+        return f"{self.stage}/{chunk}.rows"
 
     def staged_paths(self, chunk: int) -> list[str]:
         """Return the paths of the row log and the staged files of a chunk."""
@@ -188,16 +217,15 @@ class TableFiles:
 
 @final
 class ChunkIndex:
-    """Index of the committed chunks, as of the last refresh."""
+    """Index of the committed chunks of a table on a disk, as of the last refresh."""
+
+    keeps_rows = False
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
         self._logs = CommitLogs(files.commits, files.identity)
         self.committed: dict[int, CommitRecord] = {}
-        self.half_visible: set[int] = set()
-        """Chunks of which only some columns have their final name, because of a kill or a partial deletion."""
-        self.outgrown: set[int] = set()
-        """Chunks that were committed with fewer rows than they have now, because the table has grown."""
+        self._log = CommitLog(files.commits)
 
     def refresh(self) -> None:
         """Update the index from the folders and logs.
@@ -210,40 +238,82 @@ class ChunkIndex:
         self._logs.poll()
         self._refuse_remade()
         visible = [self._in_grid(chunks) for chunks in visible]
-        anywhere, everywhere = set.union(*visible), set.intersection(*visible)
-        self._refuse_strangers(anywhere)
+        everywhere = set.intersection(*visible)
+        self._refuse_strangers(set.union(*visible))
         known = self.committed
         self.committed = {
             chunk: self._logs.latest[chunk]
             for chunk in everywhere
-            if chunk in known or self._has_its_size(chunk, self._logs.latest[chunk])
+            if chunk in known or self._is_whole(chunk, self._logs.latest[chunk])
         }
-        self.half_visible = anywhere - everywhere
-        uncommitted = everywhere - self.committed.keys()
-        self.outgrown = {chunk for chunk in uncommitted if self.outgrown_record(chunk) is not None}
+        self._close_finished_log()
 
-    def record(self, chunk: int) -> CommitRecord | None:
-        """Return the latest commit record of a chunk, even if its files do not exist."""
-        return self._logs.latest.get(chunk)
-
-    def outgrown_record(self, chunk: int) -> CommitRecord | None:
-        """Return the latest commit record of a chunk if it has fewer rows than the chunk has now."""
-        record = self.record(chunk)
-        return record if record is not None and record.rows < self._files.rows_in(chunk) else None
-
-    def look_at(self, chunk: int) -> tuple[CommitRecord | None, list[ColumnFiles]]:
-        """Read one chunk's state: return its latest record and the columns that have their final name."""
-        visible = [c for c in self._files.columns if file_size(c.visible(chunk)) is not None]
+    def look_at(self, chunk: int) -> CommitRecord | None:
+        """Read one chunk's state: return its commit record, or ``None`` if it is not committed now."""
+        visible = [file_size(column.visible(chunk)) is not None for column in self._files.columns]
         self._logs.poll()
         self._refuse_remade()
-        if visible:
+        if any(visible):
             self._refuse_strangers({chunk})
-        return self.record(chunk), visible
+        self.committed.pop(chunk, None)
+        if all(visible) and self._is_whole(chunk, record := self._logs.latest[chunk]):
+            self.committed[chunk] = record
+        return self.committed.get(chunk)
 
-    def add(self, record: CommitRecord) -> None:
-        """Add a chunk that this process has committed."""
-        self.committed[record.chunk] = record
-        self.half_visible.discard(record.chunk)
+    def publish(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> None:
+        """Commit a complete chunk, whose lock is held. After an interruption, repeat the call.
+
+        Args:
+            chunk: Index of the chunk.
+            contents: Bytes of each stored array, including padding.
+        """
+        columns = self._files.columns
+        left = [column for column in columns if file_size(column.visible(chunk)) is not None]
+        for column in left:  # of an interrupted commit, or of one with fewer rows before the table has grown
+            remove_file(column.visible(chunk))
+            failpoint("column_removed")
+        sync_folders(column.folder for column in left)
+        held = Descriptors()
+        try:
+            for column, content in zip(columns, contents, strict=True):
+                path = column.staged(chunk)
+                with contextlib.suppress(FileNotFoundError):
+                    remove_file(path)  # left by an interrupted commit
+                fd = held.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                reserve(fd, len(content))
+                write_all(fd, content, 0)
+            sync_files(held.fds)
+        finally:
+            held.close()
+        failpoint("columns_synced")
+        latest = self._logs.latest.get(chunk)
+        sums = {c.name: (len(content), crc32c(content)) for c, content in zip(columns, contents, strict=True)}
+        generation = 1 if latest is None else latest.generation + 1
+        record = CommitRecord(chunk, generation, self._files.rows_in(chunk), sums, self._files.identity)
+        self._log.append(record)
+        failpoint("commit_synced")
+        for column in columns:
+            rename(column.staged(chunk), column.visible(chunk))
+            failpoint("column_published")
+        sync_folders([*(column.folder for column in columns), self._files.stage])
+        failpoint("chunk_published")
+        self.committed[chunk] = record
+        self._close_finished_log()
+
+    def refuse_grown(self, chunk: int) -> None:
+        """Raise if the locked chunk has grown since the table was opened: padding would overwrite the new rows."""
+        rows = self._files.rows_in(chunk)
+        if rows < self._files.spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
+            raise StateError(f"{self._files.where} has grown since it was opened. Open it again to put rows.")
+
+    def close(self) -> None:
+        """Close the commit log; the next commit starts a new one."""
+        self._log.close()
+
+    def _close_finished_log(self) -> None:
+        """Close the commit log of a complete table, so that it does not keep a file descriptor open."""
+        if len(self.committed) >= self._files.num_chunks:
+            self._log.close()
 
     def _refuse_remade(self) -> None:
         """Raise if the table was dropped and created again with another identity; file names would be the same."""
@@ -275,7 +345,7 @@ class ChunkIndex:
                 f"{self.remedy(unrecorded[0])}"
             )
 
-    def _has_its_size(self, chunk: int, record: CommitRecord) -> bool:
+    def _is_whole(self, chunk: int, record: CommitRecord) -> bool:
         sizes = {column.name: file_size(column.visible(chunk)) for column in self._files.columns}
         expected = {column.name: column.chunk_bytes for column in self._files.columns}
         recorded = {name: size for name, (size, _) in record.columns.items()}

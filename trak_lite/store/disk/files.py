@@ -18,7 +18,7 @@ import shutil
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -331,24 +331,24 @@ class Descriptors:
     """File descriptors that are closed together, at the latest when this object is garbage-collected."""
 
     def __init__(self) -> None:
-        self._fds: list[int] = []
+        self.fds: list[int] = []
         # Not at exit: finalizers then run newest first, and the owner's finalizer still needs the files. The operating
         # system closes them and releases their locks.
-        weakref.finalize(self, _close_all, self._fds).atexit = False
+        weakref.finalize(self, _close_all, self.fds).atexit = False
 
     def __bool__(self) -> bool:
         """Whether any descriptor is open."""
-        return bool(self._fds)
+        return bool(self.fds)
 
     def open(self, path: str, flags: int) -> int:
         """Open a file and return its descriptor."""
         fd = open_file(path, flags)
-        self._fds.append(fd)
+        self.fds.append(fd)
         return fd
 
     def close(self) -> None:
         """Close all descriptors, which releases their locks."""
-        _close_all(self._fds)
+        _close_all(self.fds)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -417,23 +417,13 @@ def reserve(fd: int, size: int) -> None:
         write_all(fd, _ZEROS[: size - start], start)
 
 
-def sync_files(files: Mapping[int, str]) -> None:
-    """Sync files, path by descriptor, to the disk, all at once: a disk writes several in little more time than one.
+def sync_files(fds: Sequence[int]) -> None:
+    """Sync open files to the disk, all at once: a disk writes several in little more time than one.
 
-    After a failed sync, Linux marks the pages as clean, so a later sync would succeed without writing them. On failure
-    this function therefore writes the bytes of the file again, which marks the pages as dirty, and raises.
+    After a failed sync, Linux marks the pages as clean, so that a later one succeeds without writing them: write the
+    files again.
     """
-    _at_once([functools.partial(_sync_file, fd, path) for fd, path in files.items()])
-
-
-def _sync_file(fd: int, path: str) -> None:
-    try:
-        os.fsync(fd)
-    except OSError:
-        content = map_file(path, os.fstat(fd).st_size)
-        for start in range(0, len(content), len(_ZEROS)):
-            write_all(fd, content[start : start + len(_ZEROS)], start)
-        raise
+    _at_once([functools.partial(os.fsync, fd) for fd in fds])
 
 
 def sync_folders(paths: Iterable[str]) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, IncompleteStoreError, ReadOnlyStoreError, StateError
+from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StateError
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._exchange import diff_stores, merge_stores
 from trak_lite.store._names import (
     group_of_tables,
@@ -24,130 +21,18 @@ from trak_lite.store._names import (
     path_parts,
 )
 from trak_lite.store._values import check_derived
-from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.listing import lost_table
 from trak_lite.store.disk.metadata import attributes_from_json, misnamed, table_from_json
-from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["RecordedFeatureStore", "RecordedRowTable"]
+__all__ = ["RecordedFeatureStore"]
 
 logger = logging.getLogger(__name__)
 
 
-class _Index(Protocol):
-    committed: dict[int, CommitRecord]
-
-    def refresh(self) -> None: ...
-
-
-class RecordedRowTable(AbstractRowTable):
-    """A table whose committed chunks are those of an index of commit records."""
-
-    _index: _Index
-
-    def __init__(self, files: TableFiles, *, writable: bool) -> None:
-        self._files = files
-        self._writable = writable
-        self._closed = False
-
-    @property
-    def spec(self) -> TableSpec:
-        """Shape, columns and fingerprint of the table."""
-        return self._files.spec
-
-    def committed_chunks(self) -> list[int]:
-        """Return the chunks that are complete and readable, ascending."""
-        self._refresh()
-        return sorted(self._index.committed)
-
-    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk; see :meth:`AbstractRowTable.stored_chunk`.
-
-        On a disk they are memory-mapped; of an object store, the chunk is downloaded. The arrays are read-only. Their
-        pages are private, so the file cannot change even if a caller marks an array writable (as torch requires for
-        arrays that it shares).
-        """
-        found, record = self.column(column), self._record_of(chunk)
-        try:
-            return self._stored_rows(found, record)
-        except (CorruptStoreError, IncompleteStoreError):
-            newer = self._newest_record(chunk)
-            if newer is None or newer == record:
-                raise
-            return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again
-
-    def checksums(self, chunk: int) -> dict[str, int]:
-        """Return the CRC-32C of each array of a committed chunk from its commit record."""
-        return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
-
-    def content_key(self) -> str:
-        """Return a digest of the committed contents, equal to that of any other store with the same rows."""
-        committed = set(self.committed_chunks())
-        for chunk in range(self.num_chunks):
-            if chunk not in committed:
-                raise_incomplete(self, chunk, where=self._files.where)
-        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
-
-    def _refresh(self) -> None:
-        """Update the index with the commits of all processes."""
-        self._index.refresh()
-
-    @abstractmethod
-    def _array(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
-        """Return one stored array of a committed chunk."""
-
-    @abstractmethod
-    def _newest_record(self, chunk: int) -> CommitRecord | None:
-        """Look at a chunk again and return its record; ``None`` if it is not committed any more."""
-
-    def _stored_rows(self, column: Column, record: CommitRecord) -> StoredRows:
-        files = self._files.by_column[column.name]
-        return StoredRows(column, tuple(self._array(each, record) for each in files))
-
-    def _committed_rows(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
-        """Return the rows of a committed chunk and copies of their values."""
-        names = [column.name for column in self.spec.columns]
-        return np.arange(*self.chunk_range(chunk)), {
-            name: self.read_chunk(chunk, name).copy() for name in names
-        }
-
-    def _mark_committed(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        for chunk in self._index.committed:
-            mask[slice(*self.chunk_range(chunk))] = True
-        return mask
-
-    def _record_of(self, chunk: int) -> CommitRecord:
-        self.chunk_range(chunk)
-        if chunk not in self._index.committed:
-            self._index.refresh()
-        record = self._index.committed.get(chunk)
-        if record is None:
-            raise_incomplete(self, chunk, where=self._files.where)
-        return record
-
-    def _is_done(self, chunk: int) -> StateError:
-        return StateError(
-            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
-        )
-
-    def _require_writable(self) -> None:
-        where = self._files.where
-        if not self._writable:
-            raise ReadOnlyStoreError(
-                f"{where} was opened for reading. Open the store with mode='r+' to put rows."
-            )
-        if self._closed:
-            raise StateError(
-                f"{where}: the store was closed, or the table dropped. Open it again to put rows."
-            )
-
-
-_Table = TypeVar("_Table", bound=RecordedRowTable)
-
-
-class RecordedFeatureStore(AbstractFeatureStore, Generic[_Table]):
+class RecordedFeatureStore(AbstractFeatureStore):
     """A store whose groups and tables are described by ``zarr.json`` documents, and whose tables are listed."""
 
     def __init__(
@@ -165,7 +50,7 @@ class RecordedFeatureStore(AbstractFeatureStore, Generic[_Table]):
         self._entries = entries
         self._writable = writable
         self._closed = False
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, RowTable] = {}
 
     @property
     def manifest(self) -> Manifest:
@@ -244,7 +129,7 @@ class RecordedFeatureStore(AbstractFeatureStore, Generic[_Table]):
         return self
 
     @abstractmethod
-    def _open(self, path: str) -> _Table:
+    def _open(self, path: str) -> RowTable:
         """Return a table, opened at most once."""
 
     @abstractmethod

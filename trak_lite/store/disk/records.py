@@ -1,8 +1,4 @@
-"""Row records of staged chunks and commit records of committed chunks.
-
-A row log is a 64-byte line that names the process holding the chunk, followed by row records. A row record has 24
-bytes, little-endian: chunk (8), first row in the chunk (4), number of rows (4), CRC-32C of the rows' bytes over all
-stored arrays (4), CRC-32C of the record (4). The last checksum is seeded with the CRC-32C of the table's identity.
+"""Commit records of committed chunks, and the line that names the writer of a chunk.
 
 A commit record is one line: JSON that includes the table's identity, a tab, and the CRC-32C of the JSON in hex. Each
 writer appends to its own commit log.
@@ -19,7 +15,6 @@ import json
 import os
 import re
 import socket
-import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,69 +36,16 @@ from trak_lite.store.disk.folders import names_in
 
 __all__ = [
     "HOLDER_BYTES",
-    "RECORD_BYTES",
     "CommitLog",
     "CommitLogs",
     "CommitRecord",
-    "RowRecord",
-    "damaged_records",
-    "decode_rows",
-    "encode_row",
     "holder_line",
     "holder_lives",
 ]
 
-_ROW = struct.Struct("<QIII")
-_CHECK = struct.Struct("<I")
-RECORD_BYTES = _ROW.size + _CHECK.size
 HOLDER_BYTES = 64
 _HIGHEST_PID = (1 << 31) - 1
 _LONGEST_LINE = 1 << 20  # a commit record has about 100 bytes plus 100 per column
-
-
-@dataclass(frozen=True, slots=True)
-class RowRecord:
-    """Rows of a staged chunk whose bytes have been written."""
-
-    chunk: int
-    start: int
-    count: int
-    checksum: int
-
-
-def encode_row(chunk: int, start: int, count: int, checksum: int, *, seed: int) -> bytes:
-    """Return a row record as bytes; ``seed`` is the checksum of the table's identity."""
-    body = _ROW.pack(chunk, start, count, checksum)
-    return body + _CHECK.pack(crc32c(body, start=seed))
-
-
-def decode_rows(log: bytes, *, seed: int) -> Iterator[RowRecord]:
-    """Yield the valid records of a row log.
-
-    Example:
-        >>> torn = bytes(64) + encode_row(0, 0, 2, 7, seed=1) + encode_row(0, 2, 2, 9, seed=1)[:-1]
-        >>> list(decode_rows(torn, seed=1)), list(decode_rows(torn, seed=2))
-        ([RowRecord(chunk=0, start=0, count=2, checksum=7)], [])
-    """
-    for offset in range(HOLDER_BYTES, len(log) - RECORD_BYTES + 1, RECORD_BYTES):
-        body = log[offset : offset + _ROW.size]
-        if _CHECK.unpack_from(log, offset + _ROW.size)[0] == crc32c(body, start=seed):
-            yield RowRecord(*_ROW.unpack(body))
-
-
-def damaged_records(log: bytes, *, seed: int) -> int:
-    """Return the number of records in a row log with a wrong checksum.
-
-    An incomplete record at the end does not count. Neither do records of zeros, which a power cut may leave.
-
-    Example:
-        >>> damaged_records(bytes(64) + encode_row(0, 0, 2, 7, seed=1) + bytes(24) + b"x" * 24 + b"torn", seed=1)
-        1
-    """
-    whole = max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES
-    slots = (log[HOLDER_BYTES + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(whole))
-    written = sum(any(slot) for slot in slots)
-    return written - sum(1 for _ in decode_rows(log, seed=seed))
 
 
 def holder_lives(path: str) -> bool:

@@ -1,8 +1,8 @@
 """Repair of a disk store: damaged chunks are set aside, so that their rows become pending; nothing is deleted.
 
 For each damaged chunk, its files are moved to a new folder under ``.set-aside/`` of the first column, under the lock of
-the chunk. If some rows of a staged chunk are undamaged, its files stay and only its row log is replaced, by one that
-lists these rows. If the repair is killed at any step, a writer can still resume, and a second repair finishes it.
+the chunk. If some rows of its row log are undamaged, the log is replaced by one that holds these rows. If the repair is
+killed at any step, a writer can still resume, and a second repair finishes it.
 """
 
 from __future__ import annotations
@@ -106,27 +106,26 @@ class TableRepair:
         if not state.damaged:
             if not file_size(self._files.row_log(chunk)):
                 stage.discard_log()  # created by the lock
-        elif state.visible or not state.done.any():
+        elif state.done.any():
+            self._keep_sound_rows(chunk, state)
+        else:
             # move the row log last, because it is the lock file of the chunk
             made_by_locking = not file_size(self._files.row_log(chunk))
             self._move(paths[: -1 if made_by_locking else None], chunk, (self._files.rows_of(chunk),))
             if made_by_locking:
                 stage.discard_log()
-        else:
-            self._keep_sound_rows(chunk, state, stage)
 
-    def _keep_sound_rows(self, chunk: int, state: ChunkState, stage: StagedChunk) -> None:
-        """Replace the row log by one that lists only the undamaged rows; the old one is set aside."""
-        visible = [c for c in self._files.columns if os.path.lexists(c.visible(chunk))]
-        self._move([c.visible(chunk) for c in visible if os.path.lexists(c.staged(chunk))], chunk, ())
-        stage.take_back([c for c in visible if os.path.lexists(c.visible(chunk))])
+    def _keep_sound_rows(self, chunk: int, state: ChunkState) -> None:
+        """Replace the row log by one that holds only the undamaged rows; the old one is set aside."""
+        visible = [column.visible(chunk) for column in self._files.columns]
+        self._move(visible, chunk, ())
         log = self._files.row_log(chunk)
         pending = row_ranges(~state.done, first=self._files.rows_of(chunk).start)
         folder = self._new_folder(chunk)
         staged = StagedRows(self._files, chunk)
-        write_file(f"{folder}/{os.path.basename(log)}", staged.log)
+        write_file(f"{folder}/{os.path.basename(log)}", staged.copy(sound=False))
         fresh = f"{folder}/sound-{os.path.basename(log)}"
-        with new_file(fresh, staged.sound_log()):
+        with new_file(fresh, staged.copy(sound=True)):
             failpoint("log_copied")
             # A new inode under the same name makes other processes discard what they remember of the old log.
             rename(fresh, log)

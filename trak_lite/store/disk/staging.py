@@ -1,10 +1,17 @@
-"""Staged chunks: writing rows, committing complete chunks, and locking those of a table that is dropped.
+"""Row logs: the rows of an unfinished chunk, and the lock of the chunk.
 
-The rows of a chunk are written to one staged file per stored array. A row log next to these files records which rows
-are written; the lock on the log is the lock on the chunk. Once every row is done, a commit performs these steps: sync
-the files, write and sync the commit record, rename the files to their final names, remove the log. If the process is
-killed between two steps, the next writer of the chunk recovers it: it moves files that have their final name back to
-the stage, compares the rows with their records, and commits the chunk if all rows are valid.
+The rows of a chunk are appended to its row log until every row is there; then the chunk is published and the log
+deleted. The lock on the log is the lock on the chunk. A log is a 64-byte line that names the process holding the chunk,
+followed by frames, one for each put:
+
+- chunk (8 bytes), number of runs n (4), CRC-32C of the rows (4), all little-endian;
+- n runs of consecutive rows: first row in the chunk (4), number of rows (4);
+- CRC-32C of the frame so far (4), seeded with the CRC-32C of the table's identity;
+- the rows: for each stored array of the table, its bytes of all these rows.
+
+The rows are written before what precedes them, so a frame that is read is whole after a kill. A frame whose rows do not
+match their checksum is ignored. A log ends before the first frame whose own checksum is wrong. Torn writes, flipped
+bits and exchanged files can therefore make rows pending, but never yield wrong rows.
 """
 
 from __future__ import annotations
@@ -12,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shlex
+import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,161 +32,160 @@ from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
-from trak_lite.store.disk.chunk_files import STAGE, ColumnFiles, TableFiles
+from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.files import (
     Descriptors,
-    file_size,
     is_named,
-    map_file,
-    read_file,
+    open_file,
     refuse_other_names,
     remove_file,
-    rename,
     reserve,
-    sync_files,
     sync_folder,
-    sync_folders,
     write_all,
-    zeros,
 )
 from trak_lite.store.disk.folders import names_in
-from trak_lite.store.disk.records import (
-    HOLDER_BYTES,
-    RECORD_BYTES,
-    CommitLog,
-    CommitRecord,
-    RowRecord,
-    decode_rows,
-    encode_row,
-    holder_line,
-)
+from trak_lite.store.disk.records import HOLDER_BYTES, holder_line
 
-__all__ = [
-    "Progress",
-    "StagedChunk",
-    "StagedRows",
-    "read_row_log",
-    "stage_locked",
-]
+__all__ = ["Progress", "StagedChunk", "StagedRows", "logs_locked"]
 
-_LARGEST_LOG = 1 << 30
+_FRAME = struct.Struct("<QII")
+_CHECK = struct.Struct("<I")
+_MOST_HEAD = _FRAME.size + 8 + _CHECK.size
+"""Bytes that precede the rows of a frame, per row, at most."""
 
 
-def read_row_log(files: TableFiles, chunk: int) -> bytes:
-    """Return the bytes of the row log of a chunk; empty if there is no log.
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """The rows of one put in a row log."""
 
-    Raises:
-        CorruptStoreError: If the log is longer than possible for the number of rows.
-    """
-    most = min(HOLDER_BYTES + RECORD_BYTES * _most_recorded(files), _LARGEST_LOG)
-    try:
-        return read_file(files.row_log(chunk), most=most, remedy=_set_aside(files, chunk))
-    except FileNotFoundError:
-        return b""
-
-
-def _most_recorded(files: TableFiles) -> int:
-    """Return the maximum total of rows in a row log; rows recur if staged bytes are lost and written again."""
-    return 8 * files.spec.chunk_rows + 1024
+    runs: NDArray[np.int64]
+    """First row in the chunk and number of rows of each run, ``(n, 2)``."""
+    checksum: int
+    head: slice
+    """Bytes of the log that describe the rows."""
+    rows: slice
+    """Bytes of the log that hold the rows."""
 
 
-def _set_aside(files: TableFiles, chunk: int) -> str:
-    return (
-        f"It is the row log of {files.describe(chunk)}. The command 'trak-lite check {shlex.quote(files.root)} "
-        "--repair' sets it aside: the rows become pending, and running again computes them."
-    )
+def _encode_head(chunk: int, runs: Sequence[tuple[int, int]], checksum: int, *, seed: int) -> bytes:
+    body = _FRAME.pack(chunk, len(runs), checksum) + np.asarray(runs, "<u4").tobytes()
+    return body + _CHECK.pack(crc32c(body, start=seed))
 
 
 @final
 class StagedRows:
-    """Row log and bytes of an uncommitted chunk, as they are now. Needs no lock and writes nothing."""
+    """The frames of the row log of a chunk, as it is now. Needs no lock and writes nothing."""
 
-    def __init__(self, files: TableFiles, chunk: int) -> None:
-        self.log = read_row_log(files, chunk)
+    def __init__(self, files: TableFiles, chunk: int, *, start: int = HOLDER_BYTES) -> None:
+        """Read the log.
+
+        Args:
+            files: Files of the table.
+            chunk: Index of the chunk.
+            start: Byte of the log at which to start, the end of a frame.
+        """
         self._files, self._chunk = files, chunk
-        self._views = [self._bytes_of(column) for column in files.columns]
+        self.log = self._bytes(start)
+        self.frames = list(self._frames())
+        self._stop = self.frames[-1].rows.stop if self.frames else 0
+        self.end = start + self._stop
+        """Byte of the log at which the next frame starts."""
 
-    def _bytes_of(self, column: ColumnFiles) -> NDArray[np.uint8]:
-        """Return the bytes of a stored array, ``(chunk_rows, row_bytes)``; the next writer would pad with zeros too."""
-        content = _present_bytes(column, self._chunk)
-        if len(content) < column.chunk_bytes:
-            what = f"A file of {self._files.describe(self._chunk)} in {column.name}"
-            padded = zeros(column.chunk_bytes, what=what)
-            padded[: len(content)] = content
-            content = padded
-        return content.reshape(column.shape[0], -1)
+    def _bytes(self, start: int) -> bytes:
+        # Read, not mapped: a writer shortens a log when a put fails, and a map of what is gone would kill the process.
+        spec = self._files.spec
+        try:
+            with os.fdopen(open_file(self._files.row_log(self._chunk), os.O_RDONLY), "rb") as file:
+                size = os.fstat(file.fileno()).st_size - start
+                file.seek(start)
+                # Rows are written again only after damage: what is longer is no log of this table.
+                return file.read(max(min(size, 8 * spec.chunk_rows * (spec.row_bytes + _MOST_HEAD)), 0))
+        except FileNotFoundError:
+            return b""
 
-    def checksums(self) -> dict[str, tuple[int, int]]:
-        """Return size and checksum of each stored array, as in a commit record."""
-        columns = zip(self._files.columns, self._views, strict=True)
-        return {column.name: (column.chunk_bytes, crc32c(view)) for column, view in columns}
+    def _frames(self) -> Iterator[Frame]:
+        spec, log, place = self._files.spec, self.log, 0
+        while place + _FRAME.size <= len(log):
+            chunk, count, checksum = _FRAME.unpack_from(log, place)
+            check = place + _FRAME.size + 8 * count
+            if chunk != self._chunk or count > spec.chunk_rows or check + _CHECK.size > len(log):
+                return
+            if _CHECK.unpack_from(log, check)[0] != crc32c(log[place:check], start=self._files.row_seed):
+                return
+            runs = np.frombuffer(log, "<u4", 2 * count, place + _FRAME.size).reshape(-1, 2).astype(np.int64)
+            start = check + _CHECK.size
+            stop = start + int(runs[:, 1].sum()) * spec.row_bytes
+            if stop > len(log) or (runs.sum(axis=1) > spec.chunk_rows).any():
+                return
+            yield Frame(runs, checksum, slice(place, start), slice(start, stop))
+            place = stop
 
-    def checksum(self, start: int, count: int) -> int:
-        """Return the checksum of rows over all stored arrays, as in a row record."""
-        return crc32c(*(view[start : start + count] for view in self._views))
+    def is_sound(self, frame: Frame) -> bool:
+        """Return whether the rows of a frame match their checksum."""
+        return crc32c(self.log[frame.rows]) == frame.checksum
 
-    def done(self, record: CommitRecord | None = None) -> NDArray[np.bool_]:
-        """Return a mask of the done rows: those whose bytes match a row record.
+    def named(self, *, sound: bool = False) -> NDArray[np.bool_]:
+        """Return a mask of the rows in the frames, ``(rows,)``.
 
-        If all bytes match the commit record, its rows are done as well, because a power cut may have lost the row log,
-        which is not synced.
+        Args:
+            sound: Only the rows that match their checksum.
         """
-        done = np.zeros(self._files.rows_in(self._chunk), np.bool_)
-        for entry in self._sound_records():
-            done[entry.start : entry.start + entry.count] = True
-        if record is not None and not done[: record.rows].all() and record.columns == self.checksums():
-            done[: record.rows] = True
-        return done
+        rows = np.zeros(self._files.rows_in(self._chunk), np.bool_)
+        for frame in self.frames:
+            if not sound or self.is_sound(frame):
+                for first, count in frame.runs.tolist():
+                    rows[first : first + count] = True
+        return rows
 
-    def values(self, done: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        """Return a copy of some rows of each stored array."""
-        return {
-            column.name: view.reshape(-1).view(column.dtype).reshape(column.shape)[: len(done)][done]
-            for column, view in zip(self._files.columns, self._views, strict=True)
-        }
+    def done(self) -> NDArray[np.bool_]:
+        """Return a mask of the rows that are done: those whose bytes match their checksum, ``(rows,)``."""
+        return self.named(sound=True)
 
-    def sound_log(self) -> bytes:
-        """Return a row log with only the valid records."""
-        seed = self._files.row_seed
-        lines = (encode_row(e.chunk, e.start, e.count, e.checksum, seed=seed) for e in self._sound_records())
-        return self.log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(lines)
+    def read(self) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
+        """Return the mask of the done rows, and each stored array of the chunk, filled up with its fill value."""
+        files = self._files
+        arrays = [np.full(column.shape, column.fill, column.dtype) for column in files.columns]
+        done = np.zeros(files.rows_in(self._chunk), np.bool_)
+        for frame in filter(self.is_sound, self.frames):
+            place = frame.rows.start
+            runs = frame.runs.tolist()
+            for column, array in zip(files.columns, arrays, strict=True):
+                for first, count in runs:
+                    size = count * (column.shape[1] if len(column.shape) == 2 else 1)
+                    rows = np.frombuffer(self.log, column.dtype, size, place)
+                    array[first : first + count] = rows.reshape(count, *column.shape[1:])
+                    place += rows.nbytes
+            for first, count in runs:
+                done[first : first + count] = True
+        return done, arrays
 
-    def _sound_records(self) -> Iterator[RowRecord]:
-        """Yield the records whose rows match their checksum, except those that add no new row.
+    def damaged_bytes(self) -> int:
+        """Return the number of bytes from a damaged frame to the end of the log; 0 without one.
 
-        Raises:
-            CorruptStoreError: If the records list the same rows too often; verifying them all would take too long.
+        A killed writer leaves zeros before the rows that it was writing, and a power cut may leave a torn frame.
         """
-        files, chunk = self._files, self._chunk
-        done = np.zeros(files.rows_in(chunk), np.bool_)
-        left = _most_recorded(files)
-        for entry in decode_rows(self.log, seed=files.row_seed):
-            rows = slice(entry.start, entry.start + entry.count)
-            if entry.chunk != chunk or rows.stop > len(done) or done[rows].all():
-                continue
-            left -= entry.count
-            if left < 0:
-                raise CorruptStoreError(
-                    f"{files.row_log(chunk)} lists {len(done)} rows more than once. {_set_aside(files, chunk)}"
-                )
-            if self.checksum(entry.start, entry.count) == entry.checksum:
-                done[rows] = True
-                yield entry
+        rest = self.log[self._stop :]
+        if len(rest) < _FRAME.size or not any(rest[: _FRAME.size]):
+            return 0
+        chunk, count, _ = _FRAME.unpack_from(rest)
+        head = _FRAME.size + 8 * count
+        if chunk == self._chunk and count <= self._files.spec.chunk_rows:
+            if head + _CHECK.size > len(rest):
+                return 0
+            if crc32c(rest[:head], start=self._files.row_seed) == _CHECK.unpack_from(rest, head)[0]:
+                return 0  # its rows are torn
+        return len(rest)
 
-
-def _present_bytes(column: ColumnFiles, chunk: int) -> NDArray[np.uint8]:
-    # Without the lock, the writer may rename the file in either direction between two attempts.
-    for path in (column.staged(chunk), column.visible(chunk), column.staged(chunk)):
-        size = file_size(path)
-        if size is not None:
-            with contextlib.suppress(FileNotFoundError):
-                return map_file(path, min(size, column.chunk_bytes))
-    return np.empty(0, np.uint8)
+    def copy(self, *, sound: bool) -> bytes:
+        """Return a copy of the log that nobody holds; if ``sound``, of the rows that match their checksum only."""
+        frames = filter(self.is_sound, self.frames)
+        parts = [self.log[frame.head.start : frame.rows.stop] for frame in frames] if sound else [self.log]
+        return b"\n".rjust(HOLDER_BYTES) + b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a staged chunk when its lock was released; valid as long as the row log is unchanged."""
+    """Progress of a staged chunk when its lock was released."""
 
     log_inode: int
     log_size: int
@@ -188,18 +194,16 @@ class Progress:
 
 @final
 class StagedChunk:
-    """A staged chunk that this process has locked for writing."""
+    """An unfinished chunk that this process has locked for writing."""
 
     def __init__(self, files: TableFiles, chunk: int, log: Descriptors, log_fd: int) -> None:
         self.chunk = chunk
         self.done: NDArray[np.bool_] = np.zeros(files.rows_in(chunk), np.bool_)
         self.log_size = HOLDER_BYTES
+        """Bytes of the log up to the end of its last frame."""
         self._files = files
         self._open = log
         self._log_fd = log_fd
-        self._column_fds: list[int] = []
-        self._generation = 1
-        self._proof: CommitRecord | None = None
 
     @classmethod
     def lock(cls, files: TableFiles, chunk: int) -> StagedChunk:
@@ -240,87 +244,54 @@ class StagedChunk:
         """Progress of the chunk, to be kept after its lock is released."""
         return Progress(os.fstat(self._log_fd).st_ino, self.log_size, self.done)
 
-    def take_back(self, visible: Sequence[ColumnFiles]) -> None:
-        """Move files of an uncommitted chunk from their final names back to the stage."""
-        for column in visible:
-            if file_size(column.staged(self.chunk)) is None:
-                rename(column.visible(self.chunk), column.staged(self.chunk))
-            else:
-                remove_file(column.visible(self.chunk))  # a leftover; the staged file is current
-            failpoint("column_taken_back")
-
-    def note_committed(self, record: CommitRecord, visible: Sequence[ColumnFiles]) -> None:
-        """Record the committed rows of a grown chunk in its row log, before its files move back to the stage.
-
-        Unlike other row records, this one is synced, so that committed rows still survive a power cut.
-
-        Raises:
-            CorruptStoreError: If the files do not match the commit record.
-        """
-        staged = StagedRows(self._files, self.chunk)
-        if staged.done()[: record.rows].all():
-            return
-        if record.columns != staged.checksums():
-            if len(visible) < len(self._files.columns):
-                return  # an earlier call moved files back and rows were added; the row log decides
-            raise CorruptStoreError(
-                f"The files of {self._files.describe(self.chunk)} contradict their commit record. Call "
-                "check_store(path, repair=True): the rows become pending, and running again computes them."
-            )
-        end = HOLDER_BYTES + max(len(staged.log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
-        write_all(self._log_fd, holder_line(), 0)
-        checksum = staged.checksum(0, record.rows)
-        record_bytes = encode_row(self.chunk, 0, record.rows, checksum, seed=self._files.row_seed)
-        write_all(self._log_fd, record_bytes, end)
-        os.fsync(self._log_fd)
-        sync_folder(self._files.stage)
-        failpoint("outgrown_rows_noted")
-
-    def prepare(
-        self, record: CommitRecord | None, known: Progress | None, *, roll_forward: bool = False
-    ) -> None:
-        """Open the staged files, reserve their disk space and determine which rows are done.
+    def prepare(self, known: Progress | None = None) -> None:
+        """Determine which rows are done.
 
         Args:
-            record: Latest commit record of the chunk, if there is one.
-            known: Progress when this process last held the lock.
-            roll_forward: Whether rows are also done if all bytes match ``record``. ``False`` after a failed commit,
-                because the error reported its rows as pending.
+            known: Progress when this process last held the lock; only what others have added since is read.
         """
-        log = read_row_log(self._files, self.chunk)
+        if known is not None and known.log_inode == os.fstat(self._log_fd).st_ino:
+            self.log_size, self.done = known.log_size, known.done
+        staged = StagedRows(self._files, self.chunk, start=self.log_size)
+        self.done = self.done | staged.done()
+        self.log_size = staged.end
+        os.ftruncate(self._log_fd, self.log_size)  # what a killed writer left
+        write_all(self._log_fd, holder_line(), 0)
+
+    def reserve(self, rows: int, runs: int) -> None:
+        """Reserve disk space to write some rows, so that a full disk raises now."""
+        size = rows * self._files.spec.row_bytes + _FRAME.size + 8 * runs + _CHECK.size
         try:
-            write_all(self._log_fd, holder_line(), 0)
-            for column in self._files.columns:
-                fd = self._open.open(column.staged(self.chunk), os.O_RDWR | os.O_CREAT)
-                refuse_other_names(fd, column.staged(self.chunk))
-                reserve(fd, column.chunk_bytes)
-                self._column_fds.append(fd)
+            reserve(self._log_fd, self.log_size + size)
         except OSError:
-            if len(log) <= HOLDER_BYTES and record is None:
-                self._remove()  # no row is done: remove the files to free the full disk
+            os.ftruncate(self._log_fd, self.log_size)
             raise
         failpoint("stage_reserved")
-        self._generation = 1 if record is None else record.generation + 1
-        self._proof = record if roll_forward else None
-        self.log_size += max(len(log) - HOLDER_BYTES, 0) // RECORD_BYTES * RECORD_BYTES
-        inode = os.fstat(self._log_fd).st_ino
-        if known is not None and (known.log_inode, known.log_size) == (inode, len(log)):
-            self.done = known.done
-        else:
-            self.done = StagedRows(self._files, self.chunk).done(self._proof)
 
-    def write(self, start: int, arrays: Sequence[NDArray[Any]]) -> None:
-        """Write consecutive rows, given as one block per stored array. Once this returns, they survive a kill."""
-        count = len(arrays[0])
-        for fd, column, array in zip(self._column_fds, self._files.columns, arrays, strict=True):
-            write_all(fd, array, start * column.row_bytes)
+    def write(self, runs: Sequence[tuple[int, int]], arrays: Sequence[NDArray[Any]]) -> None:
+        """Append rows. Once this returns, they survive a kill.
+
+        Args:
+            runs: First row in the chunk and number of rows of each run.
+            arrays: Their rows, one block per stored array, C-contiguous.
+        """
+        head = _encode_head(self.chunk, runs, crc32c(*arrays), seed=self._files.row_seed)
+        end = self.log_size + len(head)
+        for array in arrays:
+            write_all(self._log_fd, array, end)
+            end += array.nbytes
             failpoint("column_written")
         failpoint("rows_written")
-        entry = encode_row(self.chunk, start, count, crc32c(*arrays), seed=self._files.row_seed)
-        write_all(self._log_fd, entry, self.log_size)
+        write_all(self._log_fd, head, self.log_size)
         failpoint("rows_recorded")
-        self.log_size += RECORD_BYTES
-        self.done[start : start + count] = True
+        self.log_size = end
+        for first, count in runs:
+            self.done[first : first + count] = True
+
+    def sync(self) -> None:
+        """Sync the log to the disk: its rows survive a power cut too."""
+        os.fsync(self._log_fd)
+        sync_folder(self._files.stage)
 
     def forget(self, log_size: int, runs: Sequence[Run]) -> None:
         """Make rows pending again after writing them failed."""
@@ -330,64 +301,31 @@ class StagedChunk:
         for run in runs:
             self.done[run.rows] = False
 
-    def commit(self, log: CommitLog) -> CommitRecord:
-        """Commit the complete chunk and release its lock.
+    def contents(self) -> list[NDArray[np.uint8]]:
+        """Return the bytes of each stored array of the complete chunk, including padding.
 
         Raises:
-            CorruptStoreError: If staged bytes no longer match their records; those rows become pending.
+            CorruptStoreError: If rows no longer match their checksum; they become pending.
         """
-        self._pad()
-        record = self._proven_record()
-        columns = self._files.columns
-        sync_files(
-            dict(zip(self._column_fds, (column.staged(self.chunk) for column in columns), strict=True))
-        )
-        failpoint("columns_synced")
-        log.append(record)
-        failpoint("commit_synced")
-        for column in columns:
-            rename(column.staged(self.chunk), column.visible(self.chunk))
-            failpoint("column_published")
-        sync_folders([*(column.folder for column in columns), self._files.stage])
-        failpoint("chunk_published")
-        self.discard_log()
-        failpoint("chunk_settled")
-        return record
+        done, arrays = StagedRows(self._files, self.chunk).read()
+        if not done.all():
+            raise CorruptStoreError(
+                f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, "
+                "and put the rows again that pending() lists."
+            )
+        return [array.reshape(-1).view(np.uint8) for array in arrays]
 
     def discard_log(self) -> None:
-        """Delete the row log and release the lock."""
+        """Delete the row log and what an interrupted commit left, and release the lock."""
+        for column in self._files.columns:
+            with contextlib.suppress(FileNotFoundError):
+                remove_file(column.staged(self.chunk))
         remove_file(self._files.row_log(self.chunk))
         self.close()
 
     def close(self) -> None:
         """Release the lock; done rows stay done."""
         self._open.close()
-
-    def _pad(self) -> None:
-        rows = len(self.done)
-        for fd, column in zip(self._column_fds, self._files.columns, strict=True):
-            missing = column.shape[0] - rows
-            if missing:
-                padding = np.full((missing, *column.shape[1:]), column.fill, column.dtype)
-                write_all(fd, padding, rows * column.row_bytes)
-
-    def _proven_record(self) -> CommitRecord:
-        staged = StagedRows(self._files, self.chunk)
-        sums, proof = staged.checksums(), self._proof
-        if staged.done().all() or (
-            proof is not None and (proof.rows, proof.columns) == (len(self.done), sums)
-        ):
-            return CommitRecord(self.chunk, self._generation, len(self.done), sums, self._files.identity)
-        raise CorruptStoreError(
-            f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, and "
-            "put the rows again that pending() lists."
-        )
-
-    def _remove(self) -> None:
-        for column in self._files.columns:
-            if file_size(column.staged(self.chunk)) is not None:
-                remove_file(column.staged(self.chunk))
-        self.discard_log()
 
 
 _HELD: weakref.WeakSet[StagedChunk] = weakref.WeakSet()
@@ -406,36 +344,35 @@ def _busy_error(where: str, log_fd: int) -> BusyError:
 
 
 @contextlib.contextmanager
-def stage_locked(folder: str) -> Iterator[None]:
-    """Hold the locks of all staged chunks of a table; its metadata may be damaged.
+def logs_locked(stages: Iterable[str], *, where: str) -> Iterator[None]:
+    """Hold the locks of all row logs of a table, whose metadata may be damaged, to drop it.
+
+    Args:
+        stages: Folders that may hold row logs.
+        where: Name of the table in messages.
 
     Raises:
         BusyError: If another writer holds one of the locks; names the writer.
     """
     held = Descriptors()
     try:
-        for path in _row_logs(folder):
+        for path in (
+            f"{stage}/{name}" for stage in stages for name in names_in(stage) if name.endswith(".rows")
+        ):
             with contextlib.suppress(FileNotFoundError):  # the chunk has just been committed
-                _lock(held, path, folder)
+                _lock(held, path, where)
         yield
     finally:
         held.close()
 
 
-def _row_logs(folder: str) -> Iterator[str]:
-    for column in names_in(folder):
-        stage = f"{folder}/{column}/{STAGE}"
-        if os.path.isdir(stage) and not os.path.islink(f"{folder}/{column}"):
-            yield from (f"{stage}/{name}" for name in names_in(stage) if name.endswith(".log"))
-
-
-def _lock(held: Descriptors, path: str, folder: str) -> None:
+def _lock(held: Descriptors, path: str, where: str) -> None:
     fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BusyError(
-            f"{folder}: another writer ({_holder(fd)}) holds rows of it, so it was not dropped. "
+            f"{where}: another writer ({_holder(fd)}) holds rows of it, so it was not dropped. "
             "Wait for it to finish, or stop it."
         ) from None
 

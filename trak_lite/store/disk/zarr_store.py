@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
@@ -37,7 +38,8 @@ from trak_lite.store._grid import (
 from trak_lite.store._names import path_parts
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
-from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
+from trak_lite.store.disk.chunk_files import COMMITS, STAGE, ChunkIndex, TableFiles
+from trak_lite.store.disk.chunk_maps import ChunkMaps
 from trak_lite.store.disk.documents import (
     CHECKSUM,
     GROWS_TO,
@@ -77,8 +79,8 @@ from trak_lite.store.disk.metadata import (
 )
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.repair import check_folder
-from trak_lite.store.disk.staging import StagedChunk, stage_locked
-from trak_lite.store.disk.zarr_table import ZarrRowTable
+from trak_lite.store.disk.row_table import RowTable
+from trak_lite.store.disk.staging import StagedChunk, logs_locked
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 
 __all__ = ["ZarrFeatureStore"]
@@ -93,7 +95,7 @@ MapFiles = Literal["auto", "always", "never"]
 
 
 @final
-class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
+class ZarrFeatureStore(RecordedFeatureStore):
     """Feature store in a local folder. Use :meth:`create` or :meth:`open` to construct it.
 
     Example:
@@ -251,7 +253,7 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
             if self._table_record(path) is not None:
                 if path in self._tables:
                     self._tables[path].give_up_locks()
-                with stage_locked(folder):
+                with logs_locked(self._stages(path), where=folder):
                     self._list.drop(path)
                 if path in self._tables:
                     self._tables.pop(path).close()
@@ -337,7 +339,7 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
         for table in self._tables.values():
             table.close()
 
-    def _open(self, path: str) -> ZarrRowTable:
+    def _open(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
@@ -350,23 +352,29 @@ class ZarrFeatureStore(RecordedFeatureStore[ZarrRowTable]):
                     raise  # otherwise the table was replaced while it was being opened: try again
         return self._tables[path]
 
-    def _opened(self, path: str, record: Mapping[str, Any]) -> ZarrRowTable:
+    def _opened(self, path: str, record: Mapping[str, Any]) -> RowTable:
         folder, spec = f"{self._root}/{path}", self._spec(record, path)
         self._require_listed(path, spec)
         refuse_undescribed(folder, spec)
         for array in spec.arrays:
             found = read_zarr_json(f"{folder}/{array.name}")
             check_array(found, folder, array, spec, under_way=sizes_under_way(record))
-        return ZarrRowTable(
-            self._files(path, spec),
-            writable=self.writable,
-            check=self._check == "first_touch",
-            mapped=self._mapped,
-        )
+        files = self._files(path, spec)
+        index = ChunkIndex(files)
+        if self.writable:
+            files.make_folders()
+        chunks = ChunkMaps(files, index, check=self._check == "first_touch", mapped=self._mapped)
+        return RowTable(files, index, chunks, writable=self.writable)
 
     def _files(self, path: str, spec: TableSpec) -> TableFiles:
         identity = table_identity(path, self._origin, spec)
         return TableFiles(f"{self._root}/{path}", spec, root=self._root, identity=identity)
+
+    def _stages(self, path: str) -> list[str]:
+        """Return the folders that may hold row logs of a table, whose metadata may be damaged."""
+        columns = (f"{self._root}/{path}/{name}" for name in names_in(f"{self._root}/{path}"))
+        stages = (f"{column}/{STAGE}" for column in columns if not os.path.islink(column))
+        return [stage for stage in stages if os.path.isdir(stage)]
 
     def _require_listed(self, path: str, spec: TableSpec) -> None:
         """Check a table against the list of tables; add it if an interrupted creation left it unlisted.
@@ -451,10 +459,10 @@ def _refuse_occupied(root: str) -> None:
 def _grow(files: TableFiles, num_rows: int) -> None:
     """Append pending rows to a table by replacing its metadata, holding the lock of its last chunk.
 
-    Three steps: record the target size in the table's ``zarr.json``, resize the arrays, then set the new size in the
-    table's ``zarr.json``, which is authoritative. If the process is killed in between, the table has the old size;
-    arrays may have either. A partial last chunk is not rewritten until rows are put into it. Its commit record has
-    fewer rows than the chunk has now, so the chunk is no longer committed, but its rows are done.
+    The rows of a partial last chunk that is committed are first copied to its row log: with more rows it is not
+    committed any more, and its rows are done by the log. Then three steps: record the target size in the table's
+    ``zarr.json``, resize the arrays, and set the new size in the table's ``zarr.json``, which is authoritative. If the
+    process is killed in between, the table has the old size; arrays may have either.
 
     Raises:
         BusyError: If another writer holds that chunk, or the size of the table has just changed.
@@ -467,6 +475,9 @@ def _grow(files: TableFiles, num_rows: int) -> None:
                 f"{files.folder} has another number of rows now, because another writer has grown it. Open it again, "
                 "then grow it."
             )
+        lock.prepare()
+        _log_last_rows(files, lock)
+        failpoint("last_rows_logged")
         with _changed(files.folder, files.commits) as group:
             record = group["attributes"]["trak_lite"]
             record[GROWS_TO] = sorted({*sizes_under_way(record), num_rows})
@@ -480,10 +491,23 @@ def _grow(files: TableFiles, num_rows: int) -> None:
             record["num_rows"] = num_rows
             del record[GROWS_TO]
         failpoint("table_grown")
-        if os.path.getsize(files.row_log(last)) == 0:
+        if not lock.done.any():
             lock.discard_log()  # created by the lock
     finally:
         lock.close()
+
+
+def _log_last_rows(files: TableFiles, last: StagedChunk) -> None:
+    """Copy the rows of the locked last chunk to its row log, if it is committed and not full."""
+    index = ChunkIndex(files)
+    record = index.look_at(last.chunk)
+    if record is None or len(last.done) == files.spec.chunk_rows:
+        return
+    if not last.complete:  # otherwise a killed call has copied them
+        chunks = ChunkMaps(files, index)
+        arrays = [np.ascontiguousarray(chunks.get(column, record)) for column in files.columns]
+        last.write([(0, len(last.done))], arrays)
+    last.sync()  # so that committed rows still survive a power cut
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ remove the reported objects; the rows then become pending.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import BusyError, CorruptStoreError
@@ -32,7 +33,9 @@ __all__ = ["RemoteIndex", "decode_log"]
 
 @final
 class RemoteIndex:
-    """Committed chunks of a remote table, as of the last refresh."""
+    """Index of the committed chunks of a table in an object store, as of the last refresh."""
+
+    keeps_rows = True
 
     def __init__(self, objects: AbstractObjects, files: TableFiles) -> None:
         self.committed: dict[int, CommitRecord] = {}
@@ -63,16 +66,17 @@ class RemoteIndex:
             chunk: record for chunk, record in self._latest.items() if self._is_there(record, sizes)
         }
 
-    def is_committed(self, chunk: int) -> bool:
-        """Return whether a chunk is committed; if not, this costs one request and no listing."""
-        if chunk in self.committed:
-            return True
-        if self._objects.get(self._log_key(chunk, self._next_generation(chunk))) is None:
-            return False
-        self.refresh()
-        return chunk in self.committed
+    def look_at(self, chunk: int) -> CommitRecord | None:
+        """Return the commit record of a chunk, or ``None`` if it is not committed now.
 
-    def publish(self, chunk: int, contents: Sequence[NDArray[Any]]) -> None:
+        If it is not, this costs one request and no listing.
+        """
+        is_new = chunk not in self.committed
+        if not is_new or self._objects.get(self._log_key(chunk, self._next_generation(chunk))) is not None:
+            self.refresh()
+        return self.committed.get(chunk)
+
+    def publish(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> None:
         """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
 
         Args:
@@ -99,6 +103,12 @@ class RemoteIndex:
         self._note(record)
         self.committed[chunk] = record
 
+    def refuse_grown(self, chunk: int) -> None:
+        """Do nothing: a table in an object store does not grow."""
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""
         keys = ", ".join(column.visible(chunk) for column in self._files.columns)
@@ -119,7 +129,7 @@ class RemoteIndex:
             f"recorded {recorded} for {record.rows} rows. {self.remedy(record.chunk)}"
         )
 
-    def _record_for(self, chunk: int, contents: Sequence[NDArray[Any]]) -> CommitRecord:
+    def _record_for(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> CommitRecord:
         columns = {
             column.name: (content.nbytes, crc32c(content))
             for column, content in zip(self._files.columns, contents, strict=True)
@@ -132,7 +142,7 @@ class RemoteIndex:
             chunk, generation, self._files.rows_in(chunk), columns, self._files.identity, writer
         )
 
-    def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[Any]) -> bool:
+    def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[np.uint8]) -> bool:
         """Create the object of a column; return whether it now has the given content."""
         key = column.visible(record.chunk)
         if self._objects.create(key, content.data):

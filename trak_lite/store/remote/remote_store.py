@@ -1,7 +1,7 @@
 """Feature store in an object store, with the layout of the disk store; each chunk file is one object.
 
-Rows are staged in a local store with the same settings; see ``index`` for the commit protocol. The zarr metadata is the
-same as on disk, so plain zarr can read a finished store through its FsspecStore or ObjectStore.
+Rows of unfinished chunks are in row logs on a local disk; see ``index`` for the commit protocol. The zarr metadata is
+the same as on disk, so plain zarr can read a finished store through its FsspecStore or ObjectStore.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
-    ManifestMismatchError,
     UnsupportedStoreError,
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
@@ -38,8 +37,9 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.entries import StoreEntries
-from trak_lite.store.disk.files import locked_file, named_errors, open_file
+from trak_lite.store.disk.entries import CACHE, HiddenFiles, StoreEntries
+from trak_lite.store.disk.files import locked_file, named_errors, open_file, remove_tree
+from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import (
     TABLES,
     decode_entry,
@@ -54,12 +54,15 @@ from trak_lite.store.disk.metadata import (
     parse_zarr_json,
 )
 from trak_lite.store.disk.recorded import RecordedFeatureStore
-from trak_lite.store.disk.zarr_store import CheckChunks, ZarrFeatureStore
+from trak_lite.store.disk.row_table import RowTable
+from trak_lite.store.disk.staging import logs_locked
+from trak_lite.store.disk.zarr_store import CheckChunks
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote
+from trak_lite.store.remote.chunks import FetchedChunks
+from trak_lite.store.remote.index import RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
-from trak_lite.store.remote.table import RemoteRowTable
 
 __all__ = ["RemoteFeatureStore"]
 
@@ -69,7 +72,7 @@ _METADATA = "zarr.json"
 
 
 @final
-class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
+class RemoteFeatureStore(RecordedFeatureStore):
     """Feature store in an object store. Use :meth:`create` or :meth:`open` to construct it.
 
     Several machines may write to one store. If two compute the same chunk, the first commit wins. Cached arrays are
@@ -102,10 +105,11 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
         super().__init__(place.url, manifest, record, entries, writable=writable)
         self._objects: AbstractObjects = place.objects
         self._check = check
-        self._staging_root = place.staging_root(manifest)
-        self._local: ZarrFeatureStore | None = None
+        self._staging = place.staging_root(manifest)
+        self._cache = HiddenFiles(self._staging)
         if writable:
-            self._local = ZarrFeatureStore.create(self._staging_root, manifest)
+            with named_errors("Making", self._staging):
+                make_folders(f"{self._staging}/{CACHE}")
 
     @classmethod
     def create(cls, where: object, manifest: Manifest) -> Self:
@@ -181,7 +185,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
         """Open a table for writing; create it if it does not exist."""
-        local = self._writable_local()
+        self._require_writable()
         parts = path_parts(path, what="table")
         spec = check_spec(spec)
         plain = plain_json(dict(attributes or {}), what="A table's attributes")
@@ -191,7 +195,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
                     self._table_record(path) is None
                 ):  # checked again: another process of this machine may just have created it
                     self._finish_dropping(path)
-                    _drop_staged(local, path)  # staged rows of a dropped table must not reappear
+                    self._drop_staged(path)  # staged rows of a dropped table must not reappear
                     self._put_documents(parts, spec, plain)
         table = self._open(path)
         compare_specs(table.spec, spec, where=f"{self.path}/{path}")
@@ -203,7 +207,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
         A partly deleted table does not exist any more; creating it again first completes the deletion. Writers on other
         machines are not detected: stop them first.
         """
-        local = self._writable_local()
+        self._require_writable()
         self._require_table(path)
         with self._staging_locked():
             self._require_table(path)
@@ -212,7 +216,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
             if path in self._tables:
                 self._tables.pop(path).close()
             self._finish_dropping(path)
-            _drop_staged(local, path)
+            self._drop_staged(path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Return the table if it has ``num_rows`` rows; tables in an object store cannot grow.
@@ -244,14 +248,13 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the array cached on this machine with this name and key, or ``None``."""
         path_parts(name, what="cache")
-        local = self._local_store()
-        return None if local is None else local.cached(name, key)
+        return self._cache.cached(name, key)
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Cache a derived array on this machine, replacing any array of the same name."""
         check_derived(name, key, array)
-        if self._local is not None:
-            self._local.cache(name, key, array)
+        if self.writable:
+            self._cache.cache(name, key, array)
 
     def check(self, *, repair: bool = False) -> Report:
         """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.
@@ -266,38 +269,19 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
         self._closed = True
         for table in self._tables.values():
             table.close()
-        if self._local is not None:
-            self._local.close()
 
-    def _writable_local(self) -> ZarrFeatureStore:
-        """Return the local store in which a writer stages rows."""
-        self._require_writable()
-        assert self._local is not None
-        return self._local
+    def _stage(self, path: str) -> str:
+        """Return the folder on this machine that holds the row logs of a table."""
+        return f"{self._staging}/{entry_name(path)}"
 
-    def _local_store(self) -> ZarrFeatureStore | None:
-        """Return the local store in which rows are staged; ``None`` if a reader finds none."""
-        if self._local is None and os.path.isdir(self._staging_root):
-            self._local = ZarrFeatureStore.open(self._staging_root, "r")
-        return self._local
+    def _drop_staged(self, path: str) -> None:
+        """Delete the rows of a table that are staged on this machine."""
+        stage = self._stage(path)
+        with named_errors("Dropping", stage), logs_locked([stage], where=f"{self.path}/{path}"):
+            if os.path.lexists(stage):
+                remove_tree(stage)
 
-    def _staged_table(self, path: str, spec: TableSpec) -> AbstractRowTable | None:
-        """Return the local table in which the rows of a table are staged."""
-        local = self._local_store()
-        if local is None:
-            return None
-        if not local.writable:
-            table = local.open_table(path) if path in local.table_names() else None
-            return table if table is not None and table.spec == spec else None
-        with self._staging_locked():
-            try:
-                return local.create_table(path, spec)
-            except ManifestMismatchError:
-                logger.warning("%s: staged rows of a table of another shape were dropped.", path)
-                _drop_staged(local, path)
-                return local.create_table(path, spec)
-
-    def _open(self, path: str) -> RemoteRowTable:
+    def _open(self, path: str) -> RowTable:
         if path not in self._tables:
             record = self._require_table(path)
             where, spec = f"{self.path}/{path}", self._spec(record, path)
@@ -307,15 +291,13 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
             for array, (key, text) in zip(spec.arrays, texts.items(), strict=True):
                 found = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
                 check_array(found, where, array, spec)
-            root, staged = self._staging_root, table_identity(path, self._manifest.digest(), spec)
-            self._tables[path] = RemoteRowTable(
-                self._objects,
-                TableFiles(path, spec, root=self.path, identity=identity),
-                staging=TableFiles(f"{root}/{path}", spec, root=root, identity=staged),
-                staged=lambda: self._staged_table(path, spec),
-                writable=self.writable,
-                check=self._check == "first_touch",
-            )
+            files = TableFiles(path, spec, root=self.path, identity=identity, stage=self._stage(path))
+            if self.writable:
+                with named_errors("Making", files.stage):
+                    make_folders(files.stage)
+            index = RemoteIndex(self._objects, files)
+            chunks = FetchedChunks(self._objects, files, index, check=self._check == "first_touch")
+            self._tables[path] = RowTable(files, index, chunks, writable=self.writable)
         return self._tables[path]
 
     def _group(self, path: str) -> dict[str, Any] | None:
@@ -366,7 +348,7 @@ class RemoteFeatureStore(RecordedFeatureStore[RemoteRowTable]):
     @contextlib.contextmanager
     def _staging_locked(self) -> Iterator[None]:
         """Hold this machine's lock for creating and dropping tables, in the object store and in the staging folder."""
-        path = f"{self._staging_root}.lock"
+        path = f"{self._staging}.lock"
         with named_errors("Locking", path):
             os.close(open_file(path, os.O_RDWR | os.O_CREAT))
             with locked_file(path):
@@ -401,12 +383,6 @@ def _read_group(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
 def _entry(path: str) -> str:
     """Return the key of a table's entry in the list."""
     return f"{TABLES}/{entry_name(path)}"
-
-
-def _drop_staged(local: ZarrFeatureStore, path: str) -> None:
-    """Drop the rows of a table that were staged on this machine."""
-    if path in local.table_names():
-        local.drop_table(path)
 
 
 def _refuse_occupied(objects: AbstractObjects) -> None:

@@ -1,0 +1,378 @@
+"""Rows of one table: those of unfinished chunks are in row logs on a local disk, complete chunks are published.
+
+Where chunks are published, and how they are read, is up to an index and a cache of chunks: those of a folder, or those
+of an object store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.errors import (
+    BusyError,
+    CorruptStoreError,
+    HeldHereError,
+    IncompleteStoreError,
+    ReadOnlyStoreError,
+    StateError,
+)
+from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._failpoints import failpoint
+from trak_lite.store._grid import Run
+from trak_lite.store._values import RowBlock, check_block, short_list
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.files import named_errors
+from trak_lite.store.disk.records import CommitRecord
+from trak_lite.store.disk.staging import Progress, StagedChunk, StagedRows
+
+__all__ = ["RowTable"]
+
+logger = logging.getLogger(__name__)
+
+_OPEN_CHUNKS = 32  # maximum number of open row logs; each holds a lock and a file
+
+
+class _Index(Protocol):
+    """Committed chunks of a table."""
+
+    committed: dict[int, CommitRecord]
+    keeps_rows: bool
+    """Whether the rows of a chunk that cannot be published stay done: another call publishes it."""
+
+    def refresh(self) -> None: ...
+    def look_at(self, chunk: int) -> CommitRecord | None: ...
+    def publish(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> None: ...
+    def refuse_grown(self, chunk: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Chunks(Protocol):
+    """Contents of committed chunks."""
+
+    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]: ...
+    def clear(self) -> None: ...
+
+
+@final
+class RowTable(AbstractRowTable):
+    """Rows of one table of a store on a disk or in an object store.
+
+    Each call of ``done``, ``pending`` or ``committed_chunks`` sees the commits of other processes. Reading looks for
+    new commits only if the requested chunk is not known to be committed. In an object store, unfinished chunks and
+    locks are those of this machine; if two machines fill the same chunk, the first commit wins.
+    """
+
+    def __init__(self, files: TableFiles, index: _Index, chunks: _Chunks, *, writable: bool) -> None:
+        self._files = files
+        self._index = index
+        self._chunks = chunks
+        self._writable = writable
+        self._closed = False
+        self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
+        self._claimed: set[int] = set()
+        self._known: dict[int, Progress] = {}
+        self._index.refresh()
+        if writable:
+            self._recover()
+            _TABLES.add(self)
+
+    @property
+    def spec(self) -> TableSpec:
+        """Shape, columns and fingerprint of the table."""
+        return self._files.spec
+
+    def put(
+        self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Write rows; see :meth:`AbstractRowTable.put`.
+
+        Disk space for all rows is reserved before the first byte is written, so a full disk fails the whole call.
+        After a later failure, the rows of the current chunk are pending and those of earlier chunks are done. If an
+        upload fails, a :class:`StoreError` is raised and the rows are done: opening the table for writing repeats it.
+        """
+        self._require_writable()
+        block = check_block(rows, values, self.spec)
+        with named_errors("Writing rows to", self._files.where):
+            for chunk in block.runs.keys() & self._index.committed.keys():
+                raise self._is_done(chunk)
+            for chunk, runs in block.runs.items():
+                stage = self._stage(chunk)
+                self._refuse_done(stage, runs)
+                stage.reserve(_rows(runs).stop - _rows(runs).start, len(runs))
+            for chunk, runs in block.runs.items():
+                self._write(self._stage(chunk), runs, block)
+
+    @contextlib.contextmanager
+    def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
+        """Lock a chunk until the context exits; see :meth:`AbstractRowTable.claim`."""
+        self._require_writable()
+        first, _ = self.chunk_range(chunk)
+        if chunk in self._claimed:
+            raise HeldHereError(
+                f"{self._files.describe(chunk)}: claimed already through this table. Claim it once."
+            )
+        with named_errors("Claiming", self._files.describe(chunk)):
+            pending = self._claim(chunk)
+        try:
+            yield np.flatnonzero(pending) + first
+        finally:
+            self._claimed.discard(chunk)
+            if chunk in self._staged:
+                self._release(chunk)
+
+    def done(self) -> NDArray[np.bool_]:
+        """Return a mask of the done rows, ``(num_rows,)``."""
+        mask = self._files.marks()
+        while True:
+            # Read the logs before the index: a chunk that is committed in between is then found in the index.
+            staged, known = self._files.staged_chunks(), set(self._index.committed)
+            for chunk in staged - known:
+                mask[slice(*self.chunk_range(chunk))] |= self._staged_rows(chunk)
+            self._index.refresh()
+            if self._files.staged_chunks() <= staged | known and known <= self._index.committed.keys():
+                break
+            # Otherwise the table has grown meanwhile, and its last chunk is being filled up: look again.
+        for chunk in self._index.committed:
+            mask[slice(*self.chunk_range(chunk))] = True
+        return mask
+
+    def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
+        first, stop = self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            # log before index, as in done()
+            with named_errors("Reading rows in", self._files.stage):
+                done, arrays = StagedRows(self._files, chunk).read()
+            self._index.refresh()
+        if chunk in self._index.committed:
+            columns = self.spec.columns
+            return np.arange(first, stop), {c.name: self.read_chunk(chunk, c.name).copy() for c in columns}
+        stored = dict(zip((column.name for column in self._files.columns), arrays, strict=True))
+        return np.flatnonzero(done) + first, {
+            column.name: StoredRows(
+                column, tuple(stored[a.name][: len(done)][done] for a in column.arrays)
+            ).decode()
+            for column in self.spec.columns
+        }
+
+    def committed_chunks(self) -> list[int]:
+        """Return the chunks that are complete and readable, ascending."""
+        self._index.refresh()
+        return sorted(self._index.committed)
+
+    def stored_chunk(self, chunk: int, column: str) -> StoredRows:
+        """Return the rows of a committed chunk; see :meth:`AbstractRowTable.stored_chunk`.
+
+        On a disk they are memory-mapped; of an object store, the chunk is downloaded. The arrays are read-only. Their
+        pages are private, so the file cannot change even if a caller marks an array writable (as torch requires for
+        arrays that it shares).
+        """
+        found, record = self.column(column), self._record_of(chunk)
+        try:
+            return self._stored_rows(found, record)
+        except (CorruptStoreError, IncompleteStoreError):
+            newer = self._index.look_at(chunk)
+            if newer is None or newer == record:
+                raise
+            return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again
+
+    def checksums(self, chunk: int) -> dict[str, int]:
+        """Return the CRC-32C of each array of a committed chunk from its commit record."""
+        return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
+
+    def content_key(self) -> str:
+        """Return a digest of the committed contents, equal to that of any other store with the same rows."""
+        committed = set(self.committed_chunks())
+        for chunk in range(self.num_chunks):
+            if chunk not in committed:
+                raise_incomplete(self, chunk, where=self._files.where)
+        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+
+    def close(self) -> None:
+        """Release locks and files. Rows already put are safe, and reading remains possible."""
+        self._closed = True
+        self.give_up_locks()
+        self._chunks.clear()
+
+    def forget(self) -> None:
+        """Release locks and maps and forget the progress of unfinished chunks, because a repair may change them."""
+        self.give_up_locks()
+        self._known.clear()
+        self._chunks.clear()
+
+    def give_up_locks(self) -> None:
+        """Close the row logs and the commit log; the next put reopens them."""
+        while self._staged:
+            self._release(next(iter(self._staged)))
+        self._claimed.clear()
+        self._index.close()
+
+    def _stored_rows(self, column: Column, record: CommitRecord) -> StoredRows:
+        files = self._files.by_column[column.name]
+        return StoredRows(column, tuple(self._chunks.get(each, record) for each in files))
+
+    def _record_of(self, chunk: int) -> CommitRecord:
+        self.chunk_range(chunk)
+        if chunk not in self._index.committed:
+            self._index.refresh()
+        record = self._index.committed.get(chunk)
+        if record is None:
+            raise_incomplete(self, chunk, where=self._files.where)
+        return record
+
+    def _stage(self, chunk: int) -> StagedChunk:
+        """Return the row log of a chunk, ready for writing; close the oldest one if too many are open."""
+        if chunk not in self._staged:
+            stage = self._take(chunk)
+            if stage is None:
+                raise self._is_done(chunk)
+            self._staged[chunk] = stage
+            unclaimed = [other for other in self._staged if other != chunk and other not in self._claimed]
+            if len(self._staged) > _OPEN_CHUNKS and unclaimed:
+                self._release(unclaimed[0])
+        self._staged.move_to_end(chunk)
+        return self._staged[chunk]
+
+    def _claim(self, chunk: int) -> NDArray[np.bool_]:
+        """Lock a chunk and keep it open; return a mask of its pending rows."""
+        stage = self._staged.get(chunk) or self._take(chunk)
+        if stage is None:
+            return np.zeros(0, np.bool_)
+        self._staged[chunk] = stage
+        if stage.complete:  # its writer was killed between the last row and the commit
+            try:
+                self._commit(stage)
+            except BaseException:
+                self._abandon(stage)
+                raise
+        else:
+            self._claimed.add(chunk)
+        return ~stage.done
+
+    def _take(self, chunk: int) -> StagedChunk | None:
+        """Lock a chunk and read what a killed writer left; return ``None`` if it is committed."""
+        stage = StagedChunk.lock(self._files, chunk)
+        try:
+            self._index.refuse_grown(chunk)
+            if self._index.look_at(chunk) is not None:
+                stage.discard_log()
+                return None
+            stage.prepare(self._known.pop(chunk, None))
+        except BaseException:
+            stage.close()
+            raise
+        return stage
+
+    def _release(self, chunk: int) -> None:
+        stage = self._staged.pop(chunk)
+        self._known[chunk] = stage.progress
+        stage.close()
+
+    def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
+        for run in runs:
+            if stage.done[run.rows].any():
+                first = stage.chunk * self.spec.chunk_rows + run.start
+                done = (np.flatnonzero(stage.done[run.rows]) + first).tolist()
+                raise StateError(
+                    f"Rows {short_list(done)} of {self._files.where} are done already. "
+                    "Put pending rows only; pending() lists them."
+                )
+
+    def _write(self, stage: StagedChunk, runs: Sequence[Run], block: RowBlock) -> None:
+        log_size = stage.log_size
+        try:
+            arrays = [array[_rows(runs)] for array in block.arrays]
+            stage.write([(run.rows.start, run.rows.stop - run.rows.start) for run in runs], arrays)
+            if stage.complete:
+                self._commit(stage)
+        except BaseException as error:
+            if not (stage.complete and self._index.keeps_rows) or isinstance(error, CorruptStoreError):
+                stage.forget(log_size, runs)
+            self._abandon(stage)
+            raise
+
+    def _abandon(self, stage: StagedChunk) -> None:
+        """Close a chunk after a failure; the next put locks it and reads its log."""
+        stage.close()
+        self._staged.pop(stage.chunk, None)
+
+    def _commit(self, stage: StagedChunk) -> None:
+        try:
+            self._index.publish(stage.chunk, stage.contents())
+        except BusyError:  # another machine has committed it with other bytes
+            stage.discard_log()
+            raise
+        stage.discard_log()
+        failpoint("chunk_settled")
+        self._staged.pop(stage.chunk, None)
+
+    def _staged_rows(self, chunk: int) -> NDArray[np.bool_]:
+        if chunk in self._staged:
+            return self._staged[chunk].done
+        with named_errors("Reading rows in", self._files.stage):
+            return StagedRows(self._files, chunk).done()
+
+    def _recover(self) -> None:
+        """Commit complete chunks that killed writers left uncommitted; remove row logs of committed chunks."""
+        for chunk in sorted(self._files.staged_chunks()):
+            # no lock here, so that a running writer does not find the chunk busy
+            if chunk in self._index.committed or self._staged_rows(chunk).all():
+                with named_errors("Recovering", self._files.describe(chunk)):
+                    self._finish(chunk)
+
+    def _finish(self, chunk: int) -> None:
+        try:
+            stage = self._take(chunk)
+            if stage is None:
+                return
+            try:
+                if stage.complete:
+                    self._commit(stage)
+            finally:
+                stage.close()
+        except BusyError as error:
+            logger.info("Not written here, because another writer has it: %s", error)
+
+    def _is_done(self, chunk: int) -> StateError:
+        return StateError(
+            f"{self._files.describe(chunk)} are done already. Put pending rows only; pending() lists them."
+        )
+
+    def _require_writable(self) -> None:
+        where = self._files.where
+        if not self._writable:
+            raise ReadOnlyStoreError(
+                f"{where} was opened for reading. Open the store with mode='r+' to put rows."
+            )
+        if self._closed:
+            raise StateError(
+                f"{where}: the store was closed, or the table dropped. Open it again to put rows."
+            )
+
+
+def _rows(runs: Sequence[Run]) -> slice:
+    """Return the place of the rows of a chunk in the given values, which are in the order of the runs."""
+    return slice(runs[0].source.start, runs[-1].source.stop)
+
+
+_TABLES: weakref.WeakSet[RowTable] = weakref.WeakSet()
+
+
+def _give_up_inherited_locks() -> None:
+    """Release the parent's locks in a forked child process, such as a data loader worker."""
+    for table in _TABLES:
+        table.give_up_locks()
+
+
+os.register_at_fork(after_in_child=_give_up_inherited_locks)
