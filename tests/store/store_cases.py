@@ -4,6 +4,7 @@ The layout on disk (names of files, checksums over records) is known here and no
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -167,9 +168,45 @@ def snapshot(path):
     return found | {name: content(name) for name in files_below(path)}
 
 
-def row_seed():
-    """What the checksums of the table's row records start with."""
-    return crc32c(table_identity(NAME, MANIFEST.digest(), SPEC).encode())
+def log_mark(chunk):
+    """What each frame of the row log of a chunk begins with."""
+    return hashlib.sha256(f"{table_identity(NAME, MANIFEST.digest(), SPEC)}/{chunk}".encode()).digest()[:8]
+
+
+def frame(mark, runs, rows):
+    """The frame of a row log for these rows, under checksums that are right."""
+    head = (
+        mark
+        + struct.pack("<II", len(runs), crc32c(rows))
+        + b"".join(struct.pack("<II", *run) for run in runs)
+    )
+    return head + struct.pack("<I", crc32c(head)) + rows
+
+
+def frames(path, chunk):
+    """Where each frame of a row log begins, where its rows begin, and how many they are."""
+    log, found, place = content(row_log(path, chunk)), [], 64
+    mark = log[64:72]
+    while (place := log.find(mark, place)) >= 0:
+        (runs,) = struct.unpack_from("<I", log, place + 8)
+        counts = struct.unpack_from(f"<{2 * runs}I", log, place + 16)[1::2]
+        found.append((place, place + 16 + 8 * runs + 4, sum(counts)))
+        place += 1
+    return found
+
+
+def row_byte(path, chunk, array, put=0, row=0, spec=SPEC):
+    """Where the bytes of a row begin in a row log."""
+    _, place, count = frames(path, chunk)[put]
+    for each in spec.arrays:
+        if each.name == array:
+            return place + row * each.row_bytes
+        place += count * each.row_bytes
+    raise KeyError(array)
+
+
+def flip_row(path, chunk, array, put=0, row=0, spec=SPEC):
+    flip(row_log(path, chunk), row_byte(path, chunk, array, put, row, spec))
 
 
 def overwrite(path, content):
@@ -317,11 +354,15 @@ def craft(path, pick):
         bodies = [line.rpartition(b"\t")[0] for line in whole.splitlines()]
         bodies = [pick.choice([edited(body, pick), b"[" * 100_000, b"7", b"{}", body]) for body in bodies]
         changed = b"".join(body + b"\t%08x\n" % crc32c(body) for body in bodies)
-    elif name.endswith(".log"):
+    elif name.endswith(".rows"):
         changed = whole.ljust(64, b"\0")[:64]
         for _ in range(5):
-            body = struct.pack("<QIII", *(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(4)))
-            changed += body + struct.pack("<I", crc32c(body, start=pick.choice([0, row_seed()])))
+            runs = [
+                tuple(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(2))
+                for _ in range(pick.randrange(4))
+            ]
+            mark = log_mark(int(os.path.basename(name).partition(".")[0]))
+            changed += frame(mark, runs, pick.randbytes(pick.choice([0, 14, 28])))
     elif ".cache" in name:
         size = 8 + int.from_bytes(whole[:8], "little")
         dtype = pick.choice([b'"O"', b'"F99"', b'"F32"', b"__import__('os')", b"(" * 90])

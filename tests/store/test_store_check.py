@@ -21,8 +21,10 @@ from store_cases import (
     files_below,
     finish,
     flip,
+    flip_row,
     flipped,
     folder,
+    frames,
     link_away,
     open_for_writing,
     overwrite,
@@ -95,10 +97,6 @@ def key(name):
     return lambda path: folder(path, name)
 
 
-def of_stage(chunk, column):
-    return lambda path: staged(path, chunk, column)
-
-
 def log_of(chunk):
     return lambda path: row_log(path, chunk)
 
@@ -122,11 +120,19 @@ DAMAGE = {
         [(None, None, None), (0, EIGHT[:4], None), (1, FOUR, None)],
         EIGHT,
     ),
-    "a flipped bit in a staged row": (of_stage(2, "q"), flip, [(2, [8], None)], [8]),
-    "a missing staged column": (of_stage(2, "w"), os.unlink, [(2, [8, 9], None)], [8, 9]),
-    "a staged column cut short": (of_stage(2, "w"), resize(5), [(2, [9], None)], [9]),
-    "a linked staged column": (of_stage(2, "w"), link, [(2, [8, 9, 10], None)], [8, 9]),
-    "a flipped bit in a row record": (log_of(2), lambda p: flip(p, 90), [(2, [8, 9, 10], None)], [9]),
+    "a flipped bit in a staged row": (
+        lambda path: path,
+        lambda p: flip_row(p, 2, "q"),
+        [(2, [8], None)],
+        [8],
+    ),
+    "a file that is being published is linked": (
+        lambda path: staged(path, 2, "w"),
+        lambda p: (overwrite(p, b""), link(p)),
+        [(2, [8, 9, 10], None)],
+        [],
+    ),
+    "a flipped bit in a frame": (log_of(2), lambda p: flip(p, 70), [(2, [8, 9, 10], None)], [8]),
     "a linked row log": (log_of(2), link, [(2, [8, 9, 10], None)], [8, 9]),
     "a linked row log of a committed chunk": (
         log_of(1),
@@ -171,7 +177,7 @@ def test_a_repair_says_where_it_put_what_it_found_at_once(mixed):
     for name in ("a flipped bit in a commit record", "a flipped bit", "a flipped bit in a staged row"):
         place, harm, _, _ = DAMAGE[name]
         harm(place(mixed))
-    flip(staged(mixed, 2, "features"), 6)
+    flip_row(mixed, 2, "features", put=1)
     assert places(check_store(mixed)) == [(0, EIGHT[:4], None), (1, FOUR, "features"), (2, [8, 9], None)]
     report = check_store(mixed, repair=True)
     assert report.ok
@@ -360,7 +366,7 @@ def test_an_open_store_repairs_itself_and_goes_on(mixed):
     store, table = open_for_writing(mixed)
     table.read_chunk(1, "q")
     flip(folder(mixed, "q/c.1"))
-    flip(staged(mixed, 2, "w"))
+    flip_row(mixed, 2, "w")
     assert store.check(repair=True).ok
     assert table.pending().tolist() == [4, 5, 6, 7, 8, 10]  # row 9 has a record of its own
     put_pending(table, 1)
@@ -371,7 +377,7 @@ def test_an_open_store_repairs_itself_and_goes_on(mixed):
 def test_a_chunk_in_a_writers_hand_is_left_alone(path):
     store, table = open_for_writing(path)
     table.put(0, values([0, 1]))
-    flip(staged(path, 0, "q"))
+    flip_row(path, 0, "q")
     report = check_store(path, repair=True)
     assert (report.ok, report.set_aside) == (False, ())
     assert "left alone" in report.findings[-1].finding
@@ -386,7 +392,7 @@ def test_a_chunk_that_is_committed_while_it_is_looked_at_is_done(mixed, monkeypa
     looks, real = [], os.open
 
     def late(name, *arguments, **keywords):
-        if name == "2.log":
+        if name == "2.rows":
             looks.append(name)
             if len(looks) == look:
                 monkeypatch.setattr(os, "open", real)
@@ -404,40 +410,33 @@ def test_a_chunk_that_is_committed_while_it_is_looked_at_is_done(mixed, monkeypa
 # Every byte.
 
 
-def test_a_row_log_torn_at_any_byte_keeps_its_whole_records(half):
-    log = content(row_log(half, 1))
-    assert len(log) == 64 + 2 * 24
+def test_a_row_log_torn_at_any_byte_keeps_its_whole_frames(half):
+    log, (_, (second, _, _)) = content(row_log(half, 1)), frames(half, 1)
     for cut in range(len(log)):
         overwrite(row_log(half, 1), log[:cut])
-        assert done_rows(half) == ([4] if cut >= 64 + 24 else [])
-    for cut in (0, 63, 64, 87, 88):
+        assert done_rows(half) == ([4] if cut >= second else [])
+        assert check_store(half).ok
+    for cut in (0, 63, 64, second, second + 9):
         shutil.copytree(half, f"{half}-{cut}")
         overwrite(row_log(f"{half}-{cut}", 1), log[:cut])
         finish(f"{half}-{cut}", batch=1)
 
 
-def of_rows(size):
-    """Which rows a byte belongs to, in a staged file of rows of this size."""
-    return lambda byte: {4} if byte < size else {5, 6} if byte < 3 * size else set()
-
-
-FLIPPED = {name: (of_stage(1, name), of_rows(size)) for name, size in (("features", 6), ("q", 4), ("w", 4))}
-FLIPPED["row records"] = log_of(1), lambda byte: set() if byte < 64 else {4} if byte < 88 else {5, 6}
-
-
-@pytest.mark.parametrize(("place", "rows"), FLIPPED.values(), ids=FLIPPED)
-def test_a_flipped_bit_in_a_row_or_its_record_costs_the_rows_of_the_record(half, place, rows):
-    whole = content(place(half))
+def test_a_flipped_bit_in_a_row_log_costs_the_rows_of_its_frame(half):
+    """Of the line that names the writer, nothing."""
+    whole, (_, (second, _, _)) = content(row_log(half, 1)), frames(half, 1)
     for byte in range(len(whole)):
-        overwrite(place(half), flipped(whole, byte, byte % 8))
-        assert done_rows(half) == sorted({4, 5, 6} - rows(byte))
+        overwrite(row_log(half, 1), flipped(whole, byte, byte % 8))
+        lost = set() if byte < 64 else {4} if byte < second else {5, 6}
+        assert done_rows(half) == sorted({4, 5, 6} - lost)
+        assert check_store(half).ok == (not lost) or byte in range(second + 8, second + 12)  # may be torn
     finish(half)
 
 
 def test_staged_rows_that_change_under_the_writer_are_not_committed(path):
     with writing(path) as table:
         table.put(0, values(range(3)))
-        flip(staged(path, 0, "q"), 4)
+        flip_row(path, 0, "q", row=1)
         with pytest.raises(CorruptStoreError, match="changed after they were written"):
             table.put(3, values([3]))
         assert table.committed_chunks() == []

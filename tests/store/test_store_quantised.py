@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, content, edit, flip, folder, reading, staged, writing
+from store_cases import MANIFEST, NAME, content, edit, flip, flip_row, folder, reading, writing
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, check_store
@@ -120,7 +120,7 @@ def test_a_flipped_bit_in_a_staged_quantised_row_makes_it_pending(path, dtype, a
     with writing(path, spec_of(dtype)) as table:
         table.put(0, values(slice(0, 1)))
         table.put(1, values(slice(1, 3)))
-    flip(staged(path, 0, array))
+    flip_row(path, 0, array, spec=spec_of(dtype))
     with reading(path) as table:
         assert table.pending().tolist() == [0, *range(3, 11)]
 

@@ -100,7 +100,7 @@ def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now
     table.put([0], values([0], LONG))
     table.close()
     with writing(path, LONG) as again:
-        fd = os.open(folder(path, "features", ".stage", "0.log"), os.O_RDWR)
+        fd = os.open(folder(path, "features", ".stage", "0.rows"), os.O_RDWR)
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(BusyError) as busy, again.claim(0):
             pass

@@ -155,9 +155,9 @@ class ChunkLook:
             self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
             for rows in row_ranges(named & ~done, first=chunk * self._files.spec.chunk_rows)
         ]
-        broken = 0 if done.all() else staged.damaged_bytes()
+        broken = 0 if done.all() else staged.damaged
         if broken:
-            text = f"the last {broken} bytes of the row log are damaged: their rows are pending"
+            text = f"{broken} bytes of the row log are damaged: their rows are pending"
             findings.append(self._damage(chunk, text))
         if visible and record is None and not findings:
             findings.append(self._damage(chunk, _UNRECORDED))

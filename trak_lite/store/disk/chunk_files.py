@@ -126,8 +126,6 @@ class TableFiles:
         self.identity = identity
         self.where = os.path.join(root, folder)
         """Folder or address of the table, for messages; ``folder`` is absolute on a disk, and a key elsewhere."""
-        self.row_seed = crc32c(identity.encode())
-        """Initial value of the checksums of row records."""
         self._record: tuple[bytes, dict[str, Any]] = (b"", {})
         first = f"{folder}/{spec.columns[0].name}"
         self.stage = stage or f"{first}/{STAGE}"
@@ -256,7 +254,7 @@ class ChunkIndex:
         if any(visible):
             self._refuse_strangers({chunk})
         self.committed.pop(chunk, None)
-        if all(visible) and self._is_whole(chunk, record := self._logs.latest[chunk]):
+        if all(visible) and (record := self._logs.latest[chunk]).rows >= self._files.rows_in(chunk):
             self.committed[chunk] = record
         return self.committed.get(chunk)
 

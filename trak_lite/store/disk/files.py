@@ -423,7 +423,7 @@ def sync_files(fds: Sequence[int]) -> None:
     After a failed sync, Linux marks the pages as clean, so that a later one succeeds without writing them: write the
     files again.
     """
-    _at_once([functools.partial(os.fsync, fd) for fd in fds])
+    _at_once([lambda fd=fd: os.fsync(fd) for fd in fds])  # type: ignore[misc]
 
 
 def sync_folders(paths: Iterable[str]) -> None:

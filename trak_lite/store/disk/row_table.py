@@ -246,7 +246,12 @@ class RowTable(AbstractRowTable):
 
     def _claim(self, chunk: int) -> NDArray[np.bool_]:
         """Lock a chunk and keep it open; return a mask of its pending rows."""
-        stage = self._staged.get(chunk) or self._take(chunk)
+        stage = self._staged.pop(chunk, None) or self._take(chunk)
+        if (
+            stage is not None and self._index.look_at(chunk) is not None
+        ):  # by another machine, which has no lock here
+            stage.discard_log()
+            stage = None
         if stage is None:
             return np.zeros(0, np.bool_)
         self._staged[chunk] = stage
@@ -260,15 +265,22 @@ class RowTable(AbstractRowTable):
             self._claimed.add(chunk)
         return ~stage.done
 
-    def _take(self, chunk: int) -> StagedChunk | None:
-        """Lock a chunk and read what a killed writer left; return ``None`` if it is committed."""
+    def _take(self, chunk: int, *, finish: bool = False) -> StagedChunk | None:
+        """Lock a chunk and read what a killed writer left; return ``None`` if it is committed.
+
+        Args:
+            chunk: Index of the chunk.
+            finish: Whether to return also a chunk that an interrupted publication may have left half published.
+        """
         stage = StagedChunk.lock(self._files, chunk)
         try:
             self._index.refuse_grown(chunk)
-            if self._index.look_at(chunk) is not None:
+            committed = self._index.look_at(chunk) is not None
+            if not committed or (finish and self._index.keeps_rows):
+                stage.prepare(self._known.pop(chunk, None))
+            if committed and not stage.complete:
                 stage.discard_log()
                 return None
-            stage.prepare(self._known.pop(chunk, None))
         except BaseException:
             stage.close()
             raise
@@ -333,7 +345,7 @@ class RowTable(AbstractRowTable):
 
     def _finish(self, chunk: int) -> None:
         try:
-            stage = self._take(chunk)
+            stage = self._take(chunk, finish=True)
             if stage is None:
                 return
             try:

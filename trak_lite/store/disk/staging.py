@@ -4,20 +4,22 @@ The rows of a chunk are appended to its row log until every row is there; then t
 deleted. The lock on the log is the lock on the chunk. A log is a 64-byte line that names the process holding the chunk,
 followed by frames, one for each put:
 
-- chunk (8 bytes), number of runs n (4), CRC-32C of the rows (4), all little-endian;
+- a mark (8 bytes), which follows from the table's identity and the chunk;
+- number of runs n (4), CRC-32C of the rows (4), both little-endian;
 - n runs of consecutive rows: first row in the chunk (4), number of rows (4);
-- CRC-32C of the frame so far (4), seeded with the CRC-32C of the table's identity;
+- CRC-32C of the frame so far (4);
 - the rows: for each stored array of the table, its bytes of all these rows.
 
-The rows are written before what precedes them, so a frame that is read is whole after a kill. A frame whose rows do not
-match their checksum is ignored. A log ends before the first frame whose own checksum is wrong. Torn writes, flipped
-bits and exchanged files can therefore make rows pending, but never yield wrong rows.
+The rows are written before what precedes them, so a frame that is read is whole after a kill. A frame whose rows or
+whose description do not match their checksum is ignored, and the next mark is searched for. Torn writes, flipped bits
+and exchanged files can therefore make rows pending, but never yield wrong rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import struct
 import weakref
@@ -48,7 +50,7 @@ from trak_lite.store.disk.records import HOLDER_BYTES, holder_line
 
 __all__ = ["Progress", "StagedChunk", "StagedRows", "logs_locked"]
 
-_FRAME = struct.Struct("<QII")
+_FRAME = struct.Struct("<8sII")
 _CHECK = struct.Struct("<I")
 _MOST_HEAD = _FRAME.size + 8 + _CHECK.size
 """Bytes that precede the rows of a frame, per row, at most."""
@@ -67,9 +69,8 @@ class Frame:
     """Bytes of the log that hold the rows."""
 
 
-def _encode_head(chunk: int, runs: Sequence[tuple[int, int]], checksum: int, *, seed: int) -> bytes:
-    body = _FRAME.pack(chunk, len(runs), checksum) + np.asarray(runs, "<u4").tobytes()
-    return body + _CHECK.pack(crc32c(body, start=seed))
+def _mark(files: TableFiles, chunk: int) -> bytes:
+    return hashlib.sha256(f"{files.identity}/{chunk}".encode()).digest()[:8]
 
 
 @final
@@ -85,9 +86,14 @@ class StagedRows:
             start: Byte of the log at which to start, the end of a frame.
         """
         self._files, self._chunk = files, chunk
+        self._mark = _mark(files, chunk)
+        self._holder = b""
         self.log = self._bytes(start)
-        self.frames = list(self._frames())
-        self._stop = self.frames[-1].rows.stop if self.frames else 0
+        self.frames: list[Frame] = []
+        self.damaged = 0
+        """Number of bytes of damaged frames. What a killed writer or a power cut has torn at the end does not count."""
+        self._stop = 0
+        self._scan()
         self.end = start + self._stop
         """Byte of the log at which the next frame starts."""
 
@@ -96,6 +102,7 @@ class StagedRows:
         spec = self._files.spec
         try:
             with os.fdopen(open_file(self._files.row_log(self._chunk), os.O_RDONLY), "rb") as file:
+                self._holder = file.read(HOLDER_BYTES)
                 size = os.fstat(file.fileno()).st_size - start
                 file.seek(start)
                 # Rows are written again only after damage: what is longer is no log of this table.
@@ -103,22 +110,47 @@ class StagedRows:
         except FileNotFoundError:
             return b""
 
-    def _frames(self) -> Iterator[Frame]:
-        spec, log, place = self._files.spec, self.log, 0
-        while place + _FRAME.size <= len(log):
-            chunk, count, checksum = _FRAME.unpack_from(log, place)
-            check = place + _FRAME.size + 8 * count
-            if chunk != self._chunk or count > spec.chunk_rows or check + _CHECK.size > len(log):
-                return
-            if _CHECK.unpack_from(log, check)[0] != crc32c(log[place:check], start=self._files.row_seed):
-                return
-            runs = np.frombuffer(log, "<u4", 2 * count, place + _FRAME.size).reshape(-1, 2).astype(np.int64)
-            start = check + _CHECK.size
-            stop = start + int(runs[:, 1].sum()) * spec.row_bytes
-            if stop > len(log) or (runs.sum(axis=1) > spec.chunk_rows).any():
-                return
-            yield Frame(runs, checksum, slice(place, start), slice(start, stop))
-            place = stop
+    def _scan(self) -> None:
+        place = 0
+        while place >= 0:
+            frame = self._frame(place)
+            if frame is not None:
+                self.frames.append(frame)
+                self.damaged += place - self._stop
+                place = self._stop = frame.rows.stop
+            else:
+                place = self.log.find(self._mark, place + 1)
+        if not self._is_torn(self.log[self._stop :]):
+            self.damaged += len(self.log) - self._stop
+
+    def _is_torn(self, rest: bytes) -> bool:
+        """Return whether a killed writer or a power cut may have left these bytes behind the last frame."""
+        if len(rest) < _FRAME.size or not any(rest[:8]):
+            return True  # the description is written last
+        mark, count, _ = _FRAME.unpack_from(rest)
+        check = _FRAME.size + 8 * count
+        if mark != self._mark or count > self._files.spec.chunk_rows:
+            return False
+        if check + _CHECK.size > len(rest):
+            return True
+        return rest[check : check + _CHECK.size] == _CHECK.pack(crc32c(rest[:check]))
+
+    def _frame(self, place: int) -> Frame | None:
+        spec, log = self._files.spec, self.log
+        if log[place : place + 8] != self._mark or place + _FRAME.size > len(log):
+            return None
+        _, count, checksum = _FRAME.unpack_from(log, place)
+        check = place + _FRAME.size + 8 * count
+        start = check + _CHECK.size
+        if count > spec.chunk_rows or start > len(log):
+            return None
+        if log[check:start] != _CHECK.pack(crc32c(log[place:check])):
+            return None
+        runs = np.frombuffer(log, "<u4", 2 * count, place + _FRAME.size).reshape(-1, 2).astype(np.int64)
+        stop = start + int(runs[:, 1].sum()) * spec.row_bytes
+        if stop > len(log) or (runs.sum(axis=1) > spec.chunk_rows).any():
+            return None
+        return Frame(runs, checksum, slice(place, start), slice(start, stop))
 
     def is_sound(self, frame: Frame) -> bool:
         """Return whether the rows of a frame match their checksum."""
@@ -159,28 +191,11 @@ class StagedRows:
                 done[first : first + count] = True
         return done, arrays
 
-    def damaged_bytes(self) -> int:
-        """Return the number of bytes from a damaged frame to the end of the log; 0 without one.
-
-        A killed writer leaves zeros before the rows that it was writing, and a power cut may leave a torn frame.
-        """
-        rest = self.log[self._stop :]
-        if len(rest) < _FRAME.size or not any(rest[: _FRAME.size]):
-            return 0
-        chunk, count, _ = _FRAME.unpack_from(rest)
-        head = _FRAME.size + 8 * count
-        if chunk == self._chunk and count <= self._files.spec.chunk_rows:
-            if head + _CHECK.size > len(rest):
-                return 0
-            if crc32c(rest[:head], start=self._files.row_seed) == _CHECK.unpack_from(rest, head)[0]:
-                return 0  # its rows are torn
-        return len(rest)
-
     def copy(self, *, sound: bool) -> bytes:
-        """Return a copy of the log that nobody holds; if ``sound``, of the rows that match their checksum only."""
+        """Return the log; if ``sound``, only with the rows that match their checksum."""
         frames = filter(self.is_sound, self.frames)
         parts = [self.log[frame.head.start : frame.rows.stop] for frame in frames] if sound else [self.log]
-        return b"\n".rjust(HOLDER_BYTES) + b"".join(parts)
+        return self._holder.ljust(HOLDER_BYTES) + b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +290,9 @@ class StagedChunk:
             runs: First row in the chunk and number of rows of each run.
             arrays: Their rows, one block per stored array, C-contiguous.
         """
-        head = _encode_head(self.chunk, runs, crc32c(*arrays), seed=self._files.row_seed)
+        head = _FRAME.pack(_mark(self._files, self.chunk), len(runs), crc32c(*arrays))
+        head += np.asarray(runs, "<u4").tobytes()
+        head += _CHECK.pack(crc32c(head))
         end = self.log_size + len(head)
         for array in arrays:
             write_all(self._log_fd, array, end)
