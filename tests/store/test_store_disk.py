@@ -118,7 +118,7 @@ def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path):
     before = snapshot(path)
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
-        failing_call("posix_fallocate", 5, full),
+        failing_call("posix_fallocate", 2, full),
         pytest.raises(StoreFullError, match=r"No space left on device.*stay pending.*Free some space"),
     ):
         table.put(0, values(range(8)))

@@ -36,7 +36,6 @@ from trak_lite.store.disk.files import (
     named_errors,
     remove_file,
     rename,
-    reserve,
     sync_files,
     sync_folder,
     sync_folders,
@@ -258,12 +257,12 @@ class ChunkIndex:
             self.committed[chunk] = record
         return self.committed.get(chunk)
 
-    def publish(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> None:
+    def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
         """Commit a complete chunk, whose lock is held. After an interruption, repeat the call.
 
         Args:
             chunk: Index of the chunk.
-            contents: Bytes of each stored array, including padding.
+            contents: Bytes of each stored array, in pieces, including padding.
         """
         columns = self._files.columns
         left = [column for column in columns if file_size(column.visible(chunk)) is not None]
@@ -273,19 +272,25 @@ class ChunkIndex:
         sync_folders(column.folder for column in left)
         held = Descriptors()
         try:
-            for column, content in zip(columns, contents, strict=True):
-                path = column.staged(chunk)
-                with contextlib.suppress(FileNotFoundError):
-                    remove_file(path)  # left by an interrupted commit
-                fd = held.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                reserve(fd, len(content))
-                write_all(fd, content, 0)
+            for column, pieces in zip(columns, contents, strict=True):
+                _remove_if_there(column.staged(chunk))  # left by an interrupted commit
+                fd, size = held.open(column.staged(chunk), os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
+                for piece in pieces:
+                    write_all(fd, piece, size)
+                    size += len(piece)
             sync_files(held.fds)
+        except OSError:
+            for column in columns:
+                _remove_if_there(column.staged(chunk))  # frees the full disk
+            raise
         finally:
             held.close()
         failpoint("columns_synced")
         latest = self._logs.latest.get(chunk)
-        sums = {c.name: (len(content), crc32c(content)) for c, content in zip(columns, contents, strict=True)}
+        sums = {
+            column.name: (column.chunk_bytes, crc32c(*pieces))
+            for column, pieces in zip(columns, contents, strict=True)
+        }
         generation = 1 if latest is None else latest.generation + 1
         record = CommitRecord(chunk, generation, self._files.rows_in(chunk), sums, self._files.identity)
         self._log.append(record)
@@ -365,3 +370,8 @@ class ChunkIndex:
             f"Remove {paths}: the rows become pending, and running again computes them. The command 'trak-lite check "
             f"{shlex.quote(self._files.root)} --repair' does it without deleting."
         )
+
+
+def _remove_if_there(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        remove_file(path)

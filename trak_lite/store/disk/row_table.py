@@ -52,7 +52,7 @@ class _Index(Protocol):
 
     def refresh(self) -> None: ...
     def look_at(self, chunk: int) -> CommitRecord | None: ...
-    def publish(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> None: ...
+    def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None: ...
     def refuse_grown(self, chunk: int) -> None: ...
     def close(self) -> None: ...
 
@@ -107,9 +107,9 @@ class RowTable(AbstractRowTable):
             for chunk in block.runs.keys() & self._index.committed.keys():
                 raise self._is_done(chunk)
             for chunk, runs in block.runs.items():
-                stage = self._stage(chunk)
-                self._refuse_done(stage, runs)
-                stage.reserve(_rows(runs).stop - _rows(runs).start, len(runs))
+                self._refuse_done(self._stage(chunk), runs)
+            if len(block.runs) > 1:  # what fails in the only chunk changes nothing anyway
+                self._reserve(block)
             for chunk, runs in block.runs.items():
                 self._write(self._stage(chunk), runs, block)
 
@@ -153,18 +153,23 @@ class RowTable(AbstractRowTable):
         if chunk not in self._index.committed:
             # log before index, as in done()
             with named_errors("Reading rows in", self._files.stage):
-                done, arrays = StagedRows(self._files, chunk).read()
+                done, pieces = StagedRows(self._files, chunk).pieces()
             self._index.refresh()
         if chunk in self._index.committed:
             columns = self.spec.columns
             return np.arange(first, stop), {c.name: self.read_chunk(chunk, c.name).copy() for c in columns}
-        stored = dict(zip((column.name for column in self._files.columns), arrays, strict=True))
-        return np.flatnonzero(done) + first, {
+        stored = {
+            column.name: np.concatenate([np.empty(0, np.uint8), *parts]).view(column.dtype)
+            for column, parts in zip(self._files.columns, pieces, strict=True)
+        }
+        count = int(done.sum())
+        values = {
             column.name: StoredRows(
-                column, tuple(stored[a.name][: len(done)][done] for a in column.arrays)
+                column, tuple(stored[array.name].reshape(array.shape(count)) for array in column.arrays)
             ).decode()
             for column in self.spec.columns
         }
+        return np.flatnonzero(done) + first, values
 
     def committed_chunks(self) -> list[int]:
         """Return the chunks that are complete and readable, ascending."""
@@ -300,6 +305,19 @@ class RowTable(AbstractRowTable):
                     f"Rows {short_list(done)} of {self._files.where} are done already. "
                     "Put pending rows only; pending() lists them."
                 )
+
+    def _reserve(self, block: RowBlock) -> None:
+        """Reserve disk space for all rows; if there is too little, free what was taken."""
+        try:
+            for chunk, runs in block.runs.items():
+                self._stage(chunk).reserve(_rows(runs).stop - _rows(runs).start, len(runs))
+        except OSError:
+            for stage in [self._staged[chunk] for chunk in block.runs if chunk in self._staged]:
+                stage.forget(stage.log_size, ())
+                if stage.chunk not in self._claimed and not stage.done.any():
+                    del self._staged[stage.chunk]
+                    stage.discard_log()
+            raise
 
     def _write(self, stage: StagedChunk, runs: Sequence[Run], block: RowBlock) -> None:
         log_size = stage.log_size

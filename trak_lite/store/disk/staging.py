@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
+import mmap
 import os
 import struct
 import weakref
@@ -38,6 +40,7 @@ from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.files import (
     Descriptors,
     is_named,
+    is_network,
     open_file,
     refuse_other_names,
     remove_file,
@@ -77,51 +80,53 @@ def _mark(files: TableFiles, chunk: int) -> bytes:
 class StagedRows:
     """The frames of the row log of a chunk, as it is now. Needs no lock and writes nothing."""
 
-    def __init__(self, files: TableFiles, chunk: int, *, start: int = HOLDER_BYTES) -> None:
+    def __init__(
+        self, files: TableFiles, chunk: int, *, start: int = HOLDER_BYTES, mapped: bool = False
+    ) -> None:
         """Read the log.
 
         Args:
             files: Files of the table.
             chunk: Index of the chunk.
             start: Byte of the log at which to start, the end of a frame.
+            mapped: Whether to map the log, whose lock is held, instead of reading it. Other writers shorten their log
+                when a put fails, and touching a map of what is gone would kill the process.
         """
         self._files, self._chunk = files, chunk
         self._mark = _mark(files, chunk)
-        self._holder = b""
-        self.log = self._bytes(start)
+        self._start = start
+        self._log: bytes | mmap.mmap = b""
+        with contextlib.suppress(FileNotFoundError):
+            self._log = self._open(mapped=mapped)
         self.frames: list[Frame] = []
         self.damaged = 0
         """Number of bytes of damaged frames. What a killed writer or a power cut has torn at the end does not count."""
-        self._stop = 0
-        self._scan()
-        self.end = start + self._stop
+        self.end = start
         """Byte of the log at which the next frame starts."""
+        self._scan()
 
-    def _bytes(self, start: int) -> bytes:
-        # Read, not mapped: a writer shortens a log when a put fails, and a map of what is gone would kill the process.
+    def _open(self, *, mapped: bool) -> bytes | mmap.mmap:
         spec = self._files.spec
-        try:
-            with os.fdopen(open_file(self._files.row_log(self._chunk), os.O_RDONLY), "rb") as file:
-                self._holder = file.read(HOLDER_BYTES)
-                size = os.fstat(file.fileno()).st_size - start
-                file.seek(start)
-                # Rows are written again only after damage: what is longer is no log of this table.
-                return file.read(max(min(size, 8 * spec.chunk_rows * (spec.row_bytes + _MOST_HEAD)), 0))
-        except FileNotFoundError:
-            return b""
+        with os.fdopen(open_file(self._files.row_log(self._chunk), os.O_RDONLY), "rb") as file:
+            status = os.fstat(file.fileno())
+            # Rows are written again only after damage: what is longer is no log of this table.
+            size = min(status.st_size, self._start + 8 * spec.chunk_rows * (spec.row_bytes + _MOST_HEAD))
+            if mapped and size and not is_network(status.st_dev):
+                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            return file.read(size)
 
     def _scan(self) -> None:
-        place = 0
+        place = self._start
         while place >= 0:
             frame = self._frame(place)
             if frame is not None:
                 self.frames.append(frame)
-                self.damaged += place - self._stop
-                place = self._stop = frame.rows.stop
+                self.damaged += place - self.end
+                place = self.end = frame.rows.stop
             else:
-                place = self.log.find(self._mark, place + 1)
-        if not self._is_torn(self.log[self._stop :]):
-            self.damaged += len(self.log) - self._stop
+                place = self._log.find(self._mark, place + 1)
+        if not self._is_torn(self._log[self.end :]):
+            self.damaged += len(self._log) - self.end
 
     def _is_torn(self, rest: bytes) -> bool:
         """Return whether a killed writer or a power cut may have left these bytes behind the last frame."""
@@ -136,7 +141,7 @@ class StagedRows:
         return rest[check : check + _CHECK.size] == _CHECK.pack(crc32c(rest[:check]))
 
     def _frame(self, place: int) -> Frame | None:
-        spec, log = self._files.spec, self.log
+        spec, log = self._files.spec, self._log
         if log[place : place + 8] != self._mark or place + _FRAME.size > len(log):
             return None
         _, count, checksum = _FRAME.unpack_from(log, place)
@@ -152,50 +157,59 @@ class StagedRows:
             return None
         return Frame(runs, checksum, slice(place, start), slice(start, stop))
 
-    def is_sound(self, frame: Frame) -> bool:
-        """Return whether the rows of a frame match their checksum."""
-        return crc32c(self.log[frame.rows]) == frame.checksum
+    def _sound(self) -> Iterator[Frame]:
+        """Yield the frames whose rows match their checksum."""
+        content = np.frombuffer(self._log, np.uint8)
+        yield from (frame for frame in self.frames if crc32c(content[frame.rows]) == frame.checksum)
 
-    def named(self, *, sound: bool = False) -> NDArray[np.bool_]:
-        """Return a mask of the rows in the frames, ``(rows,)``.
-
-        Args:
-            sound: Only the rows that match their checksum.
-        """
-        rows = np.zeros(self._files.rows_in(self._chunk), np.bool_)
-        for frame in self.frames:
-            if not sound or self.is_sound(frame):
-                for first, count in frame.runs.tolist():
-                    rows[first : first + count] = True
-        return rows
+    def named(self) -> NDArray[np.bool_]:
+        """Return a mask of the rows in all frames, ``(rows,)``."""
+        return self._mask(self.frames)
 
     def done(self) -> NDArray[np.bool_]:
         """Return a mask of the rows that are done: those whose bytes match their checksum, ``(rows,)``."""
-        return self.named(sound=True)
+        return self._mask(self._sound())
 
-    def read(self) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
-        """Return the mask of the done rows, and each stored array of the chunk, filled up with its fill value."""
-        files = self._files
-        arrays = [np.full(column.shape, column.fill, column.dtype) for column in files.columns]
-        done = np.zeros(files.rows_in(self._chunk), np.bool_)
-        for frame in filter(self.is_sound, self.frames):
+    def _mask(self, frames: Iterable[Frame]) -> NDArray[np.bool_]:
+        rows = np.zeros(self._files.rows_in(self._chunk), np.bool_)
+        for frame in frames:
+            for first, count in frame.runs.tolist():
+                rows[first : first + count] = True
+        return rows
+
+    def pieces(self) -> tuple[NDArray[np.bool_], list[list[NDArray[np.uint8]]]]:
+        """Return the mask of the done rows, ``(rows,)``, and their bytes in each stored array, in order of the rows."""
+        frames = list(self._sound())
+        frame_of = np.full(self._files.spec.chunk_rows, -1)
+        index_of = np.zeros_like(frame_of)  # position of the row in its frame
+        for number, frame in enumerate(frames):
+            index = 0
+            for first, count in frame.runs.tolist():
+                frame_of[first : first + count] = number
+                index_of[first : first + count] = np.arange(index, index + count)
+                index += count
+        rows = self._files.rows_in(self._chunk)
+        changes = (np.diff(frame_of[:rows]) != 0) | (np.diff(index_of[:rows]) != 1)
+        borders = [0, *(np.flatnonzero(changes) + 1).tolist(), rows]
+        content = np.frombuffer(self._log, np.uint8)
+        found: list[list[NDArray[np.uint8]]] = [[] for _ in self._files.columns]
+        for row, stop in itertools.pairwise(borders):
+            if frame_of[row] < 0:
+                continue
+            frame = frames[frame_of[row]]
             place = frame.rows.start
-            runs = frame.runs.tolist()
-            for column, array in zip(files.columns, arrays, strict=True):
-                for first, count in runs:
-                    size = count * (column.shape[1] if len(column.shape) == 2 else 1)
-                    rows = np.frombuffer(self.log, column.dtype, size, place)
-                    array[first : first + count] = rows.reshape(count, *column.shape[1:])
-                    place += rows.nbytes
-            for first, count in runs:
-                done[first : first + count] = True
-        return done, arrays
+            for column, parts in zip(self._files.columns, found, strict=True):
+                start = place + int(index_of[row]) * column.row_bytes
+                parts.append(content[start : start + (stop - row) * column.row_bytes])
+                place += int(frame.runs[:, 1].sum()) * column.row_bytes
+        return frame_of[:rows] >= 0, found
 
     def copy(self, *, sound: bool) -> bytes:
         """Return the log; if ``sound``, only with the rows that match their checksum."""
-        frames = filter(self.is_sound, self.frames)
-        parts = [self.log[frame.head.start : frame.rows.stop] for frame in frames] if sound else [self.log]
-        return self._holder.ljust(HOLDER_BYTES) + b"".join(parts)
+        if not sound:
+            return self._log[:]
+        parts = (self._log[frame.head.start : frame.rows.stop] for frame in self._sound())
+        return self._log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +281,7 @@ class StagedChunk:
         """
         if known is not None and known.log_inode == os.fstat(self._log_fd).st_ino:
             self.log_size, self.done = known.log_size, known.done
-        staged = StagedRows(self._files, self.chunk, start=self.log_size)
+        staged = StagedRows(self._files, self.chunk, start=self.log_size, mapped=True)
         self.done = self.done | staged.done()
         self.log_size = staged.end
         os.ftruncate(self._log_fd, self.log_size)  # what a killed writer left
@@ -276,11 +290,7 @@ class StagedChunk:
     def reserve(self, rows: int, runs: int) -> None:
         """Reserve disk space to write some rows, so that a full disk raises now."""
         size = rows * self._files.spec.row_bytes + _FRAME.size + 8 * runs + _CHECK.size
-        try:
-            reserve(self._log_fd, self.log_size + size)
-        except OSError:
-            os.ftruncate(self._log_fd, self.log_size)
-            raise
+        reserve(self._log_fd, self.log_size + size)
         failpoint("stage_reserved")
 
     def write(self, runs: Sequence[tuple[int, int]], arrays: Sequence[NDArray[Any]]) -> None:
@@ -318,19 +328,22 @@ class StagedChunk:
         for run in runs:
             self.done[run.rows] = False
 
-    def contents(self) -> list[NDArray[np.uint8]]:
-        """Return the bytes of each stored array of the complete chunk, including padding.
+    def contents(self) -> list[list[NDArray[np.uint8]]]:
+        """Return the bytes of each stored array of the complete chunk, in pieces, including padding.
 
         Raises:
             CorruptStoreError: If rows no longer match their checksum; they become pending.
         """
-        done, arrays = StagedRows(self._files, self.chunk).read()
+        done, contents = StagedRows(self._files, self.chunk, mapped=True).pieces()
         if not done.all():
             raise CorruptStoreError(
                 f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, "
                 "and put the rows again that pending() lists."
             )
-        return [array.reshape(-1).view(np.uint8) for array in arrays]
+        for column, parts in zip(self._files.columns, contents, strict=True):
+            padding = np.full((column.shape[0] - len(done), *column.shape[1:]), column.fill, column.dtype)
+            parts.append(padding.reshape(-1).view(np.uint8))
+        return contents
 
     def discard_log(self) -> None:
         """Delete the row log and what an interrupted commit left, and release the lock."""

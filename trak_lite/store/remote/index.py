@@ -76,16 +76,17 @@ class RemoteIndex:
             self.refresh()
         return self.committed.get(chunk)
 
-    def publish(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> None:
+    def publish(self, chunk: int, pieces: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
         """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
 
         Args:
             chunk: Index of the chunk.
-            contents: Bytes of each stored array, including padding.
+            pieces: Bytes of each stored array, in pieces, including padding.
 
         Raises:
             BusyError: If another writer has committed the chunk with other bytes; those are not changed.
         """
+        contents = [np.concatenate(parts) for parts in pieces]
         record = self._record_for(chunk, contents)
         known = self.committed.get(chunk)
         if known is not None and known.columns != record.columns:
