@@ -172,6 +172,18 @@ def reliability() -> str:
     return markdown(["over", *columns.values()], rows)
 
 
+def wrong_labels() -> str:
+    """Return the precision of rankings that find wrong labels, and their processor time."""
+    found = parts("wrong_labels")
+    rankings = list(dict.fromkeys(ranking for one in found.values() for ranking in one))
+    rows = [
+        [name, *(f"{one[ranking]['precision']:.2f}" for ranking in rankings)] for name, one in found.items()
+    ]
+    seconds = [sum(one[ranking]["seconds"] for one in found.values()) for ranking in rankings]
+    rows.append(["processor time, all four", *(f"{each:.1f} s" for each in seconds)])
+    return markdown(["data", *(f"`{ranking}`" for ranking in rankings)], rows)
+
+
 def selection() -> str:
     """Return memory and CPU time of selections by the number of train rows."""
     found = parts("selection")
@@ -403,6 +415,7 @@ TABLES: dict[str, Callable[[], str]] = {
         projection,
         damping,
         reliability,
+        wrong_labels,
         selection,
         optimizer,
         zoo,

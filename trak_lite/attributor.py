@@ -20,7 +20,14 @@ from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
+from trak_lite.featurizing.session import (
+    FeaturizingSession,
+    Run,
+    TargetSet,
+    marking_last,
+    stored_norms,
+    stored_suspicion,
+)
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
@@ -636,6 +643,32 @@ class Attributor:
         """
         with self._workspace.reading() as store:
             return stored_norms(store)
+
+    def label_suspicion(self) -> NDArray[np.float32]:
+        """Return how suspect the label of each train row is: the mean of abs(q) over the stored checkpoints.
+
+        q is the negative derivative of the loss with respect to the model output, for classification 1 minus the
+        probability of the label. A model learns wrong labels last, so that their q is large along the training, above
+        all at early checkpoints. No target and no further pass is needed. ``benchmarks/results/wrong_labels.json``
+        compares it with self-influence and with cleanlab. Compare EL2N, the norm of the error early in training (Paul
+        et al. 2021, section 2.2).
+
+        Returns:
+            ``(N,)``, larger is more suspect.
+
+        Raises:
+            StateError: If rows are pending, or if q is the same for all rows: the output of the task is its loss.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+            >>> attributor = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8)
+            >>> _ = attributor.featurize(data)
+            >>> suspects = attributor.label_suspicion().argsort()[::-1][:3]
+        """
+        with self._workspace.reading() as store:
+            return stored_suspicion(store)
 
     def drop_checkpoint(self, name: str) -> None:
         """Permanently remove the rows of a checkpoint from the store: those of the train data and of all targets.

@@ -49,6 +49,7 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
     GRADIENT_NORM,
+    OUT_TO_LOSS,
     checkpoint_path,
     checkpoint_tables,
     complete_tables,
@@ -60,7 +61,15 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
-__all__ = ["FeaturizingSession", "KnownSource", "Run", "TargetSet", "marking_last", "stored_norms"]
+__all__ = [
+    "FeaturizingSession",
+    "KnownSource",
+    "Run",
+    "TargetSet",
+    "marking_last",
+    "stored_norms",
+    "stored_suspicion",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -769,6 +778,22 @@ def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint
         later = next(following, None)
         yield checkpoint, later is None
         checkpoint = later
+
+
+def stored_suspicion(store: AbstractFeatureStore) -> NDArray[np.float32]:
+    """Return the mean of abs(q) over all checkpoints, ``(N,)``; see ``Attributor.label_suspicion``.
+
+    Raises:
+        StateError: If rows are pending, or if q is the same for all rows.
+    """
+    tables = complete_tables(store, None).values()
+    found: NDArray[np.float64] = np.stack([np.abs(table.read(OUT_TO_LOSS)) for table in tables]).mean(0, np.float64)
+    if len(found) > 1 and np.ptp(found) == 0:
+        raise StateError(
+            f"Every row of {store.path or 'the store in memory'} has the same q, because the model output of the task "
+            "is its loss. Rank the rows by scores.self_influence()."
+        )
+    return found.astype(np.float32)
 
 
 def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:

@@ -252,8 +252,9 @@ class Scores:
 
         By default this is the sum over modules of
         :math:`\frac1C\sum_c q_{c,i} \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} \phi_{c,i}`. It is large if the model
-        needed the row itself to fit it, for example a row with a wrong label. For methods without a kernel the product
-        is the squared norm of the gradient; for cosines it is the number of nonzero segments.
+        needed the row itself to fit it, for example a row with a wrong label; ``Attributor.label_suspicion`` finds
+        those better. For methods without a kernel the product is the squared norm of the gradient; for cosines it is
+        the number of nonzero segments.
         """
         return self.source.self_influence()
 
