@@ -20,7 +20,8 @@ from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
+from trak_lite.featurizing.session import KnownSource, Run, marking_last, stored_norms
+from trak_lite.featurizing.targets import TargetSet
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
@@ -387,7 +388,6 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen, run = self._settings.scored_by(method), self._run.asking(task)
-        given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
         if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
             raise InvalidInputError(
                 f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
@@ -399,14 +399,24 @@ class Attributor:
                     f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
                 )
             if isinstance(checkpoints, Iterator):  # the parts of the method read them too
-                given["checkpoints"] = list(checkpoints)
-            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
-
-            def made() -> _MadeMatrix:
-                rows = run.rows(data, "the targets", batch_size)
-                return self._made_matrix(chosen, run, rows, name, score)
-
-            return self._score_matrix(chosen, run, run.targets(data, batch_size), name, made, given)
+                checkpoints = list(checkpoints)
+            source = checkpoints, checkpoint_loader
+            given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
+            part = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
+            scoring = partial(self._scoring, run, run.targets(data, batch_size), name, chosen, source)
+            with scoring() as (target_set, train, result):
+                target_set.find(train)
+                target_set.compare(train)
+                if result.source.ranks.broadcast("whether they are there", result.is_finished):
+                    return result.scores(run, dense=True)
+            rows = run.rows(data, "the targets", batch_size)
+            matrix = self._made_matrix(chosen, run, rows, name, part)  # opens sessions of its own
+            with scoring() as (_, _, result):
+                ranks = result.source.ranks
+                if not ranks.broadcast("whether they are there", result.is_finished):
+                    shown = {"metasmoothness": matrix.smoothness} if matrix.smoothness else {}
+                    ranks.broadcast("the scores", partial(result.put, matrix.scores, matrix.errors, shown))
+                return result.scores(run, dense=True)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -418,15 +428,16 @@ class Attributor:
                 f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
             )
         targets = run.targets(data, batch_size)
-        with self._scoring(run, targets, name, chosen, **given) as (session, target_set, train, result):
-            ranks = result.source.ranks
+        source = checkpoints, checkpoint_loader
+        with self._scoring(run, targets, name, chosen, source) as (target_set, train, result):
+            session, ranks = target_set.session, result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
             finished = session.agreed(is_there)
             if not finished:
                 session.fit(chosen, train)
-                session.find_targets(target_set, train)
-            session.compare_targets(target_set, train)
+                target_set.find(train)
+            target_set.compare(train)
             if dense and not finished:
                 result.fill(progress=run.progress)
             ends, shown = (None, {}) if k is None else result.top_and_bottom(k, recall)
@@ -436,16 +447,9 @@ class Attributor:
 
     @contextmanager
     def _scoring(
-        self,
-        run: Run,
-        targets: Rows,
-        name: str,
-        method: AbstractMethod,
-        *,
-        checkpoints: CheckpointSource,
-        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
-    ) -> Iterator[tuple[FeaturizingSession, TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
-        """Open a session with all ranks, the targets, the complete train tables by weights digest, and the scores.
+        self, run: Run, targets: Rows, name: str, method: AbstractMethod, source: KnownSource
+    ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
+        """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
 
         Checkpoints that are given are loaded, and their missing target features are computed.
         """
@@ -454,40 +458,14 @@ class Attributor:
             run.session(ranks=ranks, train=self._held) as session,
             naming_dropped(session.store) as paths,
         ):
-            target_set = session.target_set(targets, name, method)
+            target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
-            if checkpoints is not None:
-                found = iterate_checkpoints(checkpoints, checkpoint_loader)
-                used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
+            if source[0] is not None:
+                used = [target_set.add(checkpoint) for checkpoint in iterate_checkpoints(*source)]
             # Given ones may not be in paths: an iterable of the caller may have featurized them meanwhile.
             train = complete_tables(session.store, used, paths if used is None else None)
-            source = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
-            result = ScoreResult(source, self.method, target_set.identity, len(targets))
-            yield session, target_set, train, result
-
-    def _score_matrix(
-        self,
-        method: AbstractMatrixMethod,
-        run: Run,
-        targets: Rows,
-        name: str,
-        made: Callable[[], _MadeMatrix],
-        given: Mapping[str, Any],
-    ) -> Scores:
-        """Return the stored scores of a method that does not multiply stored rows; without them, store those made."""
-        matrix: _MadeMatrix | None = None
-        while True:
-            with self._scoring(run, targets, name, method, **given) as (session, target_set, train, result):
-                session.find_targets(target_set, train)
-                session.compare_targets(target_set, train)
-                ranks = result.source.ranks
-                finished = ranks.broadcast("whether they are there", result.is_finished)
-                if not finished and matrix is not None:
-                    shown = {"metasmoothness": matrix.smoothness} if matrix.smoothness else {}
-                    ranks.broadcast("the scores", partial(result.put, matrix.scores, matrix.errors, shown))
-                if finished or matrix is not None:
-                    return result.scores(run, dense=True)
-            matrix = made()  # opens sessions of its own
+            stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
+            yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 
     def _made_matrix(
         self, method: AbstractMethod, run: Run, targets: Rows, name: str, score: Callable[..., Scores]

@@ -39,14 +39,15 @@ from trak_lite.errors import (
     UnknownExperimentError,
     UnsupportedModelError,
 )
-from trak_lite.featurizing.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
-from trak_lite.featurizing.rows import ComputedRows, HostRows, compute_features, joined
+from trak_lite.featurizing.row_checks import PROBED_ROWS, DoneRows
+from trak_lite.featurizing.rows import HostRows, RowPass, RowWork
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
     choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
@@ -62,10 +63,10 @@ from trak_lite.run.tables import (
     checkpoint_path,
     feature_table_spec,
     model_id_of,
+    path_of,
     plain_target_folder,
     score_table_spec,
     target_path,
-    traker_score_path,
 )
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import Grams
@@ -385,7 +386,7 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once, so another choice of checkpoints or lambda needs another path.
-        path = traker_score_path(exp_name, fingerprint)
+        path = path_of("scores", exp_name, identity=fingerprint)
         spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
         if not scores.complete:
@@ -501,7 +502,11 @@ class TRAKer:
         rows = cursor.rows(inds, num_samples, batch_size(batch))
         with self._locks_for_success_only():
             self._attach(cursor)
-            self._write(cursor, batch, rows)
+            try:
+                self._write(cursor, batch, rows)
+            except UnsupportedModelError as error:
+                self._replace_computer(batch, error)
+                self._write(cursor, batch, rows)
         if inds is None:
             cursor.position += len(rows)
 
@@ -522,92 +527,55 @@ class TRAKer:
         cursor.waiting[table.pending()] = True
 
     def _write(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
+        """Write the pending rows of a batch, and compare a few of its done rows with the stored ones."""
         keys = _sample_keys(batch) if cursor is self._target else None
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
-        self._compare(cursor, batch, rows)
-        waiting = np.flatnonzero(cursor.waiting[rows])
-        if not len(waiting):
-            return
-        if len(waiting) < len(rows):
-            batch = take_rows(batch, waiting.tolist())
-        batch = move_batch(batch, model_device(self.model))
-        found = self._computed(cursor, batch, rows[waiting])
-        if keys is not None:
-            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[waiting])})
         table = cursor.attached()
-        HostRows(found, table.spec).put(table, rows[waiting], cursor.label)
-        cursor.waiting[rows[waiting]] = False
+        samples = _GivenRows(batch, rows, cursor.label)
+        passes = RowPass(
+            samples,
+            lambda *_: self.gradient_computer,
+            self.projector,
+            model_id=int(cursor.spec.fingerprint["model_id"]),
+            device=model_device(self.model),
+            normalization=Normalization(),
+            divisor=self.normalize_factor,
+        )
+        stored = cursor.done_rows(rows)
+        if stored is not None:
+            remedy = "use another save_dir (for targets: another exp_name)"
+            RowWork(table, passes, cursor.path, remedy=remedy).compare_with(stored)
+            cursor.is_compared = True
+        pending = cursor.waiting[rows]
+        if not pending.any():
+            return
+        (waiting, part), *_ = samples.batches([rows[pending]])
+        found = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
+        if keys is not None:
+            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
+        HostRows(found, table.spec).put(table, waiting, cursor.label)
+        cursor.waiting[waiting] = False
         if keys is not None:
             cursor.refuse_other_samples(rows, keys)
         if not cursor.waiting.any():
             self.gradient_computer.confirm()
 
-    def _compare(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
-        """Recompute a few rows of the first batch with done rows, and compare them with the stored ones.
-
-        Raises:
-            ManifestMismatchError: If they differ beyond rounding.
-        """
-        found = cursor.take_done(rows)
-        if found is None:
-            return
-        stored, places = found
-
-        def computed(some: list[int]) -> Computed:
-            part = move_batch(take_rows(batch, some), model_device(self.model))
-            return joined([self._computed(cursor, part, rows[some])])
-
-        compare_rows(
-            stored,
-            computed(places),
-            lambda place: computed([places[place]]),
-            rounding=rounding_of(self.model, self.device),
-            named=stored.rows,
-            what=cursor.label,
-            label=cursor.path,
-            why=lambda place: (
-                "Something that rows depend on has changed: the samples (are they random?), the model's code, "
-                "attributes or unsaved buffers, the task, the projector. Undo the change, or use another save_dir (for "
-                "targets: another exp_name)."
-            ),
-        )
-
-    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> ComputedRows:
-        """Return the features ``(B, K)`` of a batch divided by the normalisation factor, and f, q and w."""
-
-        def compute(computer: AbstractGradientComputer) -> ComputedRows:
-            features, terms, _ = compute_features(
-                *(computer, self.projector, batch),
-                model_id=int(cursor.spec.fingerprint["model_id"]),
-                rows=rows,
-                what=cursor.label,
-                to_come=int(cursor.waiting.sum()) / len(rows) - 1,
-            )
-            return ComputedRows(batch, computer, features / self.normalize_factor, terms, {})
-
-        try:
-            return compute(self.gradient_computer)
-        except SelfCheckError:
-            raise
-        except UnsupportedModelError as error:
-            # The failure is of vmap, and depends on the release of the libraries that the model uses.
-            own = self.gradient_computer
-            if type(own) is not FunctionalGradientComputer:
-                raise
-            chosen = choose_gradient_computer(
-                self.model,
-                self.task,
-                batch,
-                list(self.parameters),
-                autocast_dtype=own.autocast_dtype,
-                float32_products=own.float32_products,
-            )
-            logger.warning(
-                "Using %s instead, which is exact for this model. %s", type(chosen.computer).__name__, error
-            )
-            self.gradient_computer = chosen.computer
-            return compute(chosen.computer)
+    def _replace_computer(self, batch: Batch, error: UnsupportedModelError) -> None:
+        """Use another gradient computer from now on, or raise the error: vmap does not support every model."""
+        own = self.gradient_computer
+        if isinstance(error, SelfCheckError) or type(own) is not FunctionalGradientComputer:
+            raise error
+        chosen = choose_gradient_computer(
+            self.model,
+            self.task,
+            move_batch(batch, model_device(self.model)),
+            list(self.parameters),
+            autocast_dtype=own.autocast_dtype,
+            float32_products=own.float32_products,
+        ).computer
+        logger.warning("Using %s instead, which is exact for this model. %s", type(chosen).__name__, error)
+        self.gradient_computer = chosen
 
     @contextmanager
     def _locks_for_success_only(self) -> Iterator[None]:
@@ -711,6 +679,29 @@ class TRAKer:
             )
 
 
+@final
+class _GivenRows:
+    """The samples of one batch of the caller, by their rows in the table."""
+
+    def __init__(self, batch: Batch, rows: NDArray[np.int64], what: str) -> None:
+        self.what, self.batch_size = what, len(rows)
+        self._batch = batch
+        self._places = {row: place for place, row in enumerate(rows.tolist())}
+
+    def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        for rows in plan:
+            places = [self._places[row] for row in rows.tolist()]
+            whole = places == list(range(self.batch_size))
+            yield rows, self._batch if whole else take_rows(self._batch, places)
+
+    def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
+        del rows
+        return batch
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return rows
+
+
 def _versions(model: nn.Module) -> list[int]:
     return [0 if p.is_inference() else p._version for p in model.parameters()]
 
@@ -728,23 +719,19 @@ class _Cursor:
         self.table: LazyTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
-        self._is_compared = False
+        self.is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def take_done(self, rows: NDArray[np.int64]) -> tuple[DoneRows, list[int]] | None:
-        """Return a few done rows of ``rows`` with their positions, at the first call that has any; ``None`` later."""
+    def done_rows(self, rows: NDArray[np.int64]) -> DoneRows | None:
+        """Return a few done rows of ``rows``, from one chunk; ``None`` if some were compared already."""
         table = self.attached().table
-        done = np.flatnonzero(~self.waiting[rows])
-        if self._is_compared or table is None or not len(done):
+        done = rows[~self.waiting[rows]]
+        if self.is_compared or table is None or not len(done):
             return None
-        stored, values = table.read_done(int(rows[done[0]]) // self.spec.chunk_rows)
-        _, there, here = np.intersect1d(stored, rows[done], assume_unique=True, return_indices=True)
-        if not len(there):
-            return None
-        self._is_compared = True
-        some = there[:PROBED_ROWS]
-        chosen = {name: column[some] for name, column in values.items()}
-        return DoneRows(stored[some], chosen, table.spec.columns), done[here[:PROBED_ROWS]].tolist()
+        stored, values = table.read_done(int(done[0]) // self.spec.chunk_rows)
+        chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]
+        some = {name: column[chosen] for name, column in values.items()}
+        return DoneRows(stored[chosen], some, table.spec.columns) if len(chosen) else None
 
     def attached(self) -> LazyTable:
         """Return the table."""

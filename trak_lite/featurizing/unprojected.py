@@ -20,8 +20,8 @@ from torch import Tensor
 from trak_lite._progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
-from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.precondition import Accumulator
+from trak_lite.featurizing.kronecker.units import precise, sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator

@@ -27,7 +27,7 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
-from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.gradient_computers._base import ParameterChoice, products_fingerprint
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind, as_normalization
 from trak_lite.methods import LESS, METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
 from trak_lite.modelout_functions import (
@@ -130,6 +130,7 @@ class AttributorSettings:
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer, model)
         self._is_own_computer = computer_name is None
+        self._asked: AbstractGradientComputer | None = None
         self._products = _decide_products(float32_products, gradient_computer)
         self.normalization = as_normalization(normalize)
         if self.normalization.reads_optimizer:
@@ -229,8 +230,17 @@ class AttributorSettings:
     @property
     def _is_normalised(self) -> bool:
         """Whether rows are divided by their norms, by these settings or by a custom gradient computer."""
-        own = self._is_own_computer and "normalization" in self.computer().fingerprint()
-        return own or self.normalization.kind not in ("none", "adam")
+        return "normalization" in self._computed()[1] or self.normalization.kind not in ("none", "adam")
+
+    def _computed(self) -> tuple[Float32Products, dict[str, Any]]:
+        """Return how gradient computers compute float32 products, and their fingerprint.
+
+        Only a custom one is made to be asked, once. It may have other products than the settings.
+        """
+        if not self._is_own_computer:
+            return self._products, products_fingerprint(self._products)
+        self._asked = self._asked or self.computer()
+        return self._asked.float32_products, self._asked.fingerprint()
 
     def _fisher_task(self) -> AbstractModelOutput:
         if self._is_normalised:
@@ -271,8 +281,7 @@ class AttributorSettings:
         }
         if dataset is not None:
             fingerprint["dataset"] = dict(dataset)
-        # A custom gradient computer may have other products than the settings.
-        self._made_with["float32_products"] = self.computer().float32_products
+        self._made_with["float32_products"] = self._computed()[0]
         return Manifest(fingerprint, self._made_with)
 
     def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
@@ -301,7 +310,7 @@ class AttributorSettings:
 
     def _gradient_fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the gradients: the computer's settings and the normalisation."""
-        computed, normalized = self.computer().fingerprint(), self.normalization.fingerprint()
+        computed, normalized = self._computed()[1], self.normalization.fingerprint()
         if computed.keys() & normalized.keys():
             raise InvalidInputError(
                 f"The gradient computer already normalises ({computed['normalization']}), and "
