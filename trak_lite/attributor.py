@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.session import KnownSource, Run, marking_last, stored_norms
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.featurizing.session import KnownSource, Run, marking_last
 from trak_lite.featurizing.targets import TargetSet
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
@@ -29,7 +29,13 @@ from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
-from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint
+from trak_lite.run.tables import (
+    GRADIENT_NORM,
+    checkpoint_tables,
+    complete_tables,
+    drop_checkpoint,
+    table_path,
+)
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
@@ -461,9 +467,8 @@ class Attributor:
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if source[0] is not None:
-                used = [target_set.add(checkpoint) for checkpoint in iterate_checkpoints(*source)]
-            # Given ones may not be in paths: an iterable of the caller may have featurized them meanwhile.
-            train = complete_tables(session.store, used, paths if used is None else None)
+                used = [target_set.add(checkpoint, paths) for checkpoint in iterate_checkpoints(*source)]
+            train = complete_tables(session.store, used, paths)
             stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
             yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 
@@ -612,8 +617,16 @@ class Attributor:
             >>> clipped.featurize(data).rows_written
             20
         """
+        norms = []
         with self._workspace.reading() as store:
-            return stored_norms(store)
+            for table in complete_tables(store, None).values():
+                if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
+                    raise StateError(
+                        f"{table_path(table)} has no gradient norms: it was featurized with store_norms=False. "
+                        "Featurize into another path with store_norms=True."
+                    )
+                norms.append(table.read(GRADIENT_NORM))
+        return np.stack(norms)
 
     def drop_checkpoint(self, name: str) -> None:
         """Permanently remove the rows of a checkpoint from the store: those of the train data and of all targets.

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (
     AssertedInputError,
     InvalidInputError,
@@ -325,7 +326,13 @@ class TRAKer:
             raise StateError(
                 f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
             )
-        self._refuse_other_size(_name(exp_name), num_targets)
+        for path in self._workspace.store().table_names(plain_target_folder(_name(exp_name))):
+            size = self._workspace.store().open_table(path).spec.num_rows
+            if size != num_targets:
+                raise InvalidInputError(
+                    f"Experiment {exp_name!r} has {size} targets, got num_targets={num_targets}. One experiment is one "
+                    "set of targets: use another exp_name for another set."
+                )
         digest = self._load(checkpoint)
         _refuse_other_weights(model_id, train, digest)
         spec = self._feature_spec(num_targets, model_id, digest)
@@ -390,10 +397,11 @@ class TRAKer:
         spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
         if not scores.complete:
-            terms = [
-                ScoreTerm(rows, self._precondition(model_id, table) / len(ids))
-                for model_id, rows, table in zip(ids, train, targets, strict=True)
-            ]
+            terms = []
+            for model_id, rows, table in zip(ids, train, targets, strict=True):
+                features = torch.from_numpy(table.read(FEATURES)).to(self.device)
+                solved = precondition(features, self._kernels(model_id), layout=self._layout).float()
+                terms.append(ScoreTerm(rows, solved / len(ids)))
             with self._locks_for_success_only():
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
             self._warn_of_singular_kernels()
@@ -422,10 +430,6 @@ class TRAKer:
     def _layout(self) -> FeatureLayout:
         return self.projector.layout(self.parameters)
 
-    @property
-    def _dtype_name(self) -> str:
-        return "float16" if self.dtype == torch.float16 else "float32"
-
     def _make_computer(self, factory: Callable[..., AbstractGradientComputer]) -> AbstractGradientComputer:
         names = list(self.parameters)
         computer = factory(
@@ -451,7 +455,7 @@ class TRAKer:
     def _manifest(self) -> Manifest:
         settings = {
             "dataset": {"num_rows": self.train_set_size},
-            "dtype": self._dtype_name,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "feature_width": self.proj_dim,
             "layout": self._layout.to_json(),
             "mode": "eval",
@@ -464,7 +468,8 @@ class TRAKer:
 
     def _feature_spec(self, num_rows: int, model_id: int, digest: str) -> TableSpec:
         fingerprint = {"model_id": model_id, "weights": digest}
-        return feature_table_spec(num_rows, self.proj_dim, self._dtype_name, fingerprint)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return feature_table_spec(num_rows, self.proj_dim, dtype, fingerprint)
 
     # ---------------------------------------------------------------- the model
 
@@ -501,20 +506,20 @@ class TRAKer:
         self._refuse_changed_model(cursor)
         rows = cursor.rows(inds, num_samples, batch_size(batch))
         with self._locks_for_success_only():
-            self._attach(cursor)
+            table = self._attached(cursor)
             try:
-                self._write(cursor, batch, rows)
+                self._write(cursor, table, batch, rows)
             except UnsupportedModelError as error:
                 self._replace_computer(batch, error)
-                self._write(cursor, batch, rows)
+                self._write(cursor, table, batch, rows)
         if inds is None:
             cursor.position += len(rows)
 
-    def _attach(self, cursor: _Cursor) -> None:
-        """Open the cursor's table for the present state of the task; negatives may be set after loading."""
+    def _attached(self, cursor: _Cursor) -> LazyTable:
+        """Return the cursor's table for the present state of the task; negatives may be set after loading."""
         state = self.task.state_digest()
         if cursor.table is not None and cursor.state == state:
-            return
+            return cursor.table
         fingerprint = dict(cursor.spec.fingerprint)
         if state is not None:
             fingerprint["task_state"] = state
@@ -525,16 +530,15 @@ class TRAKer:
         cursor.table, cursor.state = table, state
         cursor.waiting[:] = False
         cursor.waiting[table.pending()] = True
+        return table
 
-    def _write(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
+    def _write(self, cursor: _Cursor, table: LazyTable, batch: Batch, rows: NDArray[np.int64]) -> None:
         """Write the pending rows of a batch, and compare a few of its done rows with the stored ones."""
         keys = _sample_keys(batch) if cursor is self._target else None
         if keys is not None:
-            cursor.refuse_other_samples(rows, keys)
-        table = cursor.attached()
-        samples = _GivenRows(batch, rows, cursor.label)
+            cursor.refuse_other_samples(table.table, rows, keys)
         passes = RowPass(
-            samples,
+            HeldRows(cursor.label, rows, batch, cursor.spec.num_rows),
             lambda *_: self.gradient_computer,
             self.projector,
             model_id=int(cursor.spec.fingerprint["model_id"]),
@@ -542,7 +546,7 @@ class TRAKer:
             normalization=Normalization(),
             divisor=self.normalize_factor,
         )
-        stored = cursor.done_rows(rows)
+        stored = cursor.done_rows(table.table, rows)
         if stored is not None:
             remedy = "use another save_dir (for targets: another exp_name)"
             RowWork(table, passes, cursor.path, remedy=remedy).compare_with(stored)
@@ -550,14 +554,15 @@ class TRAKer:
         pending = cursor.waiting[rows]
         if not pending.any():
             return
-        (waiting, part), *_ = samples.batches([rows[pending]])
+        waiting = rows[pending]
+        part = batch if pending.all() else take_rows(batch, np.flatnonzero(pending).tolist())
         found = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
             found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
         HostRows(found, table.spec).put(table, waiting, cursor.label)
         cursor.waiting[waiting] = False
         if keys is not None:
-            cursor.refuse_other_samples(rows, keys)
+            cursor.refuse_other_samples(table.table, rows, keys)
         if not cursor.waiting.any():
             self.gradient_computer.confirm()
 
@@ -617,16 +622,6 @@ class TRAKer:
             )
         return table
 
-    def _refuse_other_size(self, exp_name: str, num_targets: int) -> None:
-        store = self._workspace.store()
-        for path in store.table_names(plain_target_folder(exp_name)):
-            size = store.open_table(path).spec.num_rows
-            if size != num_targets:
-                raise InvalidInputError(
-                    f"Experiment {exp_name!r} has {size} targets, got num_targets={num_targets}. One experiment is one "
-                    "set of targets: use another exp_name for another set."
-                )
-
     def _scorable_ids(self, exp_name: str, ids: list[int], allow_skip: bool) -> list[int]:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
         tables = {model_id: self._workspace.table(target_path(exp_name, model_id)) for model_id in ids}
@@ -646,11 +641,6 @@ class TRAKer:
                 "Experiment %r: left out model ids %s, whose targets are missing.", exp_name, missing
             )
         return usable
-
-    def _precondition(self, model_id: int, targets: AbstractRowTable) -> Tensor:
-        """Return the targets of an id multiplied by its inverse kernel, ``(M, K)`` float32."""
-        rows = torch.from_numpy(targets.read(FEATURES)).to(self.device)
-        return precondition(rows, self._kernels(model_id), layout=self._layout).float()
 
     def _grams(self) -> Grams:
         return Grams(self._workspace.store(), self._kernel, self._layout, self.device)
@@ -679,29 +669,6 @@ class TRAKer:
             )
 
 
-@final
-class _GivenRows:
-    """The samples of one batch of the caller, by their rows in the table."""
-
-    def __init__(self, batch: Batch, rows: NDArray[np.int64], what: str) -> None:
-        self.what, self.batch_size = what, len(rows)
-        self._batch = batch
-        self._places = {row: place for place, row in enumerate(rows.tolist())}
-
-    def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
-        for rows in plan:
-            places = [self._places[row] for row in rows.tolist()]
-            whole = places == list(range(self.batch_size))
-            yield rows, self._batch if whole else take_rows(self._batch, places)
-
-    def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
-        del rows
-        return batch
-
-    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return rows
-
-
 def _versions(model: nn.Module) -> list[int]:
     return [0 if p.is_inference() else p._version for p in model.parameters()]
 
@@ -722,9 +689,8 @@ class _Cursor:
         self.is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def done_rows(self, rows: NDArray[np.int64]) -> DoneRows | None:
+    def done_rows(self, table: AbstractRowTable | None, rows: NDArray[np.int64]) -> DoneRows | None:
         """Return a few done rows of ``rows``, from one chunk; ``None`` if some were compared already."""
-        table = self.attached().table
         done = rows[~self.waiting[rows]]
         if self.is_compared or table is None or not len(done):
             return None
@@ -732,11 +698,6 @@ class _Cursor:
         chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]
         some = {name: column[chosen] for name, column in values.items()}
         return DoneRows(stored[chosen], some, table.spec.columns) if len(chosen) else None
-
-    def attached(self) -> LazyTable:
-        """Return the table."""
-        assert self.table is not None, "call attach() first"
-        return self.table
 
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
         """Return the row numbers of a batch."""
@@ -763,13 +724,14 @@ class _Cursor:
             )
         return rows
 
-    def refuse_other_samples(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
+    def refuse_other_samples(
+        self, table: AbstractRowTable | None, rows: NDArray[np.int64], keys: NDArray[np.float32]
+    ) -> None:
         """Raise if complete stored targets were computed from other samples than those seen so far."""
         seen = self._keys.copy()
         seen[rows] = keys
-        table, differing = self.attached().table, list[int]()
-        if table is not None and table.complete:
-            differing = np.flatnonzero(~np.isnan(seen) & (seen != table.read(_SAMPLE_KEYS))).tolist()
+        there = table.read(_SAMPLE_KEYS) if table is not None and table.complete else seen
+        differing = np.flatnonzero(~np.isnan(seen) & (seen != there)).tolist()
         if differing:
             raise InvalidInputError(
                 f"Rows {differing[:5]} of {self.label} were scored before with other samples. One experiment is one "

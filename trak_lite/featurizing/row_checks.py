@@ -10,7 +10,7 @@ Shapes: n rows that are compared, K feature width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import numpy as np
@@ -131,7 +131,10 @@ def differences(
     suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))
     differing: dict[int, list[str]] = {}
     for place in suspects.tolist():
-        noise = _errors(_taken(stored, place, computed.values), alone(place))
+        row = {name: values[place : place + 1] for name, values in computed.values.items()}
+        # As if it were stored without rounding.
+        unrounded = tuple(replace(column, dtype="float32") for column in stored.columns)
+        noise = _errors(DoneRows(stored.rows[place : place + 1], row, unrounded), alone(place))
         wrong = [
             _difference(name, float(error[place]), stored, computed, place)
             for name, error in errors.items()
@@ -148,13 +151,6 @@ def _spread(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     return rows[np.unique(places)]
 
 
-def _taken(stored: DoneRows, place: int, values: Values) -> DoneRows:
-    """Return one row with the given values, as if it were stored without rounding."""
-    columns = tuple(Column(column.name, column.width, "float32") for column in stored.columns)
-    some = {name: column[place : place + 1] for name, column in values.items()}
-    return DoneRows(stored.rows[place : place + 1], some, columns)
-
-
 def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float64]]:
     """Return, per column, the relative difference ``(n,)`` of every row beyond the rounding of storage."""
     curvature = np.abs(np.asarray(stored.values.get("loss_curvature", 0.0), np.float64))
@@ -165,17 +161,12 @@ def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float6
             continue
         there = stored.values[column.name].astype(np.float64)
         here = computed.values[column.name].astype(np.float64)
-        found[column.name] = (
-            _scalar_errors(there, here, slack) if column.width is None else _row_errors(there, here, column)
-        )
+        if column.width is not None:
+            found[column.name] = _row_errors(there, here, column)
+            continue
+        size = np.maximum(np.abs(there), np.sqrt(np.mean(there**2)))
+        found[column.name] = _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
     return found
-
-
-def _scalar_errors(
-    there: NDArray[np.float64], here: NDArray[np.float64], slack: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    size = np.maximum(np.abs(there), np.sqrt(np.mean(there**2)))
-    return _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
 
 
 def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: Column) -> NDArray[np.float64]:

@@ -62,9 +62,13 @@ _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 class SampleRows(Protocol):
     """Samples identified by row: a :class:`~trak_lite.data.datasets.Rows`, or samples derived from one."""
 
-    what: str
-    """Name of the samples in messages."""
-    batch_size: int
+    @property
+    def what(self) -> str:
+        """Name of the samples in messages."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per pass."""
 
     def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield every list of rows in the plan with its batch."""
@@ -270,7 +274,12 @@ class HostRows:
         refuse_non_finite(finite, numbers, what, self._found.computer, self._found.batch)
         values = dict(zip(self._names, columns, strict=True))
         for name in self._found.more:
-            _refuse_non_finite_column(name, values[name], numbers, what)
+            wrong = numbers[~np.isfinite(values[name])]
+            if wrong.size:
+                raise NonFiniteError(
+                    f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. "
+                    "Nothing of this batch was stored. Look at these samples and at the checkpoint's weights."
+                )
         _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
         try:
             table.put(rows, values)
@@ -329,8 +338,7 @@ class RowWork:
         """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
         with shared as work, turns:
             table.look()
-            compared = self.compare(turns, own)
-            first = not compared
+            first = not self.compare(turns, own)
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
                 copies = ((wanted, HostRows(found, table.spec)) for wanted, found in stream)
@@ -342,7 +350,8 @@ class RowWork:
                         own.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
                     if first:
-                        compared, first = self.compare(turns, own), False
+                        first = False
+                        self.compare(turns, own)
             if work.written < work.pending_at_first:  # others wrote the rest
                 self.compare(turns, own)
         return work.written
@@ -433,16 +442,6 @@ def joined(parts: Sequence[ComputedRows]) -> Computed:
     more = {name: torch.cat([part.more[name] for part in parts]).cpu().numpy() for name in parts[0].more}
     outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
     return Computed({**values, **more}, outputs)
-
-
-def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.int64], what: str) -> None:
-    """Raise if a value is NaN or infinite, before the table is created."""
-    wrong = rows[~np.isfinite(values)]
-    if wrong.size:
-        raise NonFiniteError(
-            f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. Nothing of "
-            "this batch was stored. Look at these samples and at the checkpoint's weights."
-        )
 
 
 def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor, Tensor]:

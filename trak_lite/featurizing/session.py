@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -50,7 +51,6 @@ from trak_lite.run.tables import (
     GRADIENT_NORM,
     checkpoint_path,
     checkpoint_tables,
-    complete_tables,
     model_id_of,
     table_path,
 )
@@ -59,7 +59,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
-__all__ = ["FeaturizingSession", "KnownSource", "Run", "marking_last", "stored_norms"]
+__all__ = ["FeaturizingSession", "KnownSource", "Run", "marking_last"]
 
 logger = logging.getLogger(__name__)
 
@@ -233,10 +233,11 @@ class FeaturizingSession:
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self.ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
-        self._refuse_replaced(checkpoint, digest)
-        return self._featurize_train(checkpoint, digest, rows, wait=wait)
+        known = checkpoint_tables(self.store) if self.workspace.exists else {}
+        self._refuse_replaced(checkpoint, digest, known)
+        return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
 
-    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str) -> None:
+    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str, known: Mapping[str, str]) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
         If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
@@ -244,9 +245,8 @@ class FeaturizingSession:
         """
         own = self.run.featurized
         own.add(digest)
-        if not self.workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
+        if checkpoint.source is None and checkpoint.load is not None:
             return
-        known = checkpoint_tables(self.store)
         same = {"name": checkpoint.name, "source": checkpoint.source}
         others = {
             known[other]: other in own
@@ -266,34 +266,39 @@ class FeaturizingSession:
             raise ManifestMismatchError(message)
         warnings.warn(message, UserWarning, stacklevel=4)
 
-    def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
-        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
+    def _featurize_train(
+        self, checkpoint: Checkpoint, digest: str, rows: Rows, known: Mapping[str, str], *, wait: bool
+    ) -> int:
+        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`.
+
+        ``known`` are the train tables of the store by weights digest.
+        """
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
         settings, method = self.settings, self.settings.method
-        known = checkpoint_tables(self.store).get(digest) if self.workspace.exists else None
-        if known is not None and isinstance(method, Fisher) and not self.fisher_fits(method).has(known):
+        if digest in known and isinstance(method, Fisher) and not self.fisher_fits(method).has(known[digest]):
             require_writable(self.store)
+        model_id = self.workspace.model_id(digest, known)
         adam = self._adam_states(settings.normalization)
         written = None
         while written is None:
-            model_id = self.workspace.model_id(digest)
-            path = checkpoint_path(model_id)
             spec = settings.train_table(len(rows), settings.row_fingerprint(model_id, digest, adam))
             try:
                 attributes = {"name": checkpoint.name, "source": checkpoint.source}
-                table = self.workspace.lazy_table(path, spec, attributes)
+                table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
                 passes = self.row_pass(rows, model_id, with_norms=table.has_column(GRADIENT_NORM))
                 written = self.work(table, passes, f"Featurizing {checkpoint.name}").fill(wait=wait)
             except ManifestMismatchError:
                 # Another process may just have used this model_id for another checkpoint. Then use a new one, because
                 # the projection depends on it.
-                if self.workspace.model_id(digest) == model_id:
+                refused, model_id = model_id, self.workspace.model_id(digest)
+                if model_id == refused:
                     raise
+        path = self._path(digest)
         if isinstance(method, Fisher):
-            self._fit_fisher(self._path(digest), checkpoint.name, rows, method, wait=wait)
-        if not self._is_featurized(digest):
+            self._fit_fisher(path, checkpoint.name, rows, method, wait=wait)
+        if not self._is_featurized(path):
             self._unfinished.append((checkpoint, digest))
         return written
 
@@ -309,11 +314,15 @@ class FeaturizingSession:
         while self._unfinished:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
-                if self._is_left_alone(digest):
+                path = self._path(digest)
+                if self._is_left_alone(path):
                     # No ranks.agree here: the ranks take over different checkpoints in different orders.
-                    written += self._featurize_train(checkpoint, self.load(checkpoint), rows, wait=False)
+                    known = {digest: path}
+                    written += self._featurize_train(
+                        checkpoint, self.load(checkpoint), rows, known, wait=False
+                    )
                     patience.reset()
-                elif not self._is_featurized(digest):
+                elif not self._is_featurized(path):
                     self._unfinished.append((checkpoint, digest))
             if self._unfinished:
                 self.ranks.watch()
@@ -327,15 +336,15 @@ class FeaturizingSession:
             holder_of(self.store.open_table(path)) or f"another process works on the curvature fit of {path}."
         )
 
-    def _is_featurized(self, digest: str) -> bool:
+    def _is_featurized(self, path: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
-        path, method = self._path(digest), self.settings.method
+        method = self.settings.method
         is_fitted = not isinstance(method, Fisher) or self.fisher_fits(method).has(path)
         return is_fitted and self.store.open_table(path).complete
 
-    def _is_left_alone(self, digest: str) -> bool:
+    def _is_left_alone(self, path: str) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
-        path, method = self._path(digest), self.settings.method
+        method = self.settings.method
         if has_free_rows(self.store.open_table(path)):
             return True
         return isinstance(method, Fisher) and self.fisher_fits(method).is_left_alone(path)
@@ -387,7 +396,7 @@ class FeaturizingSession:
             return
         if not settings.computer_is_chosen:
             numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
-            self._computers(rows.what)(batch, numbers)
+            self._computer_for(rows.what, batch, numbers)
         computer = settings.fisher_computer()
         computer.load_model_params(self.model)
         number = method.num_samples(settings.layout, settings.projector.proj_dim)
@@ -403,37 +412,36 @@ class FeaturizingSession:
         fitted = method.ekfac.fitted_to(settings.task)
         return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
 
-    def preconditioner(
+    def inverse(
         self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
-    ) -> Preconditioner:
-        """Return the inverse of a method's EK-FAC at the loaded checkpoint; fit it if it is not stored yet.
+    ) -> InverseCurvature:
+        """Return the inverse curvature of a method at the loaded checkpoint; fit its EK-FAC if it is not stored yet.
 
-        ``rows`` are the train rows; ``None`` uses those of the last ``featurize``.
+        ``rows`` are the train rows; ``None`` uses those of the last ``featurize``, if they are needed.
         """
-        fits, device = self.kronecker_fits(method), self.settings.device
+        fits, need = self.kronecker_fits(method), f"{method.name} has to be fitted to"
+        settings, device, progress = self.settings, self.settings.device, self.run.progress
         if not fits.has(digest):
             refuse_sharded(
                 self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
             )
-            rows = self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows
-            label = f"Fitting the curvature of {label}"
-            fits.fit(digest, rows, device, label=label, progress=self.run.progress)
+            rows = self.train_rows(need) if rows is None else rows
+            fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
         absolute = isinstance(method, CG | LiSSA) and method.absolute
-        return Preconditioner(fits.curvature(digest, device), damping=method.damping, absolute=absolute)
-
-    def inverse(self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows) -> InverseCurvature:
-        """Return the inverse curvature of a method on the train rows, at the loaded checkpoint."""
-        settings = self.settings
-        products = CurvatureProducts(
-            self.model,
-            settings.task,
-            rows,
-            settings.parameters,
-            draws=method.draws if isinstance(method, CG | LiSSA) else None,
-            seed=method.ekfac.seed,
-            device=settings.device,
-        )
-        return InverseCurvature(method, self.preconditioner(digest, label, method, rows), products, label)
+        curvature = fits.curvature(digest, device)
+        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute)
+        products = None
+        if isinstance(method, CG | LiSSA):
+            products = CurvatureProducts(
+                self.model,
+                settings.task,
+                self.train_rows(need) if rows is None else rows,
+                settings.parameters,
+                draws=method.draws,
+                seed=method.ekfac.seed,
+                device=device,
+            )
+        return InverseCurvature(method, preconditioner, products, label, settings.parameters)
 
     def solved(
         self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
@@ -563,7 +571,7 @@ class FeaturizingSession:
         normalization = settings.normalization if normalization is None else normalization
         return RowPass(
             rows,
-            self._computers(rows.what),
+            partial(self._computer_for, rows.what),
             settings.projector if projector is None else projector,
             model_id=model_id,
             device=settings.device,
@@ -596,7 +604,7 @@ class FeaturizingSession:
         The rows ``(B,)`` of the samples in the dataset ``what`` are for messages.
         """
         moved = move_batch(batch, self.settings.device)
-        computer = self._computers(what)(moved, rows)
+        computer = self._computer_for(what, moved, rows)
         projector = self.settings.projector
         try:
             return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
@@ -610,25 +618,18 @@ class FeaturizingSession:
             self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
         return self._adam if normalization.reads_optimizer else None
 
-    def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
-        """Return a function that returns the gradient computer of the loaded checkpoint.
-
-        The first batch may decide ``"auto"``.
-        """
+    def _computer_for(self, what: str, batch: Batch, rows: NDArray[np.int64]) -> AbstractGradientComputer:
+        """Return the gradient computer of the loaded checkpoint. The first batch of all may decide ``"auto"``."""
         settings = self.settings
-
-        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
-            if self._computer is None and not settings.computer_is_chosen:
-                with naming_rows(self.model, settings.task, batch, wanted, what):
-                    self._computer = settings.choose_computer(batch)
-            elif self._computer is None:
-                self._computer = settings.computer()
-                self._computer.load_model_params(self.model)
-            if self.run.computers is not None:
-                self.run.computers[self._digest] = self._computer
-            return self._computer
-
-        return computer_for
+        if self._computer is None and not settings.computer_is_chosen:
+            with naming_rows(self.model, settings.task, batch, rows, what):
+                self._computer = settings.choose_computer(batch)
+        elif self._computer is None:
+            self._computer = settings.computer()
+            self._computer.load_model_params(self.model)
+        if self.run.computers is not None:
+            self.run.computers[self._digest] = self._computer
+        return self._computer
 
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
@@ -639,20 +640,3 @@ def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint
         later = next(following, None)
         yield checkpoint, later is None
         checkpoint = later
-
-
-def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
-    """Return the stored gradient norms of all checkpoints, ``(C, N)``.
-
-    Raises:
-        StateError: If rows are pending, or the store was made without norms.
-    """
-    norms = []
-    for table in complete_tables(store, None).values():
-        if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
-            raise StateError(
-                f"{table_path(table)} has no gradient norms: it was featurized with "
-                "store_norms=False. Featurize into another path with store_norms=True."
-            )
-        norms.append(table.read(GRADIENT_NORM))
-    return np.stack(norms)

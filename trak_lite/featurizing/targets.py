@@ -12,7 +12,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
 from trak_lite.featurizing.kronecker.precondition import Inverse
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, AbstractMethod, LiSSA
+from trak_lite.methods import CG, AbstractInverseMethod, AbstractMethod, LiSSA
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import complete_tables, target_table_path
 from trak_lite.store import AbstractRowTable
@@ -45,14 +45,16 @@ class TargetSet:
         if isinstance(self.method, AbstractInverseMethod):
             self.identity["curvature"] = self.session.kronecker_fits(self.method).record()
 
-    def add(self, checkpoint: Checkpoint) -> str:
+    def add(self, checkpoint: Checkpoint, known: Mapping[str, str]) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights.
+
+        ``known`` are the train tables of the store by weights digest.
 
         Raises:
             StateError: If the checkpoint's train rows are not featurized.
         """
         digest = self.session.load(checkpoint)
-        train = complete_tables(self.session.store, [digest])
+        train = complete_tables(self.session.store, [digest], known)
         self.session.check_train(train[digest])
         self._fill(train, digest, checkpoint.name)
         return digest
@@ -106,11 +108,7 @@ class TargetSet:
             iterates = isinstance(method, CG | LiSSA)
             if self._is_there(table) and (iterates or not session.kronecker_fits(method).has(digest)):
                 return
-            if isinstance(method, EKFAC):
-                inverse = session.preconditioner(digest, label, method)
-            else:
-                train_rows = session.train_rows(f"{method.name} has to be fitted to")
-                inverse = session.inverse(digest, label, method, train_rows)
+            inverse = session.inverse(digest, label, method)
         model_id = int(table.spec.fingerprint["model_id"])
         passes, fingerprint = session.target_pass(self.rows, model_id, inverse)
         spec = session.settings.target_table(

@@ -106,7 +106,11 @@ def _column(arrays: Mapping[str, NDArray[Any]], path: str, num_rows: int) -> dic
 
 def _content(name: str, column: Column) -> NDArray[np.uint8]:
     """Return a column as the bytes of its entry."""
-    labels = _plain(column.labels)
+    # Booleans as such, numbers as int64, uint64 or float64, and others as texts.
+    kind = column.labels.dtype.kind
+    labels = (
+        column.labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else list(map(label_text, column.labels))
+    )
     try:
         if isinstance(labels, list):
             _check_size(labels)
@@ -121,12 +125,6 @@ def _content(name: str, column: Column) -> NDArray[np.uint8]:
             "a mask or labels to the call that needs it."
         ) from error
     return np.frombuffer(save(arrays), np.uint8).copy()
-
-
-def _plain(labels: NDArray[Any]) -> NDArray[Any] | list[str]:
-    """Return booleans as such, numbers as int64, uint64 or float64, and others as texts."""
-    kind = labels.dtype.kind
-    return labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else [label_text(label) for label in labels]
 
 
 def _check_size(texts: list[str]) -> None:

@@ -269,10 +269,17 @@ class AttributorSettings:
         Raises:
             InvalidInputError: If the gradient computer and ``normalize`` would both normalise.
         """
+        products, computed = self._computed()
+        normalized = self.normalization.fingerprint()
+        if computed.keys() & normalized.keys():
+            raise InvalidInputError(
+                f"The gradient computer already normalises ({computed['normalization']}), and "
+                f"normalize={normalized['normalization']} would do it again. Leave out one of the two."
+            )
         fingerprint: dict[str, Any] = {
             **dtype_fingerprint(self.dtype),
             "feature_width": self.layout.width,
-            "gradients": self._gradient_fingerprint(),
+            "gradients": {**computed, **normalized},
             "layout": self.layout.to_json(),
             "mode": "eval",
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
@@ -281,7 +288,7 @@ class AttributorSettings:
         }
         if dataset is not None:
             fingerprint["dataset"] = dict(dataset)
-        self._made_with["float32_products"] = self._computed()[0]
+        self._made_with["float32_products"] = products
         return Manifest(fingerprint, self._made_with)
 
     def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
@@ -307,16 +314,6 @@ class AttributorSettings:
         more = {"task_state": self.task.state_digest(), "optimizer": None if adam is None else adam.digest}
         given = {name: state for name, state in more.items() if state is not None}
         return {"model_id": model_id, "weights": digest, **given}
-
-    def _gradient_fingerprint(self) -> dict[str, Any]:
-        """Return the JSON values that determine the gradients: the computer's settings and the normalisation."""
-        computed, normalized = self._computed()[1], self.normalization.fingerprint()
-        if computed.keys() & normalized.keys():
-            raise InvalidInputError(
-                f"The gradient computer already normalises ({computed['normalization']}), and "
-                f"normalize={normalized['normalization']} would do it again. Leave out one of the two."
-            )
-        return {**computed, **normalized}
 
     # ---------------------------------------------------------------- methods
 
@@ -420,7 +417,11 @@ def stored_arguments(
         arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
         # Stores of older versions have no such setting; their gradients are not normalised.
         arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
-        stored_task = _stored_task(arguments.pop("task", None), manifest)
+        stored_task: Task | None = arguments.pop("task", None)
+        described = manifest.fingerprint.get("task", {})
+        if stored_task in MODEL_OUTPUTS and described.get("name") == stored_task:
+            # With its stored settings, which may differ from the current defaults.
+            stored_task = MODEL_OUTPUTS[stored_task](**described["settings"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
@@ -449,14 +450,6 @@ def _refuse_older(manifest: Manifest, where: str) -> None:
             f"{where} was written by an older version of trak_lite: its settings name no method. Featurize again into "
             "another path, or use the version that made it."
         )
-
-
-def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
-    """Return the built-in task of a store with its stored settings, which may differ from the current defaults."""
-    described = manifest.fingerprint.get("task", {})
-    if name not in MODEL_OUTPUTS or described.get("name") != name:
-        return name
-    return MODEL_OUTPUTS[name](**described["settings"])
 
 
 def _decide_computer(

@@ -218,12 +218,14 @@ def complete_tables(
 ) -> dict[str, AbstractRowTable]:
     """Return the finished train tables by weights digest; without ``digests`` those of all checkpoints.
 
-    ``paths`` is the result of :func:`checkpoint_tables`, if the caller has it.
+    ``paths`` is the result of :func:`checkpoint_tables`, if the caller has it. The store is listed again if a digest
+    is not among them: another process, or an iterable of the caller, may have featurized it meanwhile.
 
     Raises:
         StateError: If there is none, a digest has no table, or rows are pending.
     """
-    paths = checkpoint_tables(store) if paths is None else paths
+    if paths is None or not paths.keys() >= set(digests or ()):
+        paths = checkpoint_tables(store)
     unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
     if unknown:
         raise StateError(

@@ -249,16 +249,15 @@ class UnitSums:
         """Add the gradients of the weight or of the bias of some samples."""
         if block.name == self.unit.bias:
             self._add_bias(block)
-        elif isinstance(block, FactoredBlock) and self._has_factors(block):
+        elif (
+            isinstance(block, FactoredBlock)
+            # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
+            and (block.output_grads.shape[2], block.inputs.shape[2]) == (self.unit.rows, self.unit.columns)
+            and min(self.unit.rows, self.unit.width) <= self.max_side
+        ):
             self._add_factors(block)
         else:
             self._add_squares(block)
-
-    def _has_factors(self, block: FactoredBlock) -> bool:
-        # Factors of other shapes are not factors of the matrix (rows, columns) of the unit.
-        unit = self.unit
-        fits = (block.output_grads.shape[2], block.inputs.shape[2]) == (unit.rows, unit.columns)
-        return fits and min(unit.rows, unit.width) <= self.max_side
 
     def _add_factors(self, block: FactoredBlock) -> None:
         x, g = precise(block.inputs).flatten(0, 1), precise(block.output_grads).flatten(0, 1)
