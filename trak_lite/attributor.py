@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.session import (
-    FeaturizingSession,
-    Run,
-    TargetSet,
-    marking_last,
-    stored_norms,
-    stored_suspicion,
-)
+from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.featurizing.session import KnownSource, Run, marking_last
+from trak_lite.featurizing.targets import TargetSet
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
@@ -35,7 +29,14 @@ from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
-from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint
+from trak_lite.run.tables import (
+    GRADIENT_NORM,
+    OUT_TO_LOSS,
+    checkpoint_tables,
+    complete_tables,
+    drop_checkpoint,
+    table_path,
+)
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
@@ -394,7 +395,6 @@ class Attributor:
         """
         check_name(name, what="target set")
         chosen, run = self._settings.scored_by(method), self._run.asking(task)
-        given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
         if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
             raise InvalidInputError(
                 f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
@@ -406,14 +406,24 @@ class Attributor:
                     f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
                 )
             if isinstance(checkpoints, Iterator):  # the parts of the method read them too
-                given["checkpoints"] = list(checkpoints)
-            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
-
-            def made() -> _MadeMatrix:
-                rows = run.rows(data, "the targets", batch_size)
-                return self._made_matrix(chosen, run, rows, name, score)
-
-            return self._score_matrix(chosen, run, run.targets(data, batch_size), name, made, given)
+                checkpoints = list(checkpoints)
+            source = checkpoints, checkpoint_loader
+            given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
+            part = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
+            scoring = partial(self._scoring, run, run.targets(data, batch_size), name, chosen, source)
+            with scoring() as (target_set, train, result):
+                target_set.find(train)
+                target_set.compare(train)
+                if result.source.ranks.broadcast("whether they are there", result.is_finished):
+                    return result.scores(run, dense=True)
+            rows = run.rows(data, "the targets", batch_size)
+            matrix = self._made_matrix(chosen, run, rows, name, part)  # opens sessions of its own
+            with scoring() as (_, _, result):
+                ranks = result.source.ranks
+                if not ranks.broadcast("whether they are there", result.is_finished):
+                    shown = {"metasmoothness": matrix.smoothness} if matrix.smoothness else {}
+                    ranks.broadcast("the scores", partial(result.put, matrix.scores, matrix.errors, shown))
+                return result.scores(run, dense=True)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -425,15 +435,16 @@ class Attributor:
                 f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
             )
         targets = run.targets(data, batch_size)
-        with self._scoring(run, targets, name, chosen, **given) as (session, target_set, train, result):
-            ranks = result.source.ranks
+        source = checkpoints, checkpoint_loader
+        with self._scoring(run, targets, name, chosen, source) as (target_set, train, result):
+            session, ranks = target_set.session, result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
             finished = session.agreed(is_there)
             if not finished:
                 session.fit(chosen, train)
-                session.find_targets(target_set, train)
-            session.compare_targets(target_set, train)
+                target_set.find(train)
+            target_set.compare(train)
             if dense and not finished:
                 result.fill(progress=run.progress)
             ends, shown = (None, {}) if k is None else result.top_and_bottom(k, recall)
@@ -443,16 +454,9 @@ class Attributor:
 
     @contextmanager
     def _scoring(
-        self,
-        run: Run,
-        targets: Rows,
-        name: str,
-        method: AbstractMethod,
-        *,
-        checkpoints: CheckpointSource,
-        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None,
-    ) -> Iterator[tuple[FeaturizingSession, TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
-        """Open a session with all ranks, the targets, the complete train tables by weights digest, and the scores.
+        self, run: Run, targets: Rows, name: str, method: AbstractMethod, source: KnownSource
+    ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
+        """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
 
         Checkpoints that are given are loaded, and their missing target features are computed.
         """
@@ -461,40 +465,13 @@ class Attributor:
             run.session(ranks=ranks, train=self._held) as session,
             naming_dropped(session.store) as paths,
         ):
-            target_set = session.target_set(targets, name, method)
+            target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
-            if checkpoints is not None:
-                found = iterate_checkpoints(checkpoints, checkpoint_loader)
-                used = [session.add_targets(target_set, checkpoint) for checkpoint in found]
-            # Given ones may not be in paths: an iterable of the caller may have featurized them meanwhile.
-            train = complete_tables(session.store, used, paths if used is None else None)
-            source = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
-            result = ScoreResult(source, self.method, target_set.identity, len(targets))
-            yield session, target_set, train, result
-
-    def _score_matrix(
-        self,
-        method: AbstractMatrixMethod,
-        run: Run,
-        targets: Rows,
-        name: str,
-        made: Callable[[], _MadeMatrix],
-        given: Mapping[str, Any],
-    ) -> Scores:
-        """Return the stored scores of a method that does not multiply stored rows; without them, store those made."""
-        matrix: _MadeMatrix | None = None
-        while True:
-            with self._scoring(run, targets, name, method, **given) as (session, target_set, train, result):
-                session.find_targets(target_set, train)
-                session.compare_targets(target_set, train)
-                ranks = result.source.ranks
-                finished = ranks.broadcast("whether they are there", result.is_finished)
-                if not finished and matrix is not None:
-                    shown = {"metasmoothness": matrix.smoothness} if matrix.smoothness else {}
-                    ranks.broadcast("the scores", partial(result.put, matrix.scores, matrix.errors, shown))
-                if finished or matrix is not None:
-                    return result.scores(run, dense=True)
-            matrix = made()  # opens sessions of its own
+            if source[0] is not None:
+                used = [target_set.add(checkpoint, paths) for checkpoint in iterate_checkpoints(*source)]
+            train = complete_tables(session.store, used, paths)
+            stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
+            yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 
     def _made_matrix(
         self, method: AbstractMethod, run: Run, targets: Rows, name: str, score: Callable[..., Scores]
@@ -641,8 +618,7 @@ class Attributor:
             >>> clipped.featurize(data).rows_written
             20
         """
-        with self._workspace.reading() as store:
-            return stored_norms(store)
+        return self._train_column(GRADIENT_NORM)
 
     def label_suspicion(self) -> NDArray[np.float32]:
         """Return how suspect the label of each train row is: the mean of abs(q) over the stored checkpoints.
@@ -667,8 +643,26 @@ class Attributor:
             >>> _ = attributor.featurize(data)
             >>> suspects = attributor.label_suspicion().argsort()[::-1][:3]
         """
+        errors = np.abs(self._train_column(OUT_TO_LOSS)).mean(0, np.float64)
+        if len(errors) > 1 and np.ptp(errors) == 0:
+            raise StateError(
+                "Every row has the same q, because the model output of the task is its loss. Rank the rows by "
+                "scores.self_influence()."
+            )
+        return errors.astype(np.float32)
+
+    def _train_column(self, name: str) -> NDArray[np.float32]:
+        """Return a stored number of each train row for each checkpoint, ``(C, N)``."""
+        columns = []
         with self._workspace.reading() as store:
-            return stored_suspicion(store)
+            for table in complete_tables(store, None).values():
+                if name not in [column.name for column in table.spec.columns]:
+                    raise StateError(
+                        f"{table_path(table)} has no gradient norms: it was featurized with store_norms=False. "
+                        "Featurize into another path with store_norms=True."
+                    )
+                columns.append(table.read(name))
+        return np.stack(columns)
 
     def drop_checkpoint(self, name: str) -> None:
         """Permanently remove the rows of a checkpoint from the store: those of the train data and of all targets.

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (
     AssertedInputError,
     InvalidInputError,
@@ -39,14 +40,15 @@ from trak_lite.errors import (
     UnknownExperimentError,
     UnsupportedModelError,
 )
-from trak_lite.featurizing.row_checks import PROBED_ROWS, Computed, DoneRows, compare_rows, rounding_of
-from trak_lite.featurizing.rows import ComputedRows, HostRows, compute_features, joined
+from trak_lite.featurizing.row_checks import PROBED_ROWS, DoneRows
+from trak_lite.featurizing.rows import HostRows, RowPass, RowWork
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
     choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
@@ -62,10 +64,10 @@ from trak_lite.run.tables import (
     checkpoint_path,
     feature_table_spec,
     model_id_of,
+    path_of,
     plain_target_folder,
     score_table_spec,
     target_path,
-    traker_score_path,
 )
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import Grams
@@ -324,7 +326,13 @@ class TRAKer:
             raise StateError(
                 f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
             )
-        self._refuse_other_size(_name(exp_name), num_targets)
+        for path in self._workspace.store().table_names(plain_target_folder(_name(exp_name))):
+            size = self._workspace.store().open_table(path).spec.num_rows
+            if size != num_targets:
+                raise InvalidInputError(
+                    f"Experiment {exp_name!r} has {size} targets, got num_targets={num_targets}. One experiment is one "
+                    "set of targets: use another exp_name for another set."
+                )
         digest = self._load(checkpoint)
         _refuse_other_weights(model_id, train, digest)
         spec = self._feature_spec(num_targets, model_id, digest)
@@ -385,14 +393,15 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once, so another choice of checkpoints or lambda needs another path.
-        path = traker_score_path(exp_name, fingerprint)
+        path = path_of("scores", exp_name, identity=fingerprint)
         spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
         if not scores.complete:
-            terms = [
-                ScoreTerm(rows, self._precondition(model_id, table) / len(ids))
-                for model_id, rows, table in zip(ids, train, targets, strict=True)
-            ]
+            terms = []
+            for model_id, rows, table in zip(ids, train, targets, strict=True):
+                features = torch.from_numpy(table.read(FEATURES)).to(self.device)
+                solved = precondition(features, self._kernels(model_id), layout=self._layout).float()
+                terms.append(ScoreTerm(rows, solved / len(ids)))
             with self._locks_for_success_only():
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
             self._warn_of_singular_kernels()
@@ -421,10 +430,6 @@ class TRAKer:
     def _layout(self) -> FeatureLayout:
         return self.projector.layout(self.parameters)
 
-    @property
-    def _dtype_name(self) -> str:
-        return "float16" if self.dtype == torch.float16 else "float32"
-
     def _make_computer(self, factory: Callable[..., AbstractGradientComputer]) -> AbstractGradientComputer:
         names = list(self.parameters)
         computer = factory(
@@ -450,7 +455,7 @@ class TRAKer:
     def _manifest(self) -> Manifest:
         settings = {
             "dataset": {"num_rows": self.train_set_size},
-            "dtype": self._dtype_name,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "feature_width": self.proj_dim,
             "layout": self._layout.to_json(),
             "mode": "eval",
@@ -463,7 +468,8 @@ class TRAKer:
 
     def _feature_spec(self, num_rows: int, model_id: int, digest: str) -> TableSpec:
         fingerprint = {"model_id": model_id, "weights": digest}
-        return feature_table_spec(num_rows, self.proj_dim, self._dtype_name, fingerprint)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return feature_table_spec(num_rows, self.proj_dim, dtype, fingerprint)
 
     # ---------------------------------------------------------------- the model
 
@@ -500,16 +506,20 @@ class TRAKer:
         self._refuse_changed_model(cursor)
         rows = cursor.rows(inds, num_samples, batch_size(batch))
         with self._locks_for_success_only():
-            self._attach(cursor)
-            self._write(cursor, batch, rows)
+            table = self._attached(cursor)
+            try:
+                self._write(cursor, table, batch, rows)
+            except UnsupportedModelError as error:
+                self._replace_computer(batch, error)
+                self._write(cursor, table, batch, rows)
         if inds is None:
             cursor.position += len(rows)
 
-    def _attach(self, cursor: _Cursor) -> None:
-        """Open the cursor's table for the present state of the task; negatives may be set after loading."""
+    def _attached(self, cursor: _Cursor) -> LazyTable:
+        """Return the cursor's table for the present state of the task; negatives may be set after loading."""
         state = self.task.state_digest()
         if cursor.table is not None and cursor.state == state:
-            return
+            return cursor.table
         fingerprint = dict(cursor.spec.fingerprint)
         if state is not None:
             fingerprint["task_state"] = state
@@ -520,94 +530,57 @@ class TRAKer:
         cursor.table, cursor.state = table, state
         cursor.waiting[:] = False
         cursor.waiting[table.pending()] = True
+        return table
 
-    def _write(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
+    def _write(self, cursor: _Cursor, table: LazyTable, batch: Batch, rows: NDArray[np.int64]) -> None:
+        """Write the pending rows of a batch, and compare a few of its done rows with the stored ones."""
         keys = _sample_keys(batch) if cursor is self._target else None
         if keys is not None:
-            cursor.refuse_other_samples(rows, keys)
-        self._compare(cursor, batch, rows)
-        waiting = np.flatnonzero(cursor.waiting[rows])
-        if not len(waiting):
+            cursor.refuse_other_samples(table.table, rows, keys)
+        passes = RowPass(
+            HeldRows(cursor.label, rows, batch, cursor.spec.num_rows),
+            lambda *_: self.gradient_computer,
+            self.projector,
+            model_id=int(cursor.spec.fingerprint["model_id"]),
+            device=model_device(self.model),
+            normalization=Normalization(),
+            divisor=self.normalize_factor,
+        )
+        stored = cursor.done_rows(table.table, rows)
+        if stored is not None:
+            remedy = "use another save_dir (for targets: another exp_name)"
+            RowWork(table, passes, cursor.path, remedy=remedy).compare_with(stored)
+            cursor.is_compared = True
+        pending = cursor.waiting[rows]
+        if not pending.any():
             return
-        if len(waiting) < len(rows):
-            batch = take_rows(batch, waiting.tolist())
-        batch = move_batch(batch, model_device(self.model))
-        found = self._computed(cursor, batch, rows[waiting])
+        waiting = rows[pending]
+        part = batch if pending.all() else take_rows(batch, np.flatnonzero(pending).tolist())
+        found = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
-            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[waiting])})
-        table = cursor.attached()
-        HostRows(found, table.spec).put(table, rows[waiting], cursor.label)
-        cursor.waiting[rows[waiting]] = False
+            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
+        HostRows(found, table.spec).put(table, waiting, cursor.label)
+        cursor.waiting[waiting] = False
         if keys is not None:
-            cursor.refuse_other_samples(rows, keys)
+            cursor.refuse_other_samples(table.table, rows, keys)
         if not cursor.waiting.any():
             self.gradient_computer.confirm()
 
-    def _compare(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> None:
-        """Recompute a few rows of the first batch with done rows, and compare them with the stored ones.
-
-        Raises:
-            ManifestMismatchError: If they differ beyond rounding.
-        """
-        found = cursor.take_done(rows)
-        if found is None:
-            return
-        stored, places = found
-
-        def computed(some: list[int]) -> Computed:
-            part = move_batch(take_rows(batch, some), model_device(self.model))
-            return joined([self._computed(cursor, part, rows[some])])
-
-        compare_rows(
-            stored,
-            computed(places),
-            lambda place: computed([places[place]]),
-            rounding=rounding_of(self.model, self.device),
-            named=stored.rows,
-            what=cursor.label,
-            label=cursor.path,
-            why=lambda place: (
-                "Something that rows depend on has changed: the samples (are they random?), the model's code, "
-                "attributes or unsaved buffers, the task, the projector. Undo the change, or use another save_dir (for "
-                "targets: another exp_name)."
-            ),
-        )
-
-    def _computed(self, cursor: _Cursor, batch: Batch, rows: NDArray[np.int64]) -> ComputedRows:
-        """Return the features ``(B, K)`` of a batch divided by the normalisation factor, and f, q and w."""
-
-        def compute(computer: AbstractGradientComputer) -> ComputedRows:
-            features, terms, _ = compute_features(
-                *(computer, self.projector, batch),
-                model_id=int(cursor.spec.fingerprint["model_id"]),
-                rows=rows,
-                what=cursor.label,
-                to_come=int(cursor.waiting.sum()) / len(rows) - 1,
-            )
-            return ComputedRows(batch, computer, features / self.normalize_factor, terms, {})
-
-        try:
-            return compute(self.gradient_computer)
-        except SelfCheckError:
-            raise
-        except UnsupportedModelError as error:
-            # The failure is of vmap, and depends on the release of the libraries that the model uses.
-            own = self.gradient_computer
-            if type(own) is not FunctionalGradientComputer:
-                raise
-            chosen = choose_gradient_computer(
-                self.model,
-                self.task,
-                batch,
-                list(self.parameters),
-                autocast_dtype=own.autocast_dtype,
-                float32_products=own.float32_products,
-            )
-            logger.warning(
-                "Using %s instead, which is exact for this model. %s", type(chosen.computer).__name__, error
-            )
-            self.gradient_computer = chosen.computer
-            return compute(chosen.computer)
+    def _replace_computer(self, batch: Batch, error: UnsupportedModelError) -> None:
+        """Use another gradient computer from now on, or raise the error: vmap does not support every model."""
+        own = self.gradient_computer
+        if isinstance(error, SelfCheckError) or type(own) is not FunctionalGradientComputer:
+            raise error
+        chosen = choose_gradient_computer(
+            self.model,
+            self.task,
+            move_batch(batch, model_device(self.model)),
+            list(self.parameters),
+            autocast_dtype=own.autocast_dtype,
+            float32_products=own.float32_products,
+        ).computer
+        logger.warning("Using %s instead, which is exact for this model. %s", type(chosen).__name__, error)
+        self.gradient_computer = chosen
 
     @contextmanager
     def _locks_for_success_only(self) -> Iterator[None]:
@@ -649,16 +622,6 @@ class TRAKer:
             )
         return table
 
-    def _refuse_other_size(self, exp_name: str, num_targets: int) -> None:
-        store = self._workspace.store()
-        for path in store.table_names(plain_target_folder(exp_name)):
-            size = store.open_table(path).spec.num_rows
-            if size != num_targets:
-                raise InvalidInputError(
-                    f"Experiment {exp_name!r} has {size} targets, got num_targets={num_targets}. One experiment is one "
-                    "set of targets: use another exp_name for another set."
-                )
-
     def _scorable_ids(self, exp_name: str, ids: list[int], allow_skip: bool) -> list[int]:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
         tables = {model_id: self._workspace.table(target_path(exp_name, model_id)) for model_id in ids}
@@ -678,11 +641,6 @@ class TRAKer:
                 "Experiment %r: left out model ids %s, whose targets are missing.", exp_name, missing
             )
         return usable
-
-    def _precondition(self, model_id: int, targets: AbstractRowTable) -> Tensor:
-        """Return the targets of an id multiplied by its inverse kernel, ``(M, K)`` float32."""
-        rows = torch.from_numpy(targets.read(FEATURES)).to(self.device)
-        return precondition(rows, self._kernels(model_id), layout=self._layout).float()
 
     def _grams(self) -> Grams:
         return Grams(self._workspace.store(), self._kernel, self._layout, self.device)
@@ -728,28 +686,18 @@ class _Cursor:
         self.table: LazyTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
-        self._is_compared = False
+        self.is_compared = False
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def take_done(self, rows: NDArray[np.int64]) -> tuple[DoneRows, list[int]] | None:
-        """Return a few done rows of ``rows`` with their positions, at the first call that has any; ``None`` later."""
-        table = self.attached().table
-        done = np.flatnonzero(~self.waiting[rows])
-        if self._is_compared or table is None or not len(done):
+    def done_rows(self, table: AbstractRowTable | None, rows: NDArray[np.int64]) -> DoneRows | None:
+        """Return a few done rows of ``rows``, from one chunk; ``None`` if some were compared already."""
+        done = rows[~self.waiting[rows]]
+        if self.is_compared or table is None or not len(done):
             return None
-        stored, values = table.read_done(int(rows[done[0]]) // self.spec.chunk_rows)
-        _, there, here = np.intersect1d(stored, rows[done], assume_unique=True, return_indices=True)
-        if not len(there):
-            return None
-        self._is_compared = True
-        some = there[:PROBED_ROWS]
-        chosen = {name: column[some] for name, column in values.items()}
-        return DoneRows(stored[some], chosen, table.spec.columns), done[here[:PROBED_ROWS]].tolist()
-
-    def attached(self) -> LazyTable:
-        """Return the table."""
-        assert self.table is not None, "call attach() first"
-        return self.table
+        stored, values = table.read_done(int(done[0]) // self.spec.chunk_rows)
+        chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]
+        some = {name: column[chosen] for name, column in values.items()}
+        return DoneRows(stored[chosen], some, table.spec.columns) if len(chosen) else None
 
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
         """Return the row numbers of a batch."""
@@ -776,13 +724,14 @@ class _Cursor:
             )
         return rows
 
-    def refuse_other_samples(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
+    def refuse_other_samples(
+        self, table: AbstractRowTable | None, rows: NDArray[np.int64], keys: NDArray[np.float32]
+    ) -> None:
         """Raise if complete stored targets were computed from other samples than those seen so far."""
         seen = self._keys.copy()
         seen[rows] = keys
-        table, differing = self.attached().table, list[int]()
-        if table is not None and table.complete:
-            differing = np.flatnonzero(~np.isnan(seen) & (seen != table.read(_SAMPLE_KEYS))).tolist()
+        there = table.read(_SAMPLE_KEYS) if table is not None and table.complete else seen
+        differing = np.flatnonzero(~np.isnan(seen) & (seen != there)).tolist()
         if differing:
             raise InvalidInputError(
                 f"Rows {differing[:5]} of {self.label} were scored before with other samples. One experiment is one "

@@ -171,8 +171,8 @@ def figures(name: str) -> dict[str, dict[str, float]]:
                 aims = torch.from_numpy(targets.read("features")).float()
                 kernels: dict[str, Any] = {"none": (None, None), "curvature": (w, None)}
                 if setting.task == TEXT:
-                    fits = FisherFits(store, Fisher())
-                    grams = fits.grams(f"ckpt-{number}", attributor.layout, device=torch.device("cpu"))
+                    fits = FisherFits(store, Fisher(), attributor.layout)
+                    grams = fits.grams(f"ckpt-{number}", device=torch.device("cpu"))
                     kernels = {"fisher": (None, grams)}
                 groups = ("run", "final") if number == len(states) - 1 else ("run",)
                 for kernel, (weights, grams) in kernels.items():

@@ -17,7 +17,7 @@ from trak_lite._devices import add_at_, float32_products, full_float32, in_float
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing import gradient_norms
-from trak_lite.featurizing.kronecker.bases import Eigenbasis
+from trak_lite.featurizing.kronecker.curvature import Eigenbasis
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, self_check
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.linalg.topk import TopK

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS
 from trak_lite.methods import TRAK, Fisher, GaussNewton, as_method
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 from trak_lite.run.settings import stored_arguments
@@ -42,6 +43,27 @@ def test_the_default_width_of_a_module_falls_with_their_number(modules, proj_dim
     assert made.projector.proj_dim == proj_dim
     assert made.layout.width == modules * proj_dim
     assert Attributor(net, "regression", None, layout="joint").layout.width == 2048
+
+
+@pytest.mark.parametrize("products", ["ieee", "tf32"])
+@pytest.mark.parametrize("name", sorted(GRADIENT_COMPUTERS))
+def test_a_computer_that_is_named_is_asked_for_its_fingerprint_without_being_made(
+    name, products, monkeypatch
+):
+    made = attributor(gradient_computer=name, float32_products=products)
+    made.featurize(TRAIN)
+    computer = GRADIENT_COMPUTERS[name](
+        model=made.model, task=made.task, grad_dim=1, float32_products=products
+    )
+    with made._workspace.reading() as store:
+        assert store.manifest.fingerprint["gradients"] == {
+            **computer.fingerprint(),
+            **made.normalization.fingerprint(),
+        }
+        assert store.manifest.made_with["float32_products"] == computer.float32_products
+    made.score(TARGETS, "t")
+    monkeypatch.setattr(GRADIENT_COMPUTERS[name], "__init__", None)
+    made.drop_scores("t")
 
 
 @pytest.mark.parametrize("proj_dim", [4, 16])

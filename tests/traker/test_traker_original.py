@@ -223,7 +223,9 @@ def test_a_model_that_vmap_cannot_transform_is_featurized_by_another_computer(tm
     default = asked(tmp_path / "default", count=2)
     iterative = asked(tmp_path / "iterative", count=2, gradient_computer=IterativeGradientComputer)
 
-    rows = [stored(traker, 1) for traker in (default, iterative)]
+    rows = [
+        np.concatenate([stored(traker, model_id) for model_id in (0, 1)]) for traker in (default, iterative)
+    ]
     np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6 * np.abs(rows[0]).max())
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "Using HookGradientComputer instead" in warning

@@ -7,6 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -186,7 +187,8 @@ class Rows:
         """Keep a copy of a few samples of the first batch whose tensors all have one entry per row."""
         leaves = flatten_batch(batch)[0] if self.held is None else []
         if leaves and all(len(leaf) == len(rows) for leaf in leaves):
-            self.held = HeldRows(self, rows[:_NUM_HELD], batch)
+            held = rows[:_NUM_HELD]
+            self.held = HeldRows(self.what, held, take_rows(batch, list(range(len(held)))), len(self))
 
     def identity(self, *, num_rows: int | None = None) -> dict[str, Any]:
         """Return JSON values that identify the data.
@@ -471,26 +473,27 @@ def _add(digest: hashlib._Hash, kind: str, text: bytes) -> None:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldRows:
-    """Copies of a few loaded rows of a dataset; later changes to the dataset do not affect them."""
+    """A few loaded rows of a dataset; later changes to the dataset do not affect them if their batch is a copy."""
 
-    def __init__(self, rows: Rows, held: _RowNumbers, batch: Batch) -> None:
-        """Copy the first samples of a collated batch.
+    what: str
+    """Name of the dataset in messages."""
+    held: _RowNumbers
+    """``(n,)`` row numbers."""
+    batch: Batch
+    """Their collated batch."""
+    num_rows: int
+    """Number of rows of the whole dataset."""
 
-        Args:
-            rows: The rows that the batch was loaded from.
-            held: ``(n,)`` numbers of the batch's first n rows, at most ``rows.batch_size``.
-            batch: The collated batch.
-        """
-        self.what, self.batch_size = rows.what, len(held)
-        self.held = held
-        """``(n,)`` row numbers."""
-        self._num_rows = len(rows)
-        self._batch = take_rows(batch, list(range(len(held))))
+    @property
+    def batch_size(self) -> int:
+        """Number of held rows."""
+        return len(self.held)
 
     def __len__(self) -> int:
         """Return the number of rows of the whole dataset."""
-        return self._num_rows
+        return self.num_rows
 
     def numbers(self, rows: _RowNumbers) -> _RowNumbers:
         """Return the row numbers to use in messages: the same numbers."""
@@ -504,7 +507,7 @@ class HeldRows:
         """Yield each list of rows in the plan with a copy of its samples; all rows must be held."""
         places = {row: place for place, row in enumerate(self.held.tolist())}
         for rows in plan:
-            yield rows, take_rows(self._batch, [places[row] for row in rows.tolist()])
+            yield rows, take_rows(self.batch, [places[row] for row in rows.tolist()])
 
 
 def every_nth(count: int, most: int) -> slice:

@@ -17,43 +17,29 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite.data.datasets import Rows, spread_rows
-from trak_lite.errors import (
-    BusyError,
-    MissingStoreError,
-    ReadOnlyStoreError,
-    StateError,
-    StoreError,
-)
-from trak_lite.featurizing.rows import RowPass, RowWork, featurize_rows
-from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.errors import BusyError, MissingStoreError, ReadOnlyStoreError, StateError, StoreError
+from trak_lite.featurizing.rows import RowWork
 from trak_lite.methods import EKFAC, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.parallel.ranks import Ranks
-from trak_lite.parallel.sharing import LazyTable, SharedRows, has_free_rows
-from trak_lite.run.tables import (
-    FEATURES,
-    as_tensor,
-    feature_table_spec,
-    fisher_folder,
-    fisher_paths,
-)
+from trak_lite.parallel.sharing import SharedRows, has_free_rows
+from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder, fisher_paths
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
-from trak_lite.types import Batch, FeatureLayout
+from trak_lite.types import Batch, FeatureLayout, Segment
 
-__all__ = ["FisherFits", "not_fitted", "require_writable", "split_squares"]
+__all__ = ["DrawnRows", "FisherFits", "not_fitted", "require_writable", "split_squares"]
 
 _VERSION = 2
 _GRAM = "gram"
@@ -86,39 +72,46 @@ def not_fitted(what: str, method: Fisher | EKFAC) -> StateError:
 @final
 @dataclass(frozen=True, slots=True)
 class FisherFits:
-    """Gram matrices of the checkpoints of a store, fitted with the settings of a method."""
+    """Gram matrices of the checkpoints of a store, fitted with the settings of a method.
+
+    A checkpoint is named by the path of its table of train rows.
+    """
 
     store: AbstractFeatureStore
     method: Fisher
     """Its fields set the accuracy of the estimate of the Fisher information."""
+    layout: FeatureLayout
+    """Segments of the stored rows."""
 
-    def has(self, path: str, layout: FeatureLayout) -> bool:
-        """Whether the checkpoint with this table of train rows is fitted."""
-        return self._fitted(path, layout) is not None
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint is fitted."""
+        return self._fitted(path) is not None
 
-    def is_left_alone(self, path: str, layout: FeatureLayout) -> bool:
-        """Whether the fit of the checkpoint with this table is incomplete, and no process works on the rest."""
-        if self.has(path, layout):
+    def is_left_alone(self, path: str) -> bool:
+        """Whether the fit of the checkpoint is incomplete, and no process works on the rest."""
+        if self.has(path):
             return False
-        drawn, gram = fisher_paths(path, self._fingerprint(path, layout))
         try:
             known = self.store.table_names(fisher_folder(path))
-            found = {name: self.store.open_table(name) for name in (drawn, gram) if name in known}
-            table = found.get(gram, found.get(drawn))
+            drawn, gram = (
+                self.store.open_table(name) if name in known else None
+                for name in fisher_paths(path, self._fingerprint(path))
+            )
+            table = gram or drawn
             return table is None or table.complete or has_free_rows(table)
         except (StoreError, StateError):
             # Another process has completed the matrices and dropped the table that they are computed from.
-            if not self.has(path, layout):
+            if not self.has(path):
                 raise
             return False
 
-    def grams(self, path: str, layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
-        """Return the gram matrix of the checkpoint with this table of train rows, segment by segment.
+    def grams(self, path: str, *, device: torch.device) -> list[Tensor]:
+        """Return the gram matrix of the checkpoint, segment by segment.
 
         Raises:
             StateError: If it was not fitted with these settings and segments, or train rows were appended since.
         """
-        table = self._fitted(path, layout)
+        table = self._fitted(path)
         if table is None:
             raise not_fitted(f"Fisher information of {path}", self.method)
         dtype = wide_dtype(device)
@@ -129,37 +122,24 @@ class FisherFits:
                     for _, rows in table.blocks(_GRAM, segment.start, segment.stop)
                 ]
             )
-            for segment in layout.segments
+            for segment in self.layout.segments
         ]
 
-    def fit(
-        self,
-        path: str,
-        passes: RowPass,
-        rows: Rows,
-        task: AbstractModelOutput,
-        computer: AbstractGradientComputer,
-        layout: FeatureLayout,
-        *,
-        lazy_table: Callable[[str, TableSpec, Mapping[str, Any]], LazyTable],
-        label: str,
-        progress: bool | None,
-        ranks: Ranks,
-        wait: bool,
-    ) -> None:
+    def drawn_table(self, path: str, num_samples: int) -> tuple[str, TableSpec, dict[str, str]]:
+        """Return the path, spec and attributes of the table of the drawn rows of a fit."""
+        fingerprint = self._fingerprint(path)
+        drawn, gram = fisher_paths(path, fingerprint)
+        spec = feature_table_spec(num_samples, self.layout.width, "float32", fingerprint)
+        return drawn, spec, {NEEDED_UNTIL: gram}
+
+    def fit(self, path: str, drawn: RowWork, num_rows: int, *, wait: bool) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part, together with other processes.
 
         Args:
-            path: Table of its train rows.
-            passes: Computes them; their normalisation is none, or one that is linear in the gradient.
-            rows: The train rows.
-            task: Draws the labels.
-            computer: Computes the gradients of :func:`fisher_task`.
-            layout: Segments of the stored rows.
-            lazy_table: Returns a table of the store that is created when its first rows are put.
-            label: Label of the progress bar.
-            progress: Show the bar; ``None`` shows it on a terminal only.
-            ranks: See :func:`~trak_lite.featurizing.rows.featurize_rows`.
+            path: Its table of train rows.
+            drawn: Fills :meth:`drawn_table` with the features of :class:`DrawnRows`; their normalisation is none, or
+                one that is linear in the gradient.
+            num_rows: N.
             wait: Wait for chunks that other processes hold. ``False`` returns without them.
 
         Raises:
@@ -169,85 +149,92 @@ class FisherFits:
         require_writable(self.store)
 
         def stop_when_fitted() -> None:
-            if self.has(path, layout):
+            if self.has(path):
                 raise _FittedByOthersError
 
-        fingerprint = self._fingerprint(path, layout)
-        drawn_path, gram_path = fisher_paths(path, fingerprint)
-        number = self.method.num_samples(layout, passes.projector.proj_dim)
-        samples = _DrawnRows(rows, task, computer, self.method, number)
-        spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
-        table = lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path})
-        work = RowWork(table, replace(passes, rows=samples, computer_for=lambda *_: computer), label)
         try:
-            with ranks.checking(stop_when_fitted):
-                featurize_rows(work, progress=progress, ranks=ranks, wait=wait)
-            drawn = self.store.open_table(drawn_path)
-            if drawn.complete:
-                self._sum_up(gram_path, drawn, layout, len(rows), passes.device, ranks, wait)
+            with drawn.ranks.checking(stop_when_fitted):
+                drawn.fill(wait=wait)
+            drawn_path, gram_path = fisher_paths(path, self._fingerprint(path))
+            table = self.store.open_table(drawn_path)
+            if table.complete:
+                self._sum_up(gram_path, table, num_rows, drawn, wait=wait)
         except (_FittedByOthersError, StoreError, StateError):
             # The process that completes the matrices drops the table that they are computed from, while others use it.
-            if not self.has(path, layout):
+            if not self.has(path):
                 raise
-        self.sweep(path, layout)
+        self.sweep(path)
 
-    def sweep(self, path: str, layout: FeatureLayout) -> None:
+    def sweep(self, path: str) -> None:
         """Drop tables that a kill may have left: inputs of a finished fit, and fits to fewer train rows."""
-        if not self.store.writable or not self.has(path, layout):
+        if not self.store.writable or not self.has(path):
             return
-        _, current = fisher_paths(path, self._fingerprint(path, layout))
-        for table in self.store.table_names(fisher_folder(path)):
-            with contextlib.suppress(
-                BusyError, MissingStoreError
-            ):  # another process writes or has dropped it
-                if (
-                    table != current
-                    and self.store.open_table(table).spec.fingerprint["fisher"] == self._record
-                ):
-                    self.store.drop_table(table)
+        _, current = fisher_paths(path, self._fingerprint(path))
+        for name in self.store.table_names(fisher_folder(path)):
+            # Another process may write it or have dropped it.
+            with contextlib.suppress(BusyError, MissingStoreError):
+                record = self.store.open_table(name).spec.fingerprint["fisher"]
+                if name != current and record == self._record:
+                    self.store.drop_table(name)
 
+    @torch.no_grad()
     def _sum_up(
-        self,
-        path: str,
-        drawn: AbstractRowTable,
-        layout: FeatureLayout,
-        num_rows: int,
-        device: torch.device,
-        ranks: Ranks,
-        wait: bool,
+        self, path: str, drawn: AbstractRowTable, num_rows: int, work: RowWork, *, wait: bool
     ) -> None:
-        """Fill the table of gram matrices: row i has the products of feature i with the features of its segment."""
-        widest = max(segment.width for segment in layout.segments)
+        """Fill the table of gram matrices: row i has the products of feature i with the features of its segment.
+
+        Rows of narrower segments than the widest end in zeros.
+        """
+        widest = max(segment.width for segment in self.layout.segments)
         spec = TableSpec(
-            layout.width,
+            self.layout.width,
             (Column(_GRAM, widest, "float32"),),  # rounds less than the error of the estimate
             _GRAM_ROWS,
             drawn.spec.fingerprint,
         )
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
+        device = work.passes.device
         table = self.store.create_table(path, spec)
-        with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=ranks) as work:
-            for wanted in (wanted for batches in work.rounds(wait=wait) for wanted in batches):
-                found = scale * _gram_rows(drawn, wanted, layout, device)
-                work.put(wanted, {_GRAM: found.float().cpu().numpy()})
+        with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=work.ranks) as shared:
+            for wanted in (wanted for batches in shared.rounds(wait=wait) for wanted in batches):
+                rows = torch.zeros(len(wanted), widest, dtype=wide_dtype(device), device=device)
+                for segment in self.layout.segments:
+                    self._add_products(rows, wanted, drawn, segment)
+                shared.put(wanted, {_GRAM: (scale * rows).float().cpu().numpy()})
+
+    def _add_products(
+        self, rows: Tensor, wanted: NDArray[np.int64], drawn: AbstractRowTable, segment: Segment
+    ) -> None:
+        """Add the rows of a segment's gram matrix of drawn features that are among ``wanted`` to ``rows``."""
+        places = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
+        if not len(places):
+            return
+        device = rows.device
+        columns = torch.from_numpy(wanted[places] - segment.start).to(device)
+        total = rows[places[0] : places[-1] + 1, : segment.width]
+        for _, block in drawn.blocks(FEATURES):
+            for start in range(0, len(block), _PRODUCT_ROWS):
+                part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
+                with full_float32(device):
+                    total += part[:, columns].T @ part
 
     @property
     def _record(self) -> dict[str, Any]:
         return {"version": _VERSION, **self.method.fit_json()}
 
-    def _fitted(self, path: str, layout: FeatureLayout) -> AbstractRowTable | None:
+    def _fitted(self, path: str) -> AbstractRowTable | None:
         """Return the table of the checkpoint's gram matrices if it is complete."""
-        _, name = fisher_paths(path, self._fingerprint(path, layout))
+        _, name = fisher_paths(path, self._fingerprint(path))
         if name not in self.store.table_names(fisher_folder(path)):
             return None
         table = self.store.open_table(name)
         return table if table.complete else None
 
-    def _fingerprint(self, path: str, layout: FeatureLayout) -> dict[str, Any]:
+    def _fingerprint(self, path: str) -> dict[str, Any]:
         return {
             "fisher": self._record,
             "dataset": self.store.manifest.fingerprint.get("dataset", {}),
-            "layout": layout.to_json(),
+            "layout": self.layout.to_json(),
             "weights": self.store.open_table(path).spec.fingerprint["weights"],
         }
 
@@ -258,24 +245,20 @@ class _FittedByOthersError(Exception):
 
 
 @final
-class _DrawnRows:
+class DrawnRows:
     """The n samples of a fit: train rows with drawn labels, each train row as often as the method needs."""
 
     def __init__(
-        self,
-        rows: Rows,
-        task: AbstractModelOutput,
-        computer: AbstractGradientComputer,
-        method: Fisher,
-        number: int,
+        self, rows: Rows, task: AbstractModelOutput, model: nn.Module, method: Fisher, number: int
     ) -> None:
+        """Choose ``number`` samples, or fewer if the method limits the draws; ``task`` draws labels from ``model``."""
         self.what, self.batch_size = rows.what, rows.batch_size
-        self._rows, self._task, self._computer = rows, task, computer
+        self._rows, self._task, self._model, self._seed = rows, task, model, method.seed
         self._chosen = spread_rows(len(rows), number)
-        self._seed = method.seed
         self._draws = min(math.ceil(number / len(self._chosen)), method.max_draws)
 
     def __len__(self) -> int:
+        """Return n."""
         return self._draws * len(self._chosen)
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -300,28 +283,7 @@ class _DrawnRows:
     def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
         """Return the batch with labels drawn from the model."""
         noise = row_noise(self.numbers(rows), seed=self._seed, draw=rows // len(self._chosen))
-        return self._task.sample_labels(ModelCall(self._computer.model), batch, noise)
-
-
-@torch.no_grad()
-def _gram_rows(
-    drawn: AbstractRowTable, wanted: NDArray[np.int64], layout: FeatureLayout, device: torch.device
-) -> Tensor:
-    """Return rows of the gram matrices of drawn features, ``(b, k)``; k of the widest segment, others end in zeros."""
-    widest = max(segment.width for segment in layout.segments)
-    rows = torch.zeros(len(wanted), widest, dtype=wide_dtype(device), device=device)
-    for segment in layout.segments:
-        places = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
-        if not len(places):
-            continue
-        columns = torch.from_numpy(wanted[places] - segment.start).to(device)
-        total = rows[places[0] : places[-1] + 1, : segment.width]
-        for _, block in drawn.blocks(FEATURES):
-            for start in range(0, len(block), _PRODUCT_ROWS):
-                part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
-                with full_float32(device):
-                    total += part[:, columns].T @ part
-    return rows
+        return self._task.sample_labels(ModelCall(self._model), batch, noise)
 
 
 def split_squares(flat: NDArray[Any], layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:

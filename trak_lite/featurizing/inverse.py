@@ -58,16 +58,21 @@ class InverseCurvature:
     method: AbstractInverseMethod
     preconditioner: Preconditioner
     """The inverse of the method's EK-FAC."""
-    products: CurvatureProducts
+    products: CurvatureProducts | None
     """Products with the Gauss-Newton matrix or an estimate, for the iterative methods."""
     label: str
     """Name of the checkpoint in messages."""
+    parameters: ParameterShapes
     _scale: float | None = None
 
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator, which collects the gradients of a whole batch; see :class:`Inverse`."""
+        """Return a new accumulator; see :class:`Inverse`. An iterative method needs the gradients of a whole batch."""
+        if isinstance(self.method, EKFAC):
+            return self.preconditioner.accumulator(
+                projector, num_samples, model_id=model_id, parameters=parameters
+            )
         whole = NoOpProjector(device=projector.device).accumulator(
             num_samples, model_id=model_id, parameters=parameters
         )
@@ -86,10 +91,10 @@ class InverseCurvature:
             NonFiniteError: If LiSSA diverges.
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
-        if isinstance(self.method, CG):
-            return self._solve_by_cg(self.method, gradients)
-        if isinstance(self.method, LiSSA):
-            return self._solve_by_lissa(self.method, gradients)
+        if isinstance(self.method, CG) and self.products is not None:
+            return self._solve_by_cg(self.method, self.products, gradients)
+        if isinstance(self.method, LiSSA) and self.products is not None:
+            return self._solve_by_lissa(self.method, self.products, gradients)
         if not isinstance(self.method, EKFAC):
             raise InvalidInputError(
                 f"{self.method.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
@@ -97,17 +102,17 @@ class InverseCurvature:
         return Solution(self._precondition(gradients), None)
 
     def _precondition(self, gradients: Tensor) -> Tensor:
-        whole = NoOpProjector(device=self.products.device)
-        named = by_name(gradients, self.products.parameters)
+        whole = NoOpProjector(device=gradients.device)
+        named = by_name(gradients, self.parameters)
         return PreconditionedProjector(whole, self.preconditioner).project(named, 0)
 
-    def _solve_by_cg(self, method: CG, gradients: Tensor) -> Solution:
+    def _solve_by_cg(self, method: CG, products: CurvatureProducts, gradients: Tensor) -> Solution:
         damping, right = self._damping(gradients)
-        num_rows = len(self.products.rows)
+        num_rows = len(products.rows)
         wanted = spread_rows(num_rows, method.max_rows)
         scale = num_rows / len(wanted)
         found, convergence = conjugate_gradients(
-            lambda vectors: self.products(vectors, wanted, scale=scale) + damping * vectors,
+            lambda vectors: products(vectors, wanted, scale=scale) + damping * vectors,
             self._precondition,
             right,
             tolerance=method.tolerance,
@@ -116,12 +121,12 @@ class InverseCurvature:
         self._report(convergence, method.tolerance, "max_iterations")
         return Solution(found, convergence)
 
-    def _solve_by_lissa(self, method: LiSSA, gradients: Tensor) -> Solution:
+    def _solve_by_lissa(self, method: LiSSA, products: CurvatureProducts, gradients: Tensor) -> Solution:
         damping, right = self._damping(gradients)
-        num_rows = len(self.products.rows)
+        num_rows = len(products.rows)
 
         def whole(vectors: Tensor) -> Tensor:
-            return self.products(vectors, np.arange(num_rows)) + damping * vectors
+            return products(vectors, np.arange(num_rows)) + damping * vectors
 
         if method.scale is None and self._scale is None:
             largest = largest_eigenvalue(whole, gradients, iterations=_POWER_ITERATIONS, seed=method.seed)
@@ -133,7 +138,7 @@ class InverseCurvature:
 
         def estimated(vectors: Tensor) -> Tensor:
             rows = np.sort(drawn.permutation(num_rows)[:count])
-            return self.products(vectors, rows, scale=num_rows / count) + damping * vectors
+            return products(vectors, rows, scale=num_rows / count) + damping * vectors
 
         found = torch.zeros_like(right)
         for _ in range(method.repeats):
@@ -156,7 +161,7 @@ class InverseCurvature:
         """
         parts = [
             gradients.new_full((int(np.prod(shape)),), self.preconditioner.lambdas[name])
-            for name, shape in self.products.parameters.items()
+            for name, shape in self.parameters.items()
         ]
         damping = torch.cat(parts)
         return damping, torch.where(damping > 0, gradients, 0.0)

@@ -10,7 +10,7 @@ Shapes: n rows that are compared, K feature width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import numpy as np
@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from trak_lite.errors import ManifestMismatchError
 from trak_lite.store import AbstractRowTable, Column
 
-__all__ = ["PROBED_ROWS", "Computed", "DoneRows", "compare_rows", "done_rows", "rounding_of"]
+__all__ = ["PROBED_ROWS", "Computed", "DoneRows", "differences", "done_rows", "rounding_of"]
 
 PROBED_ROWS: Final = 8
 """Largest number of rows of a table that are recomputed."""
@@ -114,68 +113,42 @@ def rounding_of(model: nn.Module, device: torch.device) -> float:
     return max(found, _REDUCED) if device.type != "cpu" and dtypes != {torch.float64} else found
 
 
-def compare_rows(
-    stored: DoneRows,
-    computed: Computed,
-    alone: Callable[[int], Computed],
-    *,
-    rounding: float,
-    named: NDArray[np.int64],
-    what: str,
-    label: str,
-    why: Callable[[int], str],
-) -> None:
-    """Raise if recomputed rows differ from stored ones by more than rounding.
+def differences(
+    stored: DoneRows, computed: Computed, alone: Callable[[int], Computed], rounding: float
+) -> dict[int, list[str]]:
+    """Return what differs by more than rounding between stored rows and the same rows, recomputed.
 
     Args:
         stored: Rows of the table.
         computed: The same rows, recomputed.
         alone: Recomputes the row at a position in a batch of one; the difference measures the rounding of this row.
         rounding: See :func:`rounding_of`.
-        named: ``(n,)`` row numbers for the message.
-        what: Name of the data in the message.
-        label: Name of the table in the message.
-        why: Returns the sentence on the cause that the message adds for the row at a position.
 
-    Raises:
-        ManifestMismatchError: If a row differs; names the first one and every quantity of it that differs.
+    Returns:
+        By the position of each row that differs, the text of every quantity of it that differs.
     """
     errors = _errors(stored, computed)
     suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))
-    worst: dict[int, dict[str, float]] = {}
+    differing: dict[int, list[str]] = {}
     for place in suspects.tolist():
-        noise = _errors(_taken(stored, place, computed.values), alone(place))
-        allowed = {
-            name: max(rounding, min(_NOISE_FACTOR * float(found[0]), _MOST_NOISE))
-            for name, found in noise.items()
-        }
-        wrong = {
-            name: float(error[place]) for name, error in errors.items() if not error[place] <= allowed[name]
-        }
+        row = {name: values[place : place + 1] for name, values in computed.values.items()}
+        # As if it were stored without rounding.
+        unrounded = tuple(replace(column, dtype="float32") for column in stored.columns)
+        noise = _errors(DoneRows(stored.rows[place : place + 1], row, unrounded), alone(place))
+        wrong = [
+            _difference(name, float(error[place]), stored, computed, place)
+            for name, error in errors.items()
+            if not error[place] <= max(rounding, min(_NOISE_FACTOR * float(noise[name][0]), _MOST_NOISE))
+        ]
         if wrong:
-            worst[place] = wrong
-    if not worst:
-        return
-    place, wrong = next(iter(worst.items()))
-    differences = [_difference(name, error, stored, computed, place) for name, error in wrong.items()]
-    raise ManifestMismatchError(
-        f"{label}: row {named[place]} of {what}, computed again, differs from the stored row: {', '.join(differences)} "
-        f"(allowed rounding: {rounding:g}; {len(worst)} of {len(named)} recomputed rows differ). "
-        f"{why(place)}"
-    )
+            differing[place] = wrong
+    return differing
 
 
 def _spread(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     """Return at most ``most`` evenly spread rows, with the first and the last one."""
     places = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
     return rows[np.unique(places)]
-
-
-def _taken(stored: DoneRows, place: int, values: Values) -> DoneRows:
-    """Return one row with the given values, as if it were stored without rounding."""
-    columns = tuple(Column(column.name, column.width, "float32") for column in stored.columns)
-    some = {name: column[place : place + 1] for name, column in values.items()}
-    return DoneRows(stored.rows[place : place + 1], some, columns)
 
 
 def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float64]]:
@@ -188,17 +161,12 @@ def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float6
             continue
         there = stored.values[column.name].astype(np.float64)
         here = computed.values[column.name].astype(np.float64)
-        found[column.name] = (
-            _scalar_errors(there, here, slack) if column.width is None else _row_errors(there, here, column)
-        )
+        if column.width is not None:
+            found[column.name] = _row_errors(there, here, column)
+            continue
+        size = np.maximum(np.abs(there), np.sqrt(np.mean(there**2)))
+        found[column.name] = _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
     return found
-
-
-def _scalar_errors(
-    there: NDArray[np.float64], here: NDArray[np.float64], slack: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    size = np.maximum(np.abs(there), np.sqrt(np.mean(there**2)))
-    return _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
 
 
 def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: Column) -> NDArray[np.float64]:

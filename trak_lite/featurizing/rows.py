@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -20,10 +20,17 @@ from torch import Tensor
 
 from trak_lite._devices import HostCopy, float32_products, one_behind
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
-from trak_lite.errors import BusyError, InvalidInputError, NonFiniteError, PrecisionError, StateError
+from trak_lite.errors import (
+    BusyError,
+    InvalidInputError,
+    ManifestMismatchError,
+    NonFiniteError,
+    PrecisionError,
+    StateError,
+)
 from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
 from trak_lite.featurizing.normalized import RowNormalizer
-from trak_lite.featurizing.row_checks import Computed, compare_rows, done_rows, rounding_of
+from trak_lite.featurizing.row_checks import Computed, DoneRows, differences, done_rows, rounding_of
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.modelout_functions._inputs import deferring_checks
@@ -44,7 +51,6 @@ __all__ = [
     "RowWork",
     "SampleRows",
     "compute_features",
-    "featurize_rows",
     "joined",
 ]
 
@@ -56,9 +62,13 @@ _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 class SampleRows(Protocol):
     """Samples identified by row: a :class:`~trak_lite.data.datasets.Rows`, or samples derived from one."""
 
-    what: str
-    """Name of the samples in messages."""
-    batch_size: int
+    @property
+    def what(self) -> str:
+        """Name of the samples in messages."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per pass."""
 
     def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield every list of rows in the plan with its batch."""
@@ -157,6 +167,8 @@ class RowPass:
     """States of Adam at the checkpoint, if the normalisation needs them."""
     with_norms: bool = False
     """Whether the norms of the gradients before normalisation are measured."""
+    divisor: float = 1.0
+    """Of the features; the original TRAK divides by the root of P."""
 
     def compute(self, wanted: NDArray[np.int64], batch: Batch, to_come: float | None = None) -> ComputedRows:
         """Compute the features of a batch, rows ``wanted``; all passes of the model happen here."""
@@ -177,6 +189,7 @@ class RowPass:
             to_come=to_come,
         )
         more = {GRADIENT_NORM: norms.float()} if self.with_norms and norms is not None else {}
+        features = features if self.divisor == 1.0 else features / self.divisor
         return ComputedRows(batch, computer, features, terms, more)
 
     def stream(
@@ -209,60 +222,6 @@ class RowPass:
         finally:
             if found is not None:
                 found.computer.confirm(complete)
-
-
-def featurize_rows(
-    made: RowWork, *, progress: bool | None = None, ranks: Ranks | None = None, wait: bool = True
-) -> int:
-    """Featurize the pending rows of a table and write them batch by batch, until the table is complete.
-
-    Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally waits
-    for the chunks of the others.
-
-    Args:
-        made: The table, its samples, and what computes their features.
-        progress: Show the bar; ``None`` shows it on a terminal only.
-        ranks: The ranks that fill the same table; see :class:`~trak_lite.parallel.sharing.SharedRows`. They may hold
-            parts of the model.
-        wait: Wait for chunks that other processes hold. ``False`` returns without them.
-
-    Returns:
-        Number of rows that this process wrote.
-
-    Raises:
-        NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
-        PrecisionError: If the table's dtype cannot hold a row; names the rows.
-        InvalidInputError: If a batch is not what the task expects.
-        ManifestMismatchError: If recomputed rows differ from the stored ones; see :meth:`RowWork.check`.
-        RankError: If another rank of a sharded model has failed.
-    """
-    table, rows = made.table, made.passes.rows
-    ranks = Ranks() if ranks is None else ranks
-    turns = Turns(ranks.lockstep, made.repeat)
-    shared = SharedRows(
-        table, rows.batch_size, label=made.label, progress=progress, ranks=ranks, pause=turns.pause
-    )
-    own: set[int] = set()
-    """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
-    with shared as work, turns:
-        table.look()
-        compared = made.compare(turns, own)
-        first = not compared
-        for plan in work.rounds(wait=wait):
-            stream = made.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
-            copies = ((wanted, HostRows(found, table.spec)) for wanted, found in stream)
-            # On an accelerator a batch is written when the next one is under way, so that the device has work.
-            for wanted, copy in one_behind(copies):
-                written = work.written
-                copy.put(work, wanted, rows.what, numbers=rows.numbers(wanted))
-                if work.written > written:
-                    own.add(int(wanted[0]) // table.spec.chunk_rows)
-                # Another process may have made the table meanwhile, with other data or another model.
-                if first:
-                    compared, first = made.compare(turns, own), False
-        if work.written < work.pending_at_first:  # others wrote the rest
-            made.compare(turns, own)
-    return work.written
 
 
 @final
@@ -315,7 +274,12 @@ class HostRows:
         refuse_non_finite(finite, numbers, what, self._found.computer, self._found.batch)
         values = dict(zip(self._names, columns, strict=True))
         for name in self._found.more:
-            _refuse_non_finite_column(name, values[name], numbers, what)
+            wrong = numbers[~np.isfinite(values[name])]
+            if wrong.size:
+                raise NonFiniteError(
+                    f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. "
+                    "Nothing of this batch was stored. Look at these samples and at the checkpoint's weights."
+                )
         _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
         try:
             table.put(rows, values)
@@ -329,7 +293,7 @@ class HostRows:
 @final
 @dataclass(frozen=True, eq=False)
 class RowWork:
-    """A table of features, and the pass that computes its rows."""
+    """A table of features, the pass that computes its rows, and the ranks that fill it together."""
 
     table: LazyTable
     """Has a spec of :func:`feature_table_spec`, and one row per row of the pass. The first valid batch creates it, so
@@ -338,54 +302,111 @@ class RowWork:
     passes: RowPass
     """Only pending rows are loaded."""
     label: str
+    _: KW_ONLY
+    ranks: Ranks = field(default_factory=Ranks)
+    """The ranks that fill the same table; see :class:`~trak_lite.parallel.sharing.SharedRows`. They may hold parts of
+    the model."""
+    progress: bool | None = None
+    """Show the bar; ``None`` shows it on a terminal only."""
+    remedy: str = "use another path (for targets: another name)"
 
-    def check(self, ranks: Ranks, wanted: NDArray[np.int64] | None = None) -> None:
+    def fill(self, *, wait: bool = True) -> int:
+        """Featurize the pending rows of the table and write them batch by batch, until the table is complete.
+
+        Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally
+        waits for the chunks of the others; without ``wait`` it returns without them.
+
+        Returns:
+            Number of rows that this process wrote.
+
+        Raises:
+            NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
+            PrecisionError: If the table's dtype cannot hold a row; names the rows.
+            InvalidInputError: If a batch is not what the task expects.
+            ManifestMismatchError: If recomputed rows differ from the stored ones; see :meth:`check`.
+            RankError: If another rank of a sharded model has failed.
+        """
+        table, rows, turns = self.table, self.passes.rows, self._turns()
+        shared = SharedRows(
+            *(table, rows.batch_size),
+            label=self.label,
+            progress=self.progress,
+            ranks=self.ranks,
+            pause=turns.pause,
+        )
+        own: set[int] = set()
+        """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
+        with shared as work, turns:
+            table.look()
+            first = not self.compare(turns, own)
+            for plan in work.rounds(wait=wait):
+                stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
+                copies = ((wanted, HostRows(found, table.spec)) for wanted, found in stream)
+                # On an accelerator a batch is written when the next one is under way, so that the device has work.
+                for wanted, copy in one_behind(copies):
+                    written = work.written
+                    copy.put(work, wanted, rows.what, numbers=rows.numbers(wanted))
+                    if work.written > written:
+                        own.add(int(wanted[0]) // table.spec.chunk_rows)
+                    # Another process may have made the table meanwhile, with other data or another model.
+                    if first:
+                        first = False
+                        self.compare(turns, own)
+            if work.written < work.pending_at_first:  # others wrote the rest
+                self.compare(turns, own)
+        return work.written
+
+    def check(self, wanted: NDArray[np.int64] | None = None) -> None:
         """Recompute a few done rows of the table, and compare them with the stored ones within rounding.
 
-        The cost is one pass over at most eight samples. :func:`featurize_rows` does this itself.
+        The cost is one pass over at most eight samples. :meth:`fill` does this itself.
 
         Args:
-            ranks: Those that hold parts of the model.
             wanted: Committed rows to compare; ``None`` chooses some done rows.
 
         Raises:
             ManifestMismatchError: If a row differs; names the row and every quantity that differs.
         """
-        with Turns(ranks.lockstep, self.repeat) as turns:
+        with self._turns() as turns:
             self.compare(turns, (), wanted)
 
     def compare(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
         """Compare a few done rows outside the chunks ``own``; return whether there were any."""
-        table, rows = self.table.table, self.passes.rows
+        table = self.table.table
         stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
-        if stored is None:
-            return False
+        if stored is not None:
+            self.compare_with(stored, turns)
+        return stored is not None
+
+    def compare_with(self, stored: DoneRows, turns: Turns | None = None) -> None:
+        """Recompute rows of the table and compare them with the stored ones; see :meth:`check`."""
+        rows = self.passes.rows
         plan = rows_in_batches(stored.rows, rows.batch_size)
         batches = [batch for part in plan for _, batch in rows.batches([part])]
         place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
 
         def computed(wanted: NDArray[np.int64], batch: Batch) -> ComputedRows:
-            with turns.batch():
+            with contextlib.nullcontext() if turns is None else turns.batch():
                 return self.passes.compute(wanted, batch)
 
-        def sample(place: int) -> Batch:
+        def alone(place: int) -> tuple[NDArray[np.int64], Batch]:
             group, at = place_of[place]
-            return take_rows(batches[group], [at])
+            return stored.rows[place : place + 1], take_rows(batches[group], [at])
 
         parts = [computed(*pair) for pair in zip(plan, batches, strict=True)]
-        compare_rows(
-            stored,
-            joined(parts),
-            lambda place: joined([computed(stored.rows[place : place + 1], sample(place))]),
-            rounding=rounding_of(parts[0].computer.model, self.passes.device),
-            named=rows.numbers(stored.rows),
-            what=rows.what,
-            label=self.label,
-            why=lambda place: self._why(stored.rows[place : place + 1], sample(place)),
+        rounding = rounding_of(parts[0].computer.model, self.passes.device)
+        differing = differences(
+            stored, joined(parts), lambda place: joined([computed(*alone(place))]), rounding
         )
-        return True
+        if differing:
+            place, quantities = next(iter(differing.items()))
+            raise ManifestMismatchError(
+                f"{self.label}: row {rows.numbers(stored.rows)[place]} of {rows.what}, computed again, differs from "
+                f"the stored row: {', '.join(quantities)} (allowed rounding: {rounding:g}; {len(differing)} of "
+                f"{len(stored.rows)} recomputed rows differ). {self._cause(*alone(place))}"
+            )
 
-    def _why(self, row: NDArray[np.int64], sample: Batch) -> str:
+    def _cause(self, row: NDArray[np.int64], sample: Batch) -> str:
         """Return the sentence of the message that explains why a row differs from the stored one."""
         _, again = next(self.passes.rows.batches([row]))
         pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
@@ -397,16 +418,16 @@ class RowWork:
             )
         return (
             "Something that rows depend on has changed: the samples, their transform or collation, the model's code, "
-            "attributes or unsaved buffers, the task, or something that one of these reads. Undo the change, or use "
-            "another path (for targets: another name)."
+            "attributes or unsaved buffers, the task, or something that one of these reads. Undo the change, or "
+            f"{self.remedy}."
         )
 
-    def repeat(self) -> None:
-        """Run the passes of a batch of one row and discard the results."""
-        self.passes.compute(*self._first)
+    def _turns(self) -> Turns:
+        return Turns(self.ranks.lockstep, lambda: self.passes.compute(*self._first))
 
     @functools.cached_property
     def _first(self) -> tuple[NDArray[np.int64], Batch]:
+        """A batch of one row, whose pass a rank without a batch runs."""
         return next(self.passes.rows.batches([np.arange(1)]))
 
 
@@ -421,16 +442,6 @@ def joined(parts: Sequence[ComputedRows]) -> Computed:
     more = {name: torch.cat([part.more[name] for part in parts]).cpu().numpy() for name in parts[0].more}
     outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
     return Computed({**values, **more}, outputs)
-
-
-def _refuse_non_finite_column(name: str, values: NDArray[Any], rows: NDArray[np.int64], what: str) -> None:
-    """Raise if a value is NaN or infinite, before the table is created."""
-    wrong = rows[~np.isfinite(values)]
-    if wrong.size:
-        raise NonFiniteError(
-            f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. Nothing of "
-            "this batch was stored. Look at these samples and at the checkpoint's weights."
-        )
 
 
 def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor, Tensor]:

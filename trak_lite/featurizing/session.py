@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
-from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
+from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
-from trak_lite.featurizing.fisher import FisherFits, require_writable
+from trak_lite.featurizing.fisher import DrawnRows, FisherFits, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution
-from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
-from trak_lite.featurizing.kronecker_fits import KroneckerFits
-from trak_lite.featurizing.rows import RowPass, RowWork, SampleRows, compute_features, featurize_rows
+from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.stored import KroneckerFits
+from trak_lite.featurizing.rows import RowPass, RowWork, SampleRows, compute_features
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
+from trak_lite.methods import CG, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
@@ -49,27 +49,17 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
     GRADIENT_NORM,
-    OUT_TO_LOSS,
     checkpoint_path,
     checkpoint_tables,
-    complete_tables,
+    model_id_of,
     table_path,
-    target_table_path,
 )
 from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
-__all__ = [
-    "FeaturizingSession",
-    "KnownSource",
-    "Run",
-    "TargetSet",
-    "marking_last",
-    "stored_norms",
-    "stored_suspicion",
-]
+__all__ = ["FeaturizingSession", "KnownSource", "Run", "marking_last"]
 
 logger = logging.getLogger(__name__)
 
@@ -194,20 +184,6 @@ class Run:
             raise
 
 
-@dataclass(slots=True)
-class TargetSet:
-    """A target set that is being featurized."""
-
-    rows: Rows
-    name: str
-    method: AbstractMethod
-    """The method of the scores. It determines which features are needed."""
-    identity: Mapping[str, Any]
-    """JSON values that identify the targets."""
-    is_compared: bool = False
-    """Whether stored rows were computed again and compared."""
-
-
 @final
 class FeaturizingSession:
     """Computes the missing rows and fits of an open store, with a borrowed model."""
@@ -221,13 +197,10 @@ class FeaturizingSession:
         train: Rows | HeldRows | None,
     ) -> None:
         """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
-        self._run = run
-        self.model, self._settings, self._workspace = run.model, run.settings, run.workspace
-        self._progress = run.progress
-        self._train = train
-        self._own = own
-        self._ranks = ranks
+        self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
+        self.ranks = ranks
         ranks.lockstep = Lockstep.of(run.model)
+        self._own, self._train = own, train
         self._unfinished: list[tuple[Checkpoint, str]] = []
         self._is_first = True
         self._computer: AbstractGradientComputer | None = None
@@ -243,11 +216,11 @@ class FeaturizingSession:
         Raises:
             StateError: If the store does not exist yet.
         """
-        return self._workspace.store()
+        return self.workspace.store()
 
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
-        return self._ranks.lockstep.all(flag)
+        return self.ranks.lockstep.all(flag)
 
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
         """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
@@ -258,22 +231,22 @@ class FeaturizingSession:
         digest = self.load(checkpoint)
         # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
-        self._ranks.agree(what, digest, wait=self._is_first)
+        self.ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
-        self._refuse_replaced(checkpoint, digest)
-        return self._featurize_train(checkpoint, digest, rows, wait=wait)
+        known = checkpoint_tables(self.store) if self.workspace.exists else {}
+        self._refuse_replaced(checkpoint, digest, known)
+        return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
 
-    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str) -> None:
+    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str, known: Mapping[str, str]) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
         If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
         State dicts are exempt, because they are named by their position only.
         """
-        own = self._run.featurized
+        own = self.run.featurized
         own.add(digest)
-        if not self._workspace.exists or (checkpoint.source is None and checkpoint.load is not None):
+        if checkpoint.source is None and checkpoint.load is not None:
             return
-        known = checkpoint_tables(self.store)
         same = {"name": checkpoint.name, "source": checkpoint.source}
         others = {
             known[other]: other in own
@@ -289,24 +262,43 @@ class FeaturizingSession:
             f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as "
             "checkpoints of one run, pass the weights: featurize(data, model.state_dict())."
         )
-        if not all(others.values()) and not self._run.is_resumed:
+        if not all(others.values()) and not self.run.is_resumed:
             raise ManifestMismatchError(message)
         warnings.warn(message, UserWarning, stacklevel=4)
 
-    def _featurize_train(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
-        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
+    def _featurize_train(
+        self, checkpoint: Checkpoint, digest: str, rows: Rows, known: Mapping[str, str], *, wait: bool
+    ) -> int:
+        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`.
+
+        ``known`` are the train tables of the store by weights digest.
+        """
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
-        wait = (wait and not self._unfinished) or not self._ranks.lockstep.is_alone
-        method = self._settings.method
-        if isinstance(method, Fisher) and self._workspace.exists:
-            known = digest in checkpoint_tables(self.store)
-            if known and not self._is_fitted(digest, method):
-                require_writable(self.store)
-        written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
+        wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
+        settings, method = self.settings, self.settings.method
+        if digest in known and isinstance(method, Fisher) and not self.fisher_fits(method).has(known[digest]):
+            require_writable(self.store)
+        model_id = self.workspace.model_id(digest, known)
+        adam = self._adam_states(settings.normalization)
+        written = None
+        while written is None:
+            spec = settings.train_table(len(rows), settings.row_fingerprint(model_id, digest, adam))
+            try:
+                attributes = {"name": checkpoint.name, "source": checkpoint.source}
+                table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
+                passes = self.row_pass(rows, model_id, with_norms=table.has_column(GRADIENT_NORM))
+                written = self.work(table, passes, f"Featurizing {checkpoint.name}").fill(wait=wait)
+            except ManifestMismatchError:
+                # Another process may just have used this model_id for another checkpoint. Then use a new one, because
+                # the projection depends on it.
+                refused, model_id = model_id, self.workspace.model_id(digest)
+                if model_id == refused:
+                    raise
+        path = self._path(digest)
         if isinstance(method, Fisher):
-            self._fit_fisher(digest, checkpoint.name, rows, method, wait=wait)
-        if not self._is_featurized(digest):
+            self._fit_fisher(path, checkpoint.name, rows, method, wait=wait)
+        if not self._is_featurized(path):
             self._unfinished.append((checkpoint, digest))
         return written
 
@@ -322,14 +314,18 @@ class FeaturizingSession:
         while self._unfinished:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
-                if self._is_left_alone(digest):
+                path = self._path(digest)
+                if self._is_left_alone(path):
                     # No ranks.agree here: the ranks take over different checkpoints in different orders.
-                    written += self._featurize_train(checkpoint, self.load(checkpoint), rows, wait=False)
+                    known = {digest: path}
+                    written += self._featurize_train(
+                        checkpoint, self.load(checkpoint), rows, known, wait=False
+                    )
                     patience.reset()
-                elif not self._is_featurized(digest):
+                elif not self._is_featurized(path):
                     self._unfinished.append((checkpoint, digest))
             if self._unfinished:
-                self._ranks.watch()
+                self.ranks.watch()
                 patience.wait(f"for rows of {len(self._unfinished)} checkpoints", self._holders)
         return written
 
@@ -340,21 +336,18 @@ class FeaturizingSession:
             holder_of(self.store.open_table(path)) or f"another process works on the curvature fit of {path}."
         )
 
-    def _is_featurized(self, digest: str) -> bool:
+    def _is_featurized(self, path: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
-        table = self.store.open_table(self._path(digest))
-        method = self._settings.method
-        return table.complete and (not isinstance(method, Fisher) or self._is_fitted(digest, method))
+        method = self.settings.method
+        is_fitted = not isinstance(method, Fisher) or self.fisher_fits(method).has(path)
+        return is_fitted and self.store.open_table(path).complete
 
-    def _is_left_alone(self, digest: str) -> bool:
+    def _is_left_alone(self, path: str) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
-        path = self._path(digest)
+        method = self.settings.method
         if has_free_rows(self.store.open_table(path)):
             return True
-        method = self._settings.method
-        if not isinstance(method, Fisher):
-            return False
-        return FisherFits(self.store, method).is_left_alone(path, self._settings.layout)
+        return isinstance(method, Fisher) and self.fisher_fits(method).is_left_alone(path)
 
     def _path(self, digest: str) -> str:
         """Return the table of a checkpoint that is being featurized."""
@@ -366,115 +359,11 @@ class FeaturizingSession:
             )
         return path
 
-    def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
-        """Return a target set. If the method uses a curvature fit, its identity includes the fit."""
-        identity = self._run.target_identity(rows)
-        if isinstance(method, AbstractInverseMethod):
-            identity["curvature"] = self._kronecker_fits(method).record()
-        return TargetSet(rows, name, method, identity)
+    # ---------------------------------------------------------------- fits
 
-    def add_targets(self, targets: TargetSet, checkpoint: Checkpoint) -> str:
-        """Load a checkpoint and compute its missing target features; return the digest of its weights.
-
-        Raises:
-            StateError: If the checkpoint's train rows are not featurized.
-        """
-        digest = self.load(checkpoint)
-        train = complete_tables(self.store, [digest])
-        self._check_train(train[digest])
-        self._fill_targets(targets, train, digest, checkpoint.name)
-        return digest
-
-    def find_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
-        """Compute the missing target features of all checkpoints, from any known source of their weights.
-
-        Raises:
-            StateError: If the weights of a checkpoint cannot be found.
-        """
-        waiting = {
-            digest: table
-            for digest, table in train.items()
-            if not self.agreed(self._has_targets(targets, table))
-        }
-        self.visit_named(waiting, partial(self._fill_targets, targets, train), purpose="to score new targets")
-
-    def compare_targets(self, targets: TargetSet, train: Mapping[str, AbstractRowTable]) -> None:
-        """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
-
-        This detects changes of the targets or the model. It does nothing if stored targets were already compared, or
-        if no weights are available.
-
-        Raises:
-            ManifestMismatchError: If they differ from the stored ones.
-        """
-        if targets.is_compared or isinstance(targets.method, CG | LiSSA):  # see _fill_targets
-            return
-        there = {digest for digest, table in train.items() if self.agreed(self._has_targets(targets, table))}
-        if not there:
-            return
-        try:
-            for checkpoint in self._candidates(there):
-                digest = self.load(checkpoint)
-                if digest in there:
-                    self._check_train(train[digest])
-                    self._fill_targets(targets, train, digest, checkpoint.name)
-                    return
-        except CheckpointError as error:  # a missing file, needed for this comparison only
-            logger.info("Stored targets are not compared: %s", error)
-
-    def _fill_targets(
-        self, targets: TargetSet, train: Mapping[str, AbstractRowTable], digest: str, label: str
-    ) -> None:
-        """Compute the missing target features of the loaded checkpoint, and compare a few of the stored ones.
-
-        Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
-        fit has replaced it; nor those of an iterative solver, which agree to its tolerance only and cost passes over
-        the train rows.
-        """
-        targets.is_compared = True
-        model_id = int(train[digest].spec.fingerprint["model_id"])
-        method, identity = targets.method, dict(targets.identity)
-        if (
-            isinstance(method, AbstractInverseMethod)
-            and self._has_targets(targets, train[digest])
-            and (isinstance(method, CG | LiSSA) or not self._kronecker_fits(method).has(digest))
-        ):
-            return
-        settings = self._settings
-        normalization = settings.normalization.of_targets()
-        adam = self._adam_states(normalization)
-        spec = settings.target_table(
-            len(targets.rows),
-            {**settings.row_fingerprint(model_id, digest, adam), "targets": identity},
-            preconditioned=isinstance(method, AbstractInverseMethod),
-        )
-        table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
-        projector = settings.projector
-        if isinstance(method, AbstractInverseMethod):
-            inverse: Preconditioner | InverseCurvature
-            if isinstance(method, EKFAC):
-                inverse = self._preconditioner(digest, label, method)
-            else:
-                rows = self.train_rows(f"{method.name} has to be fitted to")
-                inverse = self._inverse(digest, label, method, rows)
-            projector = PreconditionedProjector(projector, inverse)
-        passes = self._pass(targets.rows, model_id, projector=projector, normalization=normalization)
-        work = RowWork(table, passes, f"Targets {targets.name!r}, {label}")
-        featurize_rows(work, progress=self._progress, ranks=self._ranks)
-
-    def _has_targets(self, targets: TargetSet, train: AbstractRowTable) -> bool:
-        """Return whether all target features of the checkpoint of this train table are stored."""
-        path = target_table_path(targets.name, targets.method, train)
-        table = self._workspace.table(path)
-        if table is None:
-            return False
-        compare_fingerprints(
-            {"targets": dict(table.spec.fingerprint["targets"])},
-            {"targets": dict(targets.identity)},
-            where=path,
-            remedy="Score other targets under another name.",
-        )
-        return table.complete
+    def fisher_fits(self, method: Fisher) -> FisherFits:
+        """Return the fits of a method."""
+        return FisherFits(self.store, method, self.settings.layout)
 
     def fit(self, method: AbstractMethod, train: Mapping[str, AbstractRowTable]) -> None:
         """Fit the method's kernel for each of these checkpoints, if the method needs a fit before scoring.
@@ -487,20 +376,87 @@ class FeaturizingSession:
         """
         if not isinstance(method, Fisher):
             return
-        fits, layout = FisherFits(self.store, method), self._settings.layout
-        waiting = {
-            digest: table
-            for digest, table in train.items()
-            if not self.agreed(fits.has(table_path(table), layout))
-        }
+        paths = {digest: table_path(table) for digest, table in train.items()}
+        fits = self.fisher_fits(method)
+        waiting = {digest: train[digest] for digest in train if not self.agreed(fits.has(paths[digest]))}
         if not waiting:
             return
         rows = self.train_rows(f"{method.name} has to be fitted to")
-        self.visit_named(
+        self.visit(
             waiting,
-            lambda digest, label: self._fit_fisher(digest, label, rows, method),
+            lambda digest, label: self._fit_fisher(paths[digest], label, rows, method),
             purpose="to fit the Fisher information",
         )
+
+    def _fit_fisher(self, path: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
+        """Fit the Fisher information of the loaded checkpoint, with this train table, if it is not stored yet."""
+        fits, settings = self.fisher_fits(method), self.settings
+        if self.agreed(fits.has(path)):
+            fits.sweep(path)
+            return
+        if not settings.computer_is_chosen:
+            numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
+            self._computer_for(rows.what, batch, numbers)
+        computer = settings.fisher_computer()
+        computer.load_model_params(self.model)
+        number = method.num_samples(settings.layout, settings.projector.proj_dim)
+        samples = DrawnRows(rows, settings.task, self.model, method, number)
+        passes = replace(self.row_pass(samples, model_id_of(path)), computer_for=lambda *_: computer)
+        table = self.workspace.lazy_table(*fits.drawn_table(path, len(samples)))
+        drawn = self.work(table, passes, f"Fitting the Fisher information of {label}")
+        fits.fit(path, drawn, len(rows), wait=wait)
+
+    def kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
+        """Return the fits of the EK-FAC of a method."""
+        settings = self.settings
+        fitted = method.ekfac.fitted_to(settings.task)
+        return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
+
+    def inverse(
+        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
+    ) -> InverseCurvature:
+        """Return the inverse curvature of a method at the loaded checkpoint; fit its EK-FAC if it is not stored yet.
+
+        ``rows`` are the train rows; ``None`` uses those of the last ``featurize``, if they are needed.
+        """
+        fits, need = self.kronecker_fits(method), f"{method.name} has to be fitted to"
+        settings, device, progress = self.settings, self.settings.device, self.run.progress
+        if not fits.has(digest):
+            refuse_sharded(
+                self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
+            )
+            rows = self.train_rows(need) if rows is None else rows
+            fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
+        absolute = isinstance(method, CG | LiSSA) and method.absolute
+        curvature = fits.curvature(digest, device)
+        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute)
+        products = None
+        if isinstance(method, CG | LiSSA):
+            products = CurvatureProducts(
+                self.model,
+                settings.task,
+                self.train_rows(need) if rows is None else rows,
+                settings.parameters,
+                draws=method.draws,
+                seed=method.ekfac.seed,
+                device=device,
+            )
+        return InverseCurvature(method, preconditioner, products, label, settings.parameters)
+
+    def solved(
+        self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
+    ) -> Solution:
+        """Return unprojected target gradients ``(m, P)`` multiplied by the method's inverse curvature, if it has one.
+
+        The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
+        yet, which creates the store if needed.
+        """
+        if not isinstance(method, AbstractInverseMethod):
+            return Solution(gradients, None)
+        self.workspace.created()
+        return self.inverse(digest, label, method, rows).solve(gradients)
+
+    # ---------------------------------------------------------------- train rows and checkpoints
 
     def train_rows(self, need: str) -> Rows:
         """Return the train data of the last ``featurize``; ``need`` begins the message without them.
@@ -509,7 +465,7 @@ class FeaturizingSession:
             StateError: If they are not known.
             ManifestMismatchError: If they are not those of the store.
         """
-        rows = self._run.train
+        rows = self.run.train
         if rows is None:
             raise StateError(
                 f"{need} the train data, which are not known here. Call featurize(train_data, ...) first: it finds the "
@@ -519,79 +475,14 @@ class FeaturizingSession:
         compare_fingerprints(
             {"dataset": stored},
             {"dataset": rows.identity()},
-            where=str(self._workspace.path),
+            where=str(self.workspace.path),
             remedy=f"{need} the train data of the store. Call featurize(train_data, ...) with them first.",
         )
         return rows
 
-    def _is_fitted(self, digest: str, method: Fisher) -> bool:
-        return FisherFits(self.store, method).has(self._path(digest), self._settings.layout)
-
-    def _fit_fisher(self, digest: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
-        """Fit the Fisher information of the loaded checkpoint, if it is not stored yet."""
-        fits, settings = FisherFits(self.store, method), self._settings
-        if self.agreed(self._is_fitted(digest, method)):
-            fits.sweep(self._path(digest), settings.layout)
-            return
-        if not settings.computer_is_chosen:
-            numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
-            self._computers(rows.what)(batch, numbers)
-        computer = settings.fisher_computer()
-        computer.load_model_params(self.model)
-        fits.fit(
-            checkpoint_tables(self.store)[digest],
-            self._pass(rows, self._workspace.model_id(digest)),
-            rows,
-            settings.task,
-            computer,
-            settings.layout,
-            lazy_table=self._workspace.lazy_table,
-            label=f"Fitting the Fisher information of {label}",
-            progress=self._progress,
-            ranks=self._ranks,
-            wait=wait,
-        )
-
-    def _preconditioner(
-        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
-    ) -> Preconditioner:
-        """Return the inverse of a method's EK-FAC at the loaded checkpoint; fit it if it is not stored yet.
-
-        ``rows`` are the train rows; ``None`` uses those of the last ``featurize``.
-        """
-        fits, device = self._kronecker_fits(method), self._settings.device
-        if not fits.has(digest):
-            refuse_sharded(
-                self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
-            )
-            rows = self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows
-            fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=self._progress)
-        absolute = isinstance(method, CG | LiSSA) and method.absolute
-        return Preconditioner(fits.curvature(digest, device), damping=method.damping, absolute=absolute)
-
-    def _kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
-        settings = self._settings
-        fitted = method.ekfac.fitted_to(settings.task)
-        return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
-
-    def _inverse(
-        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows
-    ) -> InverseCurvature:
-        settings = self._settings
-        products = CurvatureProducts(
-            self.model,
-            settings.task,
-            rows,
-            settings.parameters,
-            draws=method.draws if isinstance(method, CG | LiSSA) else None,
-            seed=method.ekfac.seed,
-            device=settings.device,
-        )
-        return InverseCurvature(method, self._preconditioner(digest, label, method, rows), products, label)
-
-    def _candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
+    def candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
-        for source in self._run.sources:
+        for source in self.run.sources:
             yield from iterate_checkpoints(*source)
         tables = checkpoint_tables(self.store)
         for digest in sorted(needed):
@@ -601,12 +492,6 @@ class FeaturizingSession:
         yield from iterate_checkpoints(None)
 
     def visit(
-        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str], None], *, purpose: str
-    ) -> None:
-        """Call ``visit`` with the digest of each checkpoint only; otherwise as :meth:`visit_named`."""
-        self.visit_named(train, lambda digest, _: visit(digest), purpose=purpose)
-
-    def visit_named(
         self, train: Mapping[str, AbstractRowTable], visit: Callable[[str, str], None], *, purpose: str
     ) -> None:
         """Load checkpoints of the store one by one and call ``visit`` with the digest and the name of each.
@@ -620,12 +505,12 @@ class FeaturizingSession:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
         waiting = set(train)
-        for checkpoint in self._candidates(set(waiting)):
+        for checkpoint in self.candidates(set(waiting)):
             if not waiting:
                 return
             digest = self.load(checkpoint)
             if digest in waiting:
-                self._check_train(train[digest])
+                self.check_train(train[digest])
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)
         if waiting:
@@ -642,91 +527,37 @@ class FeaturizingSession:
                 f"drop_checkpoint({next(iter(lacking))!r}), or use another path."
             )
 
-    def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
-        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored."""
-        return GradientPass(self._pass(rows, 0, normalization=normalization), self._settings.parameters)
+    def load(self, checkpoint: Checkpoint) -> str:
+        """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
+        load_into(self.model, checkpoint, self._own)
+        self._loaded, self._adam = checkpoint, None
+        self.settings.task.prepare(self.model)
+        self._digest = weights_digest(self.model)
+        self._computer = (self.run.computers or {}).get(self._digest)
+        return self._digest
 
-    def solved(
-        self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
-    ) -> Solution:
-        """Return unprojected target gradients ``(m, P)`` multiplied by the method's inverse curvature, if it has one.
-
-        The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
-        yet, which creates the store if needed.
-        """
-        if not isinstance(method, AbstractInverseMethod):
-            return Solution(gradients, None)
-        self._workspace.created()
-        return self._inverse(digest, label, method, rows).solve(gradients)
-
-    def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
-        """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.
-
-        The rows ``(B,)`` of the samples in the dataset ``what`` are for messages.
-        """
-        moved = move_batch(batch, self._settings.device)
-        computer = self._computers(what)(moved, rows)
-        projector = self._settings.projector
-        try:
-            return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
-        finally:
-            computer.confirm(complete=False)  # one batch is no run: the next ones are compared on schedule
-
-    def _check_train(self, table: AbstractRowTable) -> None:
+    def check_train(self, table: AbstractRowTable) -> None:
         """Compute a few train rows of the loaded checkpoint again and compare, if the train data are available.
 
         Raises:
             ManifestMismatchError: If they differ from the stored ones.
         """
-        if self._train is None:
+        # Another process may have appended rows.
+        if self._train is None or len(self._train) != table.spec.num_rows:
             return
-        if len(self._train) != table.spec.num_rows:  # another process has appended rows
-            return
-        model_id, known = int(table.spec.fingerprint["model_id"]), LazyTable(table.spec, table, lambda: table)
-        passes = self._pass(self._train, model_id, with_norms=known.has_column(GRADIENT_NORM))
-        RowWork(known, passes, table_path(table)).check(
-            self._ranks, self._train.held if isinstance(self._train, HeldRows) else None
-        )
+        known = LazyTable(table.spec, table, lambda: table)
+        model_id = int(table.spec.fingerprint["model_id"])
+        passes = self.row_pass(self._train, model_id, with_norms=known.has_column(GRADIENT_NORM))
+        held = self._train.held if isinstance(self._train, HeldRows) else None
+        self.work(known, passes, table_path(table)).check(held)
 
-    def load(self, checkpoint: Checkpoint) -> str:
-        """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
-        load_into(self.model, checkpoint, self._own)
-        self._loaded, self._adam = checkpoint, None
-        self._settings.task.prepare(self.model)
-        self._digest = weights_digest(self.model)
-        self._computer = (self._run.computers or {}).get(self._digest)
-        return self._digest
+    # ---------------------------------------------------------------- passes
 
-    def _adam_states(self, normalization: Normalization) -> AdamStates | None:
-        """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
-        if not normalization.reads_optimizer or self._loaded is None:
-            return None
-        if self._adam is None:
-            settings = self._settings
-            self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
-        return self._adam
+    def work(self, table: LazyTable, passes: RowPass, label: str) -> RowWork:
+        """Return the work to fill a table, together with the ranks of the session."""
+        return RowWork(table, passes, label, ranks=self.ranks, progress=self.run.progress)
 
-    def _featurize_loaded(self, checkpoint: Checkpoint, digest: str, rows: Rows, *, wait: bool) -> int:
-        """Featurize the train rows of the loaded checkpoint; return the number of rows this process wrote."""
-        model_id = self._workspace.model_id(digest)
-        adam = self._adam_states(self._settings.normalization)
-        table = self._workspace.lazy_table(
-            checkpoint_path(model_id),
-            self._settings.train_table(len(rows), self._settings.row_fingerprint(model_id, digest, adam)),
-            {"name": checkpoint.name, "source": checkpoint.source},
-        )
-        try:
-            passes = self._pass(rows, model_id, with_norms=table.has_column(GRADIENT_NORM))
-            work = RowWork(table, passes, f"Featurizing {checkpoint.name}")
-            return featurize_rows(work, progress=self._progress, ranks=self._ranks, wait=wait)
-        except ManifestMismatchError:
-            if self._workspace.model_id(digest) == model_id:
-                raise
-        # Another process has just used this model_id for another checkpoint. Retry with a new model_id, because the
-        # projection depends on it.
-        return self._featurize_loaded(checkpoint, digest, rows, wait=wait)
-
-    def _pass(
+    def row_pass(
         self,
         rows: SampleRows,
         model_id: int,
@@ -736,11 +567,11 @@ class FeaturizingSession:
         with_norms: bool = False,
     ) -> RowPass:
         """Return a pass of the loaded checkpoint over some rows, by default computed as train rows are."""
-        settings = self._settings
+        settings = self.settings
         normalization = settings.normalization if normalization is None else normalization
         return RowPass(
             rows,
-            self._computers(rows.what),
+            partial(self._computer_for, rows.what),
             settings.projector if projector is None else projector,
             model_id=model_id,
             device=settings.device,
@@ -749,25 +580,56 @@ class FeaturizingSession:
             with_norms=with_norms,
         )
 
-    def _computers(self, what: str) -> Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]:
-        """Return a function that returns the gradient computer of the loaded checkpoint.
+    def target_pass(
+        self, rows: Rows, model_id: int, inverse: Inverse | None
+    ) -> tuple[RowPass, dict[str, Any]]:
+        """Return a pass of the loaded checkpoint over targets, and the JSON values that determine their features.
 
-        The first batch may decide ``"auto"``.
+        The gradients are multiplied by ``inverse``, if it is given.
         """
-        settings = self._settings
+        settings = self.settings
+        normalization = settings.normalization.of_targets()
+        projector = settings.projector
+        projector = projector if inverse is None else PreconditionedProjector(projector, inverse)
+        passes = self.row_pass(rows, model_id, projector=projector, normalization=normalization)
+        return passes, settings.row_fingerprint(model_id, self._digest, passes.adam)
 
-        def computer_for(batch: Batch, wanted: NDArray[np.int64]) -> AbstractGradientComputer:
-            if self._computer is None and not settings.computer_is_chosen:
-                with naming_rows(self.model, settings.task, batch, wanted, what):
-                    self._computer = settings.choose_computer(batch)
-            elif self._computer is None:
-                self._computer = settings.computer()
-                self._computer.load_model_params(self.model)
-            if self._run.computers is not None:
-                self._run.computers[self._digest] = self._computer
-            return self._computer
+    def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
+        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored."""
+        return GradientPass(self.row_pass(rows, 0, normalization=normalization), self.settings.parameters)
 
-        return computer_for
+    def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
+        """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.
+
+        The rows ``(B,)`` of the samples in the dataset ``what`` are for messages.
+        """
+        moved = move_batch(batch, self.settings.device)
+        computer = self._computer_for(what, moved, rows)
+        projector = self.settings.projector
+        try:
+            return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
+        finally:
+            computer.confirm(complete=False)  # one batch is no run: the next ones are compared on schedule
+
+    def _adam_states(self, normalization: Normalization) -> AdamStates | None:
+        """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
+        if normalization.reads_optimizer and self._loaded is not None and self._adam is None:
+            settings = self.settings
+            self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
+        return self._adam if normalization.reads_optimizer else None
+
+    def _computer_for(self, what: str, batch: Batch, rows: NDArray[np.int64]) -> AbstractGradientComputer:
+        """Return the gradient computer of the loaded checkpoint. The first batch of all may decide ``"auto"``."""
+        settings = self.settings
+        if self._computer is None and not settings.computer_is_chosen:
+            with naming_rows(self.model, settings.task, batch, rows, what):
+                self._computer = settings.choose_computer(batch)
+        elif self._computer is None:
+            self._computer = settings.computer()
+            self._computer.load_model_params(self.model)
+        if self.run.computers is not None:
+            self.run.computers[self._digest] = self._computer
+        return self._computer
 
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
@@ -778,36 +640,3 @@ def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint
         later = next(following, None)
         yield checkpoint, later is None
         checkpoint = later
-
-
-def stored_suspicion(store: AbstractFeatureStore) -> NDArray[np.float32]:
-    """Return the mean of abs(q) over all checkpoints, ``(N,)``; see ``Attributor.label_suspicion``.
-
-    Raises:
-        StateError: If rows are pending, or if q is the same for all rows.
-    """
-    tables = complete_tables(store, None).values()
-    found: NDArray[np.float64] = np.stack([np.abs(table.read(OUT_TO_LOSS)) for table in tables]).mean(0, np.float64)
-    if len(found) > 1 and np.ptp(found) == 0:
-        raise StateError(
-            f"Every row of {store.path or 'the store in memory'} has the same q, because the model output of the task "
-            "is its loss. Rank the rows by scores.self_influence()."
-        )
-    return found.astype(np.float32)
-
-
-def stored_norms(store: AbstractFeatureStore) -> NDArray[np.float32]:
-    """Return the stored gradient norms of all checkpoints, ``(C, N)``.
-
-    Raises:
-        StateError: If rows are pending, or the store was made without norms.
-    """
-    norms = []
-    for table in complete_tables(store, None).values():
-        if GRADIENT_NORM not in [column.name for column in table.spec.columns]:
-            raise StateError(
-                f"{table_path(table)} has no gradient norms: it was featurized with "
-                "store_norms=False. Featurize into another path with store_norms=True."
-            )
-        norms.append(table.read(GRADIENT_NORM))
-    return np.stack(norms)

@@ -20,8 +20,8 @@ from torch import Tensor
 from trak_lite._progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
-from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.precondition import Accumulator
+from trak_lite.featurizing.kronecker.units import precise, sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator
@@ -82,17 +82,15 @@ class ProductProjector(AbstractProjector):
         def add(block: GradientBlock) -> None:
             check_block(block, num_samples, parameters)
             for part in block.parts if isinstance(block, SummedBlock) else (block,):
-                self._add_part(part, products)
+                targets = self._targets[part.name]
+                if isinstance(part, LookupBlock):
+                    part, targets = _looked_up(part, targets)
+                for samples in sample_slices(part.num_samples, targets.shape[1]):
+                    rows = precise(samples_of(part, samples).dense().detach()).to(targets)
+                    start = block.start + samples.start
+                    products[start : start + len(rows)].addmm_(rows, targets.T)
 
         return Accumulator(add, lambda: products)
-
-    def _add_part(self, block: GradientBlock, products: Tensor) -> None:
-        targets, start = self._targets[block.name], block.start
-        if isinstance(block, LookupBlock):
-            block, targets = _looked_up(block, targets)
-        for samples in sample_slices(block.num_samples, targets.shape[1]):
-            rows = precise(samples_of(block, samples).dense().detach()).to(targets)
-            products[start + samples.start : start + samples.stop].addmm_(rows, targets.T)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment of m columns."""
@@ -122,7 +120,7 @@ class RowProducts(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class GradientPass:
-    """Gradients of the rows of a dataset at the loaded checkpoint, with the checks of :func:`featurize_rows`."""
+    """Gradients of the rows of a dataset at the loaded checkpoint, with the checks of stored rows."""
 
     passes: RowPass
     """The pass over the data; the projector is replaced."""

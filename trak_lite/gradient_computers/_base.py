@@ -57,6 +57,11 @@ __all__ = [
 ]
 
 
+def products_fingerprint(products: Float32Products) -> dict[str, str]:
+    """Return the part of a computer's fingerprint that says how float32 products are computed, if not in full."""
+    return {} if products == "ieee" else {"float32_products": products}
+
+
 class AbstractGradientComputer(ABC):
     """Per-sample gradients of a model output function with respect to the kept parameters.
 
@@ -312,12 +317,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the autocast dtype, if one is set, and how float32 products are computed, if not in full."""
-        found = (
-            {"autocast_dtype": str(self.autocast_dtype).removeprefix("torch.")} if self.autocast_dtype else {}
-        )
-        return (
-            found if self.float32_products == "ieee" else {**found, "float32_products": self.float32_products}
-        )
+        autocast = str(self.autocast_dtype).removeprefix("torch.")
+        found = {"autocast_dtype": autocast} if self.autocast_dtype else {}
+        return {**found, **products_fingerprint(self.float32_products)}
 
     def terms(self, batch: Batch, call: ModelCall | None = None) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph.

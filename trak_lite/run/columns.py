@@ -46,15 +46,15 @@ def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) ->
             f"The store has {num_rows} train rows, and these columns have other numbers of values: {wrong}."
         )
     contents = {name: _content(name, column) for name, column in columns.items()}
-    known: dict[str, Column] = {}
     for path in store.entry_names(COLUMNS):
         try:
-            known |= _stored(store, path)
+            _stored(store, path)
         except CorruptStoreError as error:
             logger.warning("A column is removed. %s", error)
             store.drop_entry(path)
     for name, content in contents.items():
-        if name not in known or not _are_equal(known[name], columns[name]):
+        stored = store.entry(column_path(name), _key(store))
+        if stored is None or not np.array_equal(stored, content):
             store.put_entry(column_path(name), _key(store), content)
 
 
@@ -77,26 +77,19 @@ def _stored(store: AbstractFeatureStore, path: str) -> dict[str, Column]:
         return {}
     try:
         arrays = load(np.asarray(entry, np.uint8).tobytes())
-        name, column = _name(arrays, path), _column(arrays, num_train_rows(store.manifest))
+        return _column(arrays, path, num_train_rows(store.manifest))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CorruptStoreError(
             f"A column of the train data in {store.path} cannot be read ({error!r:.200}). Store the columns again: "
             "featurize(data, columns=...)."
         ) from error
-    return {name: column}
 
 
-def _name(arrays: Mapping[str, NDArray[Any]], path: str) -> str:
-    """Return the name of a stored column; raise ``ValueError`` if it is not that of its entry."""
-    name = parse_json(arrays[_NAME].tobytes())
+def _column(arrays: Mapping[str, NDArray[Any]], path: str, num_rows: int) -> dict[str, Column]:
+    """Return the stored column of an entry by its name; raise ``ValueError`` if it contradicts itself."""
+    name, labels, places = parse_json(arrays[_NAME].tobytes()), arrays[_LABELS], arrays[_PLACES]
     if not isinstance(name, str) or column_path(name) != path:
         raise ValueError("the name of another column")
-    return name
-
-
-def _column(arrays: Mapping[str, NDArray[Any]], num_rows: int) -> Column:
-    """Return a stored column; raise ``ValueError`` if it contradicts itself."""
-    labels, places = arrays[_LABELS], arrays[_PLACES]
     if labels.dtype == np.uint8:
         texts = parse_json(labels.tobytes())
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -108,12 +101,16 @@ def _column(arrays: Mapping[str, NDArray[Any]], num_rows: int) -> Column:
     right = labels.ndim == 1 and places.dtype == np.uint32 and places.shape == (num_rows,)
     if not right or places.max(initial=0) >= len(labels):
         raise ValueError("labels that are not those of the rows")
-    return Column(labels, places.astype(np.int64))
+    return {name: Column(labels, places.astype(np.int64))}
 
 
 def _content(name: str, column: Column) -> NDArray[np.uint8]:
     """Return a column as the bytes of its entry."""
-    labels = _plain(column.labels)
+    # Booleans as such, numbers as int64, uint64 or float64, and others as texts.
+    kind = column.labels.dtype.kind
+    labels = (
+        column.labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else list(map(label_text, column.labels))
+    )
     try:
         if isinstance(labels, list):
             _check_size(labels)
@@ -128,21 +125,6 @@ def _content(name: str, column: Column) -> NDArray[np.uint8]:
             "a mask or labels to the call that needs it."
         ) from error
     return np.frombuffer(save(arrays), np.uint8).copy()
-
-
-def _are_equal(known: Column, given: Column) -> bool:
-    """Return whether a stored column has the values of a given one, so that nothing has to be written."""
-    plain = _plain(given.labels)
-    labels = short_texts(np.array(plain, object)) if isinstance(plain, list) else plain
-    kind = labels.dtype.kind
-    same = known.labels.dtype.kind == kind and np.array_equal(known.labels, labels, equal_nan=kind == "f")
-    return same and np.array_equal(known.places, given.places)
-
-
-def _plain(labels: NDArray[Any]) -> NDArray[Any] | list[str]:
-    """Return booleans as such, numbers as int64, uint64 or float64, and others as texts."""
-    kind = labels.dtype.kind
-    return labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else [label_text(label) for label in labels]
 
 
 def _check_size(texts: list[str]) -> None:

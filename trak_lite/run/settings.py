@@ -27,7 +27,7 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
-from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.gradient_computers._base import ParameterChoice, products_fingerprint
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind, as_normalization
 from trak_lite.methods import LESS, METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
 from trak_lite.modelout_functions import (
@@ -130,6 +130,7 @@ class AttributorSettings:
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer, model)
         self._is_own_computer = computer_name is None
+        self._asked: AbstractGradientComputer | None = None
         self._products = _decide_products(float32_products, gradient_computer)
         self.normalization = as_normalization(normalize)
         if self.normalization.reads_optimizer:
@@ -229,8 +230,17 @@ class AttributorSettings:
     @property
     def _is_normalised(self) -> bool:
         """Whether rows are divided by their norms, by these settings or by a custom gradient computer."""
-        own = self._is_own_computer and "normalization" in self.computer().fingerprint()
-        return own or self.normalization.kind not in ("none", "adam")
+        return "normalization" in self._computed()[1] or self.normalization.kind not in ("none", "adam")
+
+    def _computed(self) -> tuple[Float32Products, dict[str, Any]]:
+        """Return how gradient computers compute float32 products, and their fingerprint.
+
+        Only a custom one is made to be asked, once. It may have other products than the settings.
+        """
+        if not self._is_own_computer:
+            return self._products, products_fingerprint(self._products)
+        self._asked = self._asked or self.computer()
+        return self._asked.float32_products, self._asked.fingerprint()
 
     def _fisher_task(self) -> AbstractModelOutput:
         if self._is_normalised:
@@ -259,10 +269,17 @@ class AttributorSettings:
         Raises:
             InvalidInputError: If the gradient computer and ``normalize`` would both normalise.
         """
+        products, computed = self._computed()
+        normalized = self.normalization.fingerprint()
+        if computed.keys() & normalized.keys():
+            raise InvalidInputError(
+                f"The gradient computer already normalises ({computed['normalization']}), and "
+                f"normalize={normalized['normalization']} would do it again. Leave out one of the two."
+            )
         fingerprint: dict[str, Any] = {
             **dtype_fingerprint(self.dtype),
             "feature_width": self.layout.width,
-            "gradients": self._gradient_fingerprint(),
+            "gradients": {**computed, **normalized},
             "layout": self.layout.to_json(),
             "mode": "eval",
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
@@ -271,8 +288,7 @@ class AttributorSettings:
         }
         if dataset is not None:
             fingerprint["dataset"] = dict(dataset)
-        # A custom gradient computer may have other products than the settings.
-        self._made_with["float32_products"] = self.computer().float32_products
+        self._made_with["float32_products"] = products
         return Manifest(fingerprint, self._made_with)
 
     def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
@@ -298,16 +314,6 @@ class AttributorSettings:
         more = {"task_state": self.task.state_digest(), "optimizer": None if adam is None else adam.digest}
         given = {name: state for name, state in more.items() if state is not None}
         return {"model_id": model_id, "weights": digest, **given}
-
-    def _gradient_fingerprint(self) -> dict[str, Any]:
-        """Return the JSON values that determine the gradients: the computer's settings and the normalisation."""
-        computed, normalized = self.computer().fingerprint(), self.normalization.fingerprint()
-        if computed.keys() & normalized.keys():
-            raise InvalidInputError(
-                f"The gradient computer already normalises ({computed['normalization']}), and "
-                f"normalize={normalized['normalization']} would do it again. Leave out one of the two."
-            )
-        return {**computed, **normalized}
 
     # ---------------------------------------------------------------- methods
 
@@ -411,7 +417,11 @@ def stored_arguments(
         arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
         # Stores of older versions have no such setting; their gradients are not normalised.
         arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
-        stored_task = _stored_task(arguments.pop("task", None), manifest)
+        stored_task: Task | None = arguments.pop("task", None)
+        described = manifest.fingerprint.get("task", {})
+        if stored_task in MODEL_OUTPUTS and described.get("name") == stored_task:
+            # With its stored settings, which may differ from the current defaults.
+            stored_task = MODEL_OUTPUTS[stored_task](**described["settings"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
@@ -440,14 +450,6 @@ def _refuse_older(manifest: Manifest, where: str) -> None:
             f"{where} was written by an older version of trak_lite: its settings name no method. Featurize again into "
             "another path, or use the version that made it."
         )
-
-
-def _stored_task(name: str | None, manifest: Manifest) -> Task | None:
-    """Return the built-in task of a store with its stored settings, which may differ from the current defaults."""
-    described = manifest.fingerprint.get("task", {})
-    if name not in MODEL_OUTPUTS or described.get("name") != name:
-        return name
-    return MODEL_OUTPUTS[name](**described["settings"])
 
 
 def _decide_computer(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,6 @@ from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
-_Path = Callable[[str], str]
-"""Returns the path of what belongs to a target set, a table or a checkpoint, by its name."""
-
 FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvature"
 GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
@@ -29,40 +27,132 @@ ERRORS = "errors"
 COLUMNS = "columns"
 """Folder of the entries of the columns of the train data."""
 
-preconditioned_folder: _Path = "preconditioned/{}".format
+
+def path_of(kind: str, *names: str, identity: Mapping[str, Any] | None = None) -> str:
+    """Return the path of a table, an entry or a folder: its kind, its names and a digest of its identity.
+
+    Args:
+        kind: What it is; the first folder.
+        names: Such as the name of a target set, or the path of the table that it belongs to.
+        identity: JSON values that tell it apart from others of the same kind and names; ``None`` if there is one.
+
+    Example:
+        >>> path_of("scores", "test"), path_of("views", "test", identity={"name": "TRAK"})
+        ('scores/test', 'views/test/ef0deea7410fd7dd')
+    """
+    digest = [] if identity is None else [Manifest(dict(identity)).digest()[:16]]
+    return "/".join((kind, *names, *digest))
+
+
+preconditioned_folder = partial(path_of, "preconditioned")
 """Folder of the features of a target set that were multiplied by an inverse curvature."""
-plain_target_folder: _Path = "targets/{}".format
+plain_target_folder = partial(path_of, "targets")
 """Folder of the plain features of a target set, with one table per checkpoint."""
-top_path: _Path = "top/{}".format
+top_path = partial(path_of, "top")
 """Path of the top rows of a target set."""
-retrain_path: _Path = "retrains/{}".format
+retrain_path = partial(path_of, "retrains")
 """Path of the outputs of models retrained for a target set."""
-verdict_path: _Path = "verdicts/{}".format
+verdict_path = partial(path_of, "verdicts")
 """Path of the verdict on a table of scores."""
-one_run_path: _Path = "one-run/{}".format
+one_run_path = partial(path_of, "one-run")
 """Path of the verdict of one run on a table of scores."""
-predictions_path: _Path = "predictions/{}".format
+predictions_path = partial(path_of, "predictions")
 """Path of the predictions that the verdict on a table of scores is computed from."""
-fisher_folder: _Path = "fisher/{}".format
+fisher_folder = partial(path_of, "fisher")
 """Folder of the Fisher information of the checkpoint with this table of train rows."""
-curvature_path: _Path = "ekfac/{:.16}".format
-"""Path of the Kronecker-factored curvature of the checkpoint whose weights have this digest."""
-checkpoint_path: Callable[[int], str] = "ckpt-{}".format
-"""Path of the train rows of the checkpoint with this id."""
+
+
+def checkpoint_path(model_id: int) -> str:
+    """Return the path of the train rows of the checkpoint with this id."""
+    return f"ckpt-{model_id}"
+
+
+def model_id_of(path: str) -> int:
+    """Return the model id of the checkpoint whose train rows have a path."""
+    return int(path.removeprefix("ckpt-"))
+
+
+def table_path(table: AbstractRowTable) -> str:
+    """Return the path of a checkpoint's train rows."""
+    return checkpoint_path(table.spec.fingerprint["model_id"])
+
+
+def curvature_path(weights: str) -> str:
+    """Return the path of the Kronecker-factored curvature of the checkpoint whose weights have this digest."""
+    return path_of("ekfac", weights[:16])
 
 
 def column_path(name: str) -> str:
     """Return the name of the entry of a column of the train data, whose own name may have any characters."""
-    return f"{COLUMNS}/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
-
-
-def _short(values: Mapping[str, Any]) -> str:
-    return Manifest(dict(values)).digest()[:16]
+    return path_of(COLUMNS, hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32])
 
 
 def target_path(name: str, model_id: int) -> str:
     """Return the path of a checkpoint's table in :func:`plain_target_folder`."""
-    return f"{plain_target_folder(name)}/{checkpoint_path(model_id)}"
+    return plain_target_folder(name, checkpoint_path(model_id))
+
+
+def target_folder(name: str, method: AbstractMethod) -> str:
+    """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
+    if isinstance(method, AbstractInverseMethod):
+        return preconditioned_folder(name, identity=method.target_json())
+    return plain_target_folder(name)
+
+
+def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
+    """Return the path of the features of a target set that a method reads, for the checkpoint of a train table."""
+    return f"{target_folder(name, method)}/{table_path(train)}"
+
+
+def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
+    """Return the path of the scores of a target set; those of ``base``, the attributor's method, have a short one."""
+    return path_of("scores", name) if method == base else path_of("views", name, identity=method.to_json())
+
+
+def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the paths of the drawn rows and of the gram matrices of a Fisher fit; another fit has other paths."""
+    folder = fisher_folder(path, identity=fingerprint)
+    return f"{folder}/drawn", f"{folder}/gram"
+
+
+def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the folder of the indices of a method and checkpoints, and in it the folder of the index of some rows.
+
+    Args:
+        fingerprint: What determines the index, including ``"method"`` and ``"checkpoints"``.
+    """
+    folder = path_of("index", identity={key: fingerprint[key] for key in ("method", "checkpoints")})
+    return folder, path_of(folder, identity=fingerprint)
+
+
+def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> str:
+    """Return the path of the outputs of one training in the folder :func:`retrain_path`."""
+    path = path_of(group, identity=fingerprint)
+    return f"{path}-{number}" if number else path
+
+
+def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
+    """Return the paths of all tables of scores of a target set, one per method."""
+    base = [path for path in store.table_names("scores") if path == path_of("scores", name)]
+    return [*store.table_names(path_of("views", name)), *base]
+
+
+def all_score_paths(store: AbstractFeatureStore) -> list[str]:
+    """Return the paths of all tables of scores."""
+    return [*store.table_names("scores"), *store.table_names("views")]
+
+
+def scored_names(store: AbstractFeatureStore) -> list[str]:
+    """Return the names of the target sets that have scores of the attributor's method."""
+    return [path.removeprefix("scores/") for path in store.table_names("scores")]
+
+
+def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
+    """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
+    reads_plain = not isinstance(method, AbstractInverseMethod)
+    kinds = {"targets": method is None or reads_plain, "preconditioned": method is None or not reads_plain}
+    paths = [path for kind, is_read in kinds.items() if is_read for path in store.table_names(kind)]
+    return sorted({path.split("/")[1] for path in paths})
 
 
 def feature_table_spec(
@@ -110,87 +200,6 @@ def score_table_spec(
     )
 
 
-def target_folder(name: str, method: AbstractMethod) -> str:
-    """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
-    if isinstance(method, AbstractInverseMethod):
-        return f"{preconditioned_folder(name)}/{_short(method.target_json())}"
-    return plain_target_folder(name)
-
-
-def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
-    """Return the path of the features of a target set that a method reads, for the checkpoint of a train table."""
-    return f"{target_folder(name, method)}/{table_path(train)}"
-
-
-def traker_score_path(exp_name: str, fingerprint: Mapping[str, Any]) -> str:
-    """Return the path of TRAKer's scores; it depends on checkpoints and targets."""
-    return f"scores/{exp_name}/{_short(fingerprint)}"
-
-
-def table_path(table: AbstractRowTable) -> str:
-    """Return the path of a checkpoint's train rows."""
-    return checkpoint_path(table.spec.fingerprint["model_id"])
-
-
-def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
-    """Return the path of the scores of a target set; those of ``base``, the attributor's method, have a short one."""
-    if method == base:
-        return f"scores/{name}"
-    return f"views/{name}/{_short(method.to_json())}"
-
-
-def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
-    """Return the paths of all tables of scores of a target set, one per method."""
-    base = [path for path in store.table_names("scores") if path == f"scores/{name}"]
-    return [*store.table_names(f"views/{name}"), *base]
-
-
-def all_score_paths(store: AbstractFeatureStore) -> list[str]:
-    """Return the paths of all tables of scores."""
-    return [*store.table_names("scores"), *store.table_names("views")]
-
-
-def scored_names(store: AbstractFeatureStore) -> list[str]:
-    """Return the names of the target sets that have scores of the attributor's method."""
-    return [path.removeprefix("scores/") for path in store.table_names("scores")]
-
-
-def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the paths of the drawn rows and of the gram matrices of a Fisher fit; another fit has other paths."""
-    folder = f"{fisher_folder(path)}/{_short(fingerprint)}"
-    return f"{folder}/drawn", f"{folder}/gram"
-
-
-def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the folder of the indices of a method and checkpoints, and in it the folder of the index of some rows.
-
-    Args:
-        fingerprint: What determines the index, including ``"method"`` and ``"checkpoints"``.
-    """
-    folder = f"index/{_short({key: fingerprint[key] for key in ('method', 'checkpoints')})}"
-    return folder, f"{folder}/{_short(fingerprint)}"
-
-
-def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> str:
-    """Return the path of the outputs of one training in the folder :func:`retrain_path`."""
-    path = f"{group}/{_short(fingerprint)}"
-    return f"{path}-{number}" if number else path
-
-
-def target_names(store: AbstractFeatureStore, method: AbstractMethod) -> list[str]:
-    """Return the names of the target sets with features that a method reads, sorted."""
-    return _named(store, "preconditioned" if isinstance(method, AbstractInverseMethod) else "targets")
-
-
-def featurized_names(store: AbstractFeatureStore) -> list[str]:
-    """Return the names of all target sets with features in the store, sorted."""
-    return _named(store, "targets", "preconditioned")
-
-
-def _named(store: AbstractFeatureStore, *groups: str) -> list[str]:
-    return sorted({path.split("/")[1] for group in groups for path in store.table_names(group)})
-
-
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
     """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
     paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
@@ -209,12 +218,14 @@ def complete_tables(
 ) -> dict[str, AbstractRowTable]:
     """Return the finished train tables by weights digest; without ``digests`` those of all checkpoints.
 
-    ``paths`` is the result of :func:`checkpoint_tables`, if the caller has it.
+    ``paths`` is the result of :func:`checkpoint_tables`, if the caller has it. The store is listed again if a digest
+    is not among them: another process, or an iterable of the caller, may have featurized it meanwhile.
 
     Raises:
         StateError: If there is none, a digest has no table, or rows are pending.
     """
-    paths = checkpoint_tables(store) if paths is None else paths
+    if paths is None or not paths.keys() >= set(digests or ()):
+        paths = checkpoint_tables(store)
     unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
     if unknown:
         raise StateError(
@@ -246,18 +257,17 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
         BusyError: If another process writes rows of it.
         ReadOnlyStoreError: If the store cannot be written.
     """
-    names = {path: store.attributes(path).get("name") for path in checkpoint_tables(store).values()}
-    found = [path for path, known in names.items() if name in (path, known)]
+    paths = checkpoint_tables(store)
+    names = {path: store.attributes(path).get("name") for path in paths.values()}
+    found = [(weights, path) for weights, path in paths.items() if name in (path, names[path])]
     if len(found) != 1:
+        known = some_of(f"{path} ({known})" for path, known in names.items())
         raise InvalidInputError(
-            f"{len(found)} checkpoints have the name {name!r}. Expected one of the tables "
-            + some_of(f"{path} ({known})" for path, known in names.items())
-            + "."
+            f"{len(found)} checkpoints have the name {name!r}. Expected one of the tables {known}."
         )
+    weights, train = found[0]
     # Targets first: without the train rows, their checkpoint could not be identified after a kill.
-    features = [path for group in ("targets", "preconditioned") for path in store.table_names(group)]
-    targets = [path for path in features if path.endswith(f"/{found[0]}")]
-    weights = str(store.open_table(found[0]).spec.fingerprint["weights"])
+    features = [path for kind in ("targets", "preconditioned") for path in store.table_names(kind)]
     for entry in store.entry_names(curvature_path(weights)):
         store.drop_entry(entry)
     for path in store.table_names("index"):
@@ -265,7 +275,8 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
             for entry in store.entry_names(path.rpartition("/")[0]):
                 store.drop_entry(entry)
             store.drop_table(path)
-    for path in (*targets, *store.table_names(fisher_folder(found[0])), found[0]):
+    targets = [path for path in features if path.endswith(f"/{train}")]
+    for path in (*targets, *store.table_names(fisher_folder(train)), train):
         store.drop_table(path)
 
 
@@ -286,8 +297,3 @@ def drop_targets(store: AbstractFeatureStore, name: str) -> int:
 def num_train_rows(manifest: Manifest) -> int:
     """Return the number of rows of the train data; 0 if the manifest does not contain it."""
     return int(manifest.fingerprint.get("dataset", {}).get("num_rows") or 0)
-
-
-def model_id_of(path: str) -> int:
-    """Return the model id of the checkpoint whose train rows have a path."""
-    return int(path.removeprefix("ckpt-"))

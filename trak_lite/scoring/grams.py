@@ -52,7 +52,7 @@ class Grams:
             StateError: If ``fisher`` was not fitted.
         """
         if self.fisher is not None:
-            return FisherFits(self.store, self.fisher).grams(path, self.layout, device=self.device)
+            return FisherFits(self.store, self.fisher, self.layout).grams(path, device=self.device)
         table = self.store.open_table(path)
         name, key = self._key(table, path)
         flat = self.store.cached(name, key)

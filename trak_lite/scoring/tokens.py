@@ -114,7 +114,7 @@ def split_scores(
     together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
 
-    def visit(digest: str) -> None:
+    def visit(digest: str, _: str) -> None:
         place = places[digest]
         model_id = int(terms[place].train.spec.fingerprint["model_id"])
         own_targets = terms[place].targets

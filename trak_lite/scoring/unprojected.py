@@ -176,7 +176,7 @@ def refined_scores(
     passes = 0
 
     def walk(visit: Visit) -> None:
-        session.visit_named(
+        session.visit(
             tables, lambda digest, label: visit(digest, label, weights[digest]), purpose="to refine scores"
         )
 

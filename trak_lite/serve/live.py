@@ -28,7 +28,7 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.report.content import Content, rendered
-from trak_lite.run.tables import checkpoint_tables, complete_tables, featurized_names
+from trak_lite.run.tables import checkpoint_tables, complete_tables, target_names
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.tokens import split_scores
 from trak_lite.store import AbstractFeatureStore, open_store
@@ -212,7 +212,7 @@ class LiveModel:
         if place is None:
             return []
         with open_store(place) as store:
-            return featurized_names(store)
+            return target_names(store)
 
     def warm(self, scores: Scores) -> Iterator[None]:
         """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones.
@@ -235,7 +235,7 @@ class LiveModel:
                 tables = complete_tables(session.store, [digest])
                 model_id = int(tables[digest].spec.fingerprint["model_id"])
 
-                def plan(_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
+                def plan(*_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
                     session.features(batch, first, model_id=model_id, what=rows.what)
 
                 session.visit(tables, plan, purpose="to score texts")

@@ -3,25 +3,123 @@ r"""A fitted curvature: an eigenbasis per unit, and the curvature in this basis.
 The curvature of a unit is approximated by
 :math:`(Q_S \otimes Q_A)\,\mathrm{diag}(\Lambda)\,(Q_S \otimes Q_A)^\top`, and the curvature between units by zero
 (George et al., arXiv:1806.03884).
+
+Shapes: b samples, T positions, a unit's matrix ``(rows, width)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self, final
+from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
-from trak_lite.errors import StateError
-from trak_lite.featurizing.kronecker.bases import Eigenbasis
-from trak_lite.featurizing.kronecker.units import Unit
+from trak_lite._devices import eigh_of_positive, wide_dtype
+from trak_lite.errors import NonFiniteError, StateError
+from trak_lite.featurizing.kronecker.units import Unit, UnitGradient, precise, sample_slices
+from trak_lite.types import FactoredBlock
 
-__all__ = ["ArrayKeeper", "KroneckerCurvature", "Treatment", "UnitArrays", "UnitCurvature"]
+__all__ = [
+    "ArrayKeeper",
+    "Eigenbasis",
+    "KroneckerCurvature",
+    "Treatment",
+    "UnitArrays",
+    "UnitCurvature",
+    "decomposed",
+]
+
+
+def decomposed(factor: Tensor, *, what: str) -> tuple[Tensor, Tensor | None]:
+    """Return the eigenvalues and eigenvectors of a factor, or the diagonal and ``None`` for a diagonal factor.
+
+    Args:
+        factor: ``(d, d)``, or ``(d,)`` for a diagonal factor.
+        what: Name of the factor in messages.
+
+    Returns:
+        Values ``(d,)``, at least 0, and vectors ``(d, d)`` as columns, in the dtype and on the device of the factor.
+
+    Raises:
+        NonFiniteError: If an entry is NaN or infinite.
+    """
+    if not bool(factor.isfinite().all()):
+        raise NonFiniteError(
+            f"The sums of {what} hold NaN or infinity. Look for a sample whose gradient is not finite; gradients in "
+            "float16 overflow easily."
+        )
+    if factor.dim() == 1:
+        return factor, None
+    values, vectors = eigh_of_positive((factor + factor.T) / 2)
+    return values.clamp(min=0), vectors
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Eigenbasis:
+    """Coordinates in which the curvature of a unit is approximated by a diagonal."""
+
+    unit: Unit
+    outputs: Tensor | None
+    """``(rows, rows)`` eigenvectors as columns; ``None`` does not rotate this side."""
+    inputs: Tensor | None
+    """``(width, width)`` in the same form."""
+
+    def rotated(self, gradient: UnitGradient) -> Iterator[tuple[slice, Tensor]]:
+        """Yield samples and their gradients ``(b, rows, width)`` in this basis, a few samples at a time."""
+        block = gradient.block
+        rows, width = self.unit.rows, self.unit.width
+        cost_of_matrices = rows * width * (rows + width)
+        for samples in sample_slices(block.num_samples, rows * width):
+            if (
+                isinstance(block, FactoredBlock)
+                and block.inputs.shape[1] * (rows**2 + width**2) <= cost_of_matrices
+            ):
+                x, g = self.factors(block, samples)
+                yield samples, g.transpose(1, 2) @ x
+                continue
+            matrices = gradient.matrices(samples)
+            if self.outputs is not None:
+                matrices = self.outputs.to(matrices).T @ matrices
+            yield samples, matrices if self.inputs is None else matrices @ self.inputs.to(matrices)
+
+    def factors(self, block: FactoredBlock, samples: slice) -> tuple[Tensor, Tensor]:
+        """Return the factors ``(b, T, width)`` and ``(b, T, rows)`` of a weight and its bias in this basis."""
+        x, g = precise(block.inputs[samples]), precise(block.output_grads[samples])
+        if self.outputs is not None:
+            g = g @ self.outputs.to(g)
+        if self.inputs is None:
+            ones = x.new_ones(*x.shape[:2], self.unit.width - self.unit.columns)
+            return torch.cat([x, ones], 2), g
+        vectors = self.inputs.to(x)
+        turned = x @ vectors[: self.unit.columns]
+        return (turned if self.unit.bias is None else turned.add_(vectors[-1])), g
+
+    def back(self, matrices: Tensor) -> Tensor:
+        """Transform matrices ``(b, rows, width)`` from this basis to parameter coordinates."""
+        if self.outputs is not None:
+            matrices = self.outputs.to(matrices) @ matrices
+        return matrices if self.inputs is None else matrices @ self.inputs.to(matrices).T
+
+    @torch.no_grad()
+    def add_squares(self, gradient: UnitGradient, total: Tensor) -> None:
+        """Add the squares of some samples' gradients in this basis to ``total``, ``(rows, width)``."""
+        block = gradient.block
+        if isinstance(block, FactoredBlock) and block.inputs.shape[1] == 1:
+            # The square of an outer product is the outer product of the squares: no gradient is formed.
+            x, g = self.factors(block, slice(None))
+            total += g.squeeze(1).square_().T @ x.squeeze(1).square_()
+            return
+        for _, turned in self.rotated(gradient):
+            total += turned.square_().sum(0)
+
+
+Treatment: TypeAlias = Literal["kronecker", "one side", "diagonal"]
+"""The basis of a curvature: eigenbases of both factors, of the shorter side only, or parameter coordinates."""
 
 
 class ArrayKeeper(Protocol):
@@ -34,16 +132,6 @@ class ArrayKeeper(Protocol):
         """Store an array."""
 
 
-class Treatment(NamedTuple):
-    """How the curvature of one parameter is approximated."""
-
-    name: str
-    how: Literal["kronecker", "one side", "diagonal"]
-    """The basis: eigenbases of both factors, of the shorter side only, or parameter coordinates."""
-    unit: str
-    """Name of the weight that it shares a matrix with; its own name if it shares none."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class UnitCurvature:
@@ -54,7 +142,7 @@ class UnitCurvature:
     """Lambda ``(rows, width)``, a sum over the train rows."""
 
     @property
-    def treatment(self) -> Literal["kronecker", "one side", "diagonal"]:
+    def treatment(self) -> Treatment:
         """How the curvature is approximated."""
         sides = sum(side is not None for side in (self.basis.outputs, self.basis.inputs))
         return ("diagonal", "one side", "kronecker")[sides]
@@ -100,13 +188,9 @@ class KroneckerCurvature:
         """
         return cls([found for unit in arrays for found in unit.curvatures(device)])
 
-    def treatments(self) -> list[Treatment]:
+    def treatments(self) -> dict[str, Treatment]:
         """Return, for every parameter, how its curvature is approximated."""
-        return [
-            Treatment(name, found.treatment, found.basis.unit.weight)
-            for found in self.units
-            for name in found.basis.unit.names
-        ]
+        return {name: found.treatment for found in self.units for name in found.basis.unit.names}
 
 
 @final
@@ -127,17 +211,15 @@ class UnitArrays:
         """Whether all arrays of the unit are stored."""
         return self.has_basis() and self._get("values") is not None
 
-    def put_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, *, bias_values: Tensor | None, joint: bool
-    ) -> None:
-        """Store the eigenvectors, whether they include the bias, and the curvature of a bias that they exclude."""
-        self._put("joint", torch.tensor(float(joint), device="cpu"))
-        for name, found in (("bias", bias_values), ("outputs", outputs), ("inputs", inputs)):
-            self._put(name, torch.empty(0, 0, device="cpu") if found is None else found)
+    def put(self, **tensors: Tensor | None) -> None:
+        """Store arrays by name, in order; ``None`` is an empty one.
 
-    def put_values(self, values: Tensor) -> None:
-        """Store the eigenvalues, the last array of a unit."""
-        self._put("values", values)
+        ``outputs`` and ``inputs`` are the eigenvectors, ``joint`` is whether they include the bias, ``bias`` the
+        curvature of a bias that they exclude, and ``values`` the eigenvalues.
+        """
+        for name, tensor in tensors.items():
+            array = np.empty((0, 0), np.float32) if tensor is None else tensor.cpu().numpy()
+            self.keeper[f"unit-{self.number}-{name}"] = array
 
     def basis(self, device: torch.device) -> Eigenbasis:
         """Return the eigenbasis of the weight, or of weight and bias."""
@@ -169,6 +251,3 @@ class UnitArrays:
                 "interrupted. Fit the curvature on the train rows first."
             )
         return torch.from_numpy(np.array(array)).to(device)
-
-    def _put(self, name: str, tensor: Tensor) -> None:
-        self.keeper[f"unit-{self.number}-{name}"] = tensor.cpu().numpy()

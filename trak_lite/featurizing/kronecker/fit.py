@@ -24,10 +24,13 @@ from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.bases import GradientJoiner, decomposed
-from trak_lite.featurizing.kronecker.covariances import UnitSums
-from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays
-from trak_lite.featurizing.kronecker.units import find_units
+from trak_lite.featurizing.kronecker.curvature import (
+    ArrayKeeper,
+    KroneckerCurvature,
+    UnitArrays,
+    decomposed,
+)
+from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.methods import EKFAC
@@ -129,15 +132,13 @@ class _LossGradients:
             self._seen += len(rows)
             with full_float32(self.device):
                 for draw in range(first_draw, first_draw + self.method.draws):
-                    computer.stream_gradients(self._labelled(rows, batch, draw), sink)
+                    labelled = batch
+                    if self.method.fisher == "sampled":
+                        noise = row_noise(rows, seed=self.method.seed, draw=draw)
+                        with torch.no_grad():
+                            labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
+                    computer.stream_gradients(labelled, sink)
                     after_batch()
-
-    def _labelled(self, rows: NDArray[np.int64], batch: Batch, draw: int) -> Batch:
-        if self.method.fisher != "sampled":
-            return batch
-        noise = row_noise(rows, seed=self.method.seed, draw=draw)
-        with torch.no_grad():
-            return self.task.sample_labels(ModelCall(self.model), batch, noise)
 
 
 def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
@@ -163,21 +164,23 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
         bias_values = (scale * (nothing if sums.bias_squares is None else sums.bias_squares)).to(sums.dtype)
     if not sums.is_factored or sums.inputs is None or sums.outputs is None:
         squares = torch.zeros(unit.rows, unit.columns, device="cpu") if sums.squares is None else sums.squares
-        found.put_values((scale * squares).to(sums.dtype))
-        found.put_basis(None, None, bias_values=bias_values, joint=False)
+        found.put(values=(scale * squares).to(sums.dtype))
+        found.put(joint=torch.zeros((), device="cpu"), bias=bias_values, outputs=None, inputs=None)
         return
-    inputs = sums.inputs
+    factor = sums.inputs
     if not joint and unit.bias is not None:  # without the column of ones
-        inputs = inputs[:-1] if inputs.dim() == 1 else inputs[:-1, :-1]
-    in_values, in_vectors = decomposed(inputs, what=f"the inputs of {unit.weight!r}")
+        factor = factor[:-1] if factor.dim() == 1 else factor[:-1, :-1]
+    in_values, in_vectors = decomposed(factor, what=f"the inputs of {unit.weight!r}")
     out_values, out_vectors = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
-    vectors = [None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors)]
+    outputs, inputs = (None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors))
     if not rows.method.correct_eigenvalues:
         # Both factors are sums over the same rows, draws and positions, so one is divided by their number
         # (arXiv:1602.01407).
         products = scale * torch.outer(out_values, in_values) / sums.num_positions
-        found.put_values(products.to(sums.dtype))
-    found.put_basis(*vectors, bias_values=bias_values, joint=joint)
+        found.put(values=products.to(sums.dtype))
+    found.put(
+        joint=torch.tensor(float(joint), device="cpu"), bias=bias_values, outputs=outputs, inputs=inputs
+    )
 
 
 def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
@@ -198,7 +201,7 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.method.draws)
     for found, basis in zip(waiting, bases, strict=True):
         dtype = next(side.dtype for side in (basis.outputs, basis.inputs) if side is not None)
-        found.put_values((rows.scale * sums[basis.unit]).to(dtype))
+        found.put(values=(rows.scale * sums[basis.unit]).to(dtype))
 
 
 def _report(curvature: KroneckerCurvature) -> None:
@@ -209,9 +212,8 @@ def _report(curvature: KroneckerCurvature) -> None:
             "The curvature of %s is zero or beneath the smallest normal number: these parameters contribute nothing.",
             some_of(lost),
         )
-    others = [line for line in curvature.treatments() if line.how != "kronecker"]
     for how in ("one side", "diagonal"):
-        names = [line.name for line in others if line.how == how]
+        names = [name for name, treatment in curvature.treatments().items() if treatment == how]
         if names:
             logger.info(
                 "The curvature of %d parameters has the treatment '%s': %s.", len(names), how, names[:10]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.bases import GradientJoiner, UnitGradient
-from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
+from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitGradient, precise, sample_slices
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import (

@@ -1,0 +1,133 @@
+"""A set of targets whose features are found in the store, or computed and stored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import CheckpointError
+from trak_lite.featurizing.kronecker.precondition import Inverse
+from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.methods import CG, AbstractInverseMethod, AbstractMethod, LiSSA
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.run.tables import complete_tables, target_table_path
+from trak_lite.store import AbstractRowTable
+from trak_lite.store.manifest import compare_fingerprints
+
+__all__ = ["TargetSet"]
+
+logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class TargetSet:
+    """The features of some targets that the scores of a method need, one table per checkpoint."""
+
+    session: FeaturizingSession
+    rows: Rows
+    name: str
+    method: AbstractMethod
+    """The method of the scores. It determines which features are needed."""
+    is_compared: bool = False
+    """Whether stored rows were computed again and compared."""
+
+    identity: dict[str, Any] = field(init=False)
+    """JSON values that identify the targets; if the method uses a curvature fit, they include the fit."""
+
+    def __post_init__(self) -> None:
+        """Set the identity."""
+        self.identity = self.session.run.target_identity(self.rows)
+        if isinstance(self.method, AbstractInverseMethod):
+            self.identity["curvature"] = self.session.kronecker_fits(self.method).record()
+
+    def add(self, checkpoint: Checkpoint, known: Mapping[str, str]) -> str:
+        """Load a checkpoint and compute its missing features; return the digest of its weights.
+
+        ``known`` are the train tables of the store by weights digest.
+
+        Raises:
+            StateError: If the checkpoint's train rows are not featurized.
+        """
+        digest = self.session.load(checkpoint)
+        train = complete_tables(self.session.store, [digest], known)
+        self.session.check_train(train[digest])
+        self._fill(train, digest, checkpoint.name)
+        return digest
+
+    def find(self, train: Mapping[str, AbstractRowTable]) -> None:
+        """Compute the missing features of all checkpoints, from any known source of their weights.
+
+        Raises:
+            StateError: If the weights of a checkpoint cannot be found.
+        """
+        waiting = {
+            digest: table for digest, table in train.items() if not self.session.agreed(self._is_there(table))
+        }
+        self.session.visit(waiting, partial(self._fill, train), purpose="to score new targets")
+
+    def compare(self, train: Mapping[str, AbstractRowTable]) -> None:
+        """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
+
+        This detects changes of the targets or the model. It does nothing if stored targets were already compared, or
+        if no weights are available.
+
+        Raises:
+            ManifestMismatchError: If they differ from the stored ones.
+        """
+        if self.is_compared or isinstance(self.method, CG | LiSSA):  # see _fill
+            return
+        there = {digest for digest, table in train.items() if self.session.agreed(self._is_there(table))}
+        if not there:
+            return
+        try:
+            for checkpoint in self.session.candidates(there):
+                digest = self.session.load(checkpoint)
+                if digest in there:
+                    self.session.check_train(train[digest])
+                    self._fill(train, digest, checkpoint.name)
+                    return
+        except CheckpointError as error:  # a missing file, needed for this comparison only
+            logger.info("Stored targets are not compared: %s", error)
+
+    def _fill(self, train: Mapping[str, AbstractRowTable], digest: str, label: str) -> None:
+        """Compute the missing features of the loaded checkpoint, and compare a few of the stored ones.
+
+        Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
+        fit has replaced it; nor those of an iterative solver, which agree to its tolerance only and cost passes over
+        the train rows.
+        """
+        self.is_compared = True
+        session, method, table = self.session, self.method, train[digest]
+        inverse: Inverse | None = None
+        if isinstance(method, AbstractInverseMethod):
+            iterates = isinstance(method, CG | LiSSA)
+            if self._is_there(table) and (iterates or not session.kronecker_fits(method).has(digest)):
+                return
+            inverse = session.inverse(digest, label, method)
+        model_id = int(table.spec.fingerprint["model_id"])
+        passes, fingerprint = session.target_pass(self.rows, model_id, inverse)
+        spec = session.settings.target_table(
+            len(self.rows), {**fingerprint, "targets": self.identity}, preconditioned=inverse is not None
+        )
+        path = target_table_path(self.name, method, table)
+        lazy_table = session.workspace.lazy_table(path, spec)
+        session.work(lazy_table, passes, f"Targets {self.name!r}, {label}").fill()
+
+    def _is_there(self, train: AbstractRowTable) -> bool:
+        """Return whether all features of the checkpoint of this train table are stored."""
+        path = target_table_path(self.name, self.method, train)
+        table = self.session.workspace.table(path)
+        if table is None:
+            return False
+        compare_fingerprints(
+            {"targets": dict(table.spec.fingerprint["targets"])},
+            {"targets": self.identity},
+            where=path,
+            remedy="Score other targets under another name.",
+        )
+        return table.complete
