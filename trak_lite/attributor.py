@@ -643,13 +643,14 @@ class Attributor:
             >>> _ = attributor.featurize(data)
             >>> suspects = attributor.label_suspicion().argsort()[::-1][:3]
         """
-        errors = np.abs(self._train_column(OUT_TO_LOSS)).mean(0, np.float64)
+        errors: NDArray[np.float64] = np.abs(self._train_column(OUT_TO_LOSS)).mean(0, np.float64)
         if len(errors) > 1 and np.ptp(errors) == 0:
             raise StateError(
                 "Every row has the same q, because the model output of the task is its loss. Rank the rows by "
                 "scores.self_influence()."
             )
-        return errors.astype(np.float32)
+        suspicion: NDArray[np.float32] = errors.astype(np.float32)
+        return suspicion
 
     def _train_column(self, name: str) -> NDArray[np.float32]:
         """Return a stored number of each train row for each checkpoint, ``(C, N)``."""
