@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.data.datasets import spread_rows
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.kronecker.precondition import Accumulator, PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.solvers import (
@@ -26,7 +26,7 @@ from trak_lite.featurizing.solvers import (
     row_norms,
 )
 from trak_lite.featurizing.unprojected import by_name
-from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
+from trak_lite.methods import CG, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import ParameterShapes
@@ -86,14 +86,10 @@ class InverseCurvature:
             NonFiniteError: If LiSSA diverges.
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
-        if isinstance(self.method, CG):
-            return self._solve_by_cg(self.method, gradients)
-        if isinstance(self.method, LiSSA):
-            return self._solve_by_lissa(self.method, gradients)
-        if not isinstance(self.method, EKFAC):
-            raise InvalidInputError(
-                f"{self.method.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
-            )
+        return self.method.solve(self, gradients)
+
+    def precondition(self, gradients: Tensor) -> Solution:
+        """Return target gradients multiplied by the inverse of the EK-FAC."""
         return Solution(self._precondition(gradients), None)
 
     def _precondition(self, gradients: Tensor) -> Tensor:
@@ -101,7 +97,8 @@ class InverseCurvature:
         named = by_name(gradients, self.products.parameters)
         return PreconditionedProjector(whole, self.preconditioner).project(named, 0)
 
-    def _solve_by_cg(self, method: CG, gradients: Tensor) -> Solution:
+    def conjugate_gradients(self, method: CG, gradients: Tensor) -> Solution:
+        """Return the solutions of :func:`~trak_lite.featurizing.solvers.conjugate_gradients`."""
         damping, right = self._damping(gradients)
         num_rows = len(self.products.rows)
         wanted = spread_rows(num_rows, method.max_rows)
@@ -116,7 +113,8 @@ class InverseCurvature:
         self._report(convergence, method.tolerance, "max_iterations")
         return Solution(found, convergence)
 
-    def _solve_by_lissa(self, method: LiSSA, gradients: Tensor) -> Solution:
+    def neumann_series(self, method: LiSSA, gradients: Tensor) -> Solution:
+        """Return the solutions of :func:`~trak_lite.featurizing.solvers.neumann_series`."""
         damping, right = self._damping(gradients)
         num_rows = len(self.products.rows)
 

@@ -29,7 +29,7 @@ from trak_lite.featurizing.rows import RowPass, RowWork, SampleRows, compute_fea
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
@@ -290,13 +290,14 @@ class FeaturizingSession:
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self._ranks.lockstep.is_alone
         method = self._settings.method
-        if isinstance(method, Fisher) and self._workspace.exists:
+        fisher: Fisher | None = method.fisher_fit
+        if fisher is not None and self._workspace.exists:
             known = digest in checkpoint_tables(self.store)
-            if known and not self._is_fitted(digest, method):
+            if known and not self._is_fitted(digest, fisher):
                 require_writable(self.store)
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
-        if isinstance(method, Fisher):
-            self._fit_fisher(digest, checkpoint.name, rows, method, wait=wait)
+        if fisher is not None:
+            self._fit_fisher(digest, checkpoint.name, rows, fisher, wait=wait)
         if not self._is_featurized(digest):
             self._unfinished.append((checkpoint, digest))
         return written
@@ -334,18 +335,18 @@ class FeaturizingSession:
     def _is_featurized(self, digest: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         table = self.store.open_table(self._path(digest))
-        method = self._settings.method
-        return table.complete and (not isinstance(method, Fisher) or self._is_fitted(digest, method))
+        fisher: Fisher | None = self._settings.method.fisher_fit
+        return table.complete and (fisher is None or self._is_fitted(digest, fisher))
 
     def _is_left_alone(self, digest: str) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
         path = self._path(digest)
         if has_free_rows(self.store.open_table(path)):
             return True
-        method = self._settings.method
-        if not isinstance(method, Fisher):
-            return False
-        return FisherFits(self.store, method).is_left_alone(path, self._settings.layout)
+        fisher: Fisher | None = self._settings.method.fisher_fit
+        return fisher is not None and FisherFits(self.store, fisher).is_left_alone(
+            path, self._settings.layout
+        )
 
     def _path(self, digest: str) -> str:
         """Return the table of a checkpoint that is being featurized."""
@@ -360,8 +361,8 @@ class FeaturizingSession:
     def target_set(self, rows: Rows, name: str, method: AbstractMethod) -> TargetSet:
         """Return a target set. If the method uses a curvature fit, its identity includes the fit."""
         identity = self._run.target_identity(rows)
-        if isinstance(method, AbstractInverseMethod):
-            identity["curvature"] = self._kronecker_fits(method).record()
+        if method.inverse is not None:
+            identity["curvature"] = self._kronecker_fits(method.inverse).record()
         return TargetSet(rows, name, method, identity)
 
     def add_targets(self, targets: TargetSet, checkpoint: Checkpoint) -> str:
@@ -398,7 +399,9 @@ class FeaturizingSession:
         Raises:
             ManifestMismatchError: If they differ from the stored ones.
         """
-        if targets.is_compared or isinstance(targets.method, CG | LiSSA):  # see _fill_targets
+        if targets.is_compared or (
+            targets.method.inverse is not None and targets.method.inverse.is_iterative
+        ):  # see _fill_targets
             return
         there = {digest for digest, table in train.items() if self.agreed(self._has_targets(targets, table))}
         if not there:
@@ -425,10 +428,11 @@ class FeaturizingSession:
         targets.is_compared = True
         model_id = int(train[digest].spec.fingerprint["model_id"])
         method, identity = targets.method, dict(targets.identity)
+        solving: AbstractInverseMethod | None = method.inverse
         if (
-            isinstance(method, AbstractInverseMethod)
+            solving is not None
             and self._has_targets(targets, train[digest])
-            and (isinstance(method, CG | LiSSA) or not self._kronecker_fits(method).has(digest))
+            and (solving.is_iterative or not self._kronecker_fits(solving).has(digest))
         ):
             return
         settings = self._settings
@@ -437,17 +441,17 @@ class FeaturizingSession:
         spec = settings.target_table(
             len(targets.rows),
             {**settings.row_fingerprint(model_id, digest, adam), "targets": identity},
-            preconditioned=isinstance(method, AbstractInverseMethod),
+            preconditioned=solving is not None,
         )
         table = self._workspace.lazy_table(target_table_path(targets.name, method, train[digest]), spec)
         projector = settings.projector
-        if isinstance(method, AbstractInverseMethod):
+        if solving is not None:
             inverse: Preconditioner | InverseCurvature
-            if isinstance(method, EKFAC):
-                inverse = self._preconditioner(digest, label, method)
+            if solving.ekfac is solving:
+                inverse = self._preconditioner(digest, label, solving)
             else:
                 rows = self.train_rows(f"{method.name} has to be fitted to")
-                inverse = self._inverse(digest, label, method, rows)
+                inverse = self._inverse(digest, label, solving, rows)
             projector = PreconditionedProjector(projector, inverse)
         passes = self._pass(targets.rows, model_id, projector=projector, normalization=normalization)
         work = RowWork(table, passes, f"Targets {targets.name!r}, {label}")
@@ -476,9 +480,10 @@ class FeaturizingSession:
             StateError: If a fit is missing, and the train data or the weights of a checkpoint are not known.
             ReadOnlyStoreError: If the store cannot be written.
         """
-        if not isinstance(method, Fisher):
+        fisher: Fisher | None = method.fisher_fit
+        if fisher is None:
             return
-        fits, layout = FisherFits(self.store, method), self._settings.layout
+        fits, layout = FisherFits(self.store, fisher), self._settings.layout
         waiting = {
             digest: table
             for digest, table in train.items()
@@ -489,7 +494,7 @@ class FeaturizingSession:
         rows = self.train_rows(f"{method.name} has to be fitted to")
         self.visit_named(
             waiting,
-            lambda digest, label: self._fit_fisher(digest, label, rows, method),
+            lambda digest, label: self._fit_fisher(digest, label, rows, fisher),
             purpose="to fit the Fisher information",
         )
 
@@ -557,8 +562,9 @@ class FeaturizingSession:
             )
             rows = self.train_rows(f"{method.name} has to be fitted to") if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=self._progress)
-        absolute = isinstance(method, CG | LiSSA) and method.absolute
-        return Preconditioner(fits.curvature(digest, device), damping=method.damping, absolute=absolute)
+        return Preconditioner(
+            fits.curvature(digest, device), damping=method.damping, absolute=method.absolute
+        )
 
     def _kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         settings = self._settings
@@ -574,7 +580,7 @@ class FeaturizingSession:
             settings.task,
             rows,
             settings.parameters,
-            draws=method.draws if isinstance(method, CG | LiSSA) else None,
+            draws=method.product_draws,
             seed=method.ekfac.seed,
             device=settings.device,
         )
@@ -645,10 +651,10 @@ class FeaturizingSession:
         The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
         yet, which creates the store if needed.
         """
-        if not isinstance(method, AbstractInverseMethod):
+        if method.inverse is None:
             return Solution(gradients, None)
         self._workspace.created()
-        return self._inverse(digest, label, method, rows).solve(gradients)
+        return self._inverse(digest, label, method.inverse, rows).solve(gradients)
 
     def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.

@@ -15,7 +15,7 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.methods import AbstractInverseMethod, AbstractMethod
+from trak_lite.methods import AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
@@ -112,8 +112,8 @@ def score_table_spec(
 
 def target_folder(name: str, method: AbstractMethod) -> str:
     """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
-    if isinstance(method, AbstractInverseMethod):
-        return f"{preconditioned_folder(name)}/{_short(method.target_json())}"
+    if method.inverse is not None:
+        return f"{preconditioned_folder(name)}/{_short(method.inverse.target_json())}"
     return plain_target_folder(name)
 
 
@@ -179,7 +179,7 @@ def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> s
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod) -> list[str]:
     """Return the names of the target sets with features that a method reads, sorted."""
-    return _named(store, "preconditioned" if isinstance(method, AbstractInverseMethod) else "targets")
+    return _named(store, "targets" if method.inverse is None else "preconditioned")
 
 
 def featurized_names(store: AbstractFeatureStore) -> list[str]:

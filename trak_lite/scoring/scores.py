@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,9 +14,8 @@ from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
-from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
@@ -27,11 +26,13 @@ from trak_lite.scoring.matrix import (
     DampingPath,
     GroupSums,
     RowChoice,
+    StoredMatrix,
+    StreamedMatrix,
     chosen_top,
     group_sums,
 )
 from trak_lite.scoring.records import ScoreRecord
-from trak_lite.scoring.source import ScoreSource, UnstoredRows
+from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.uncertainty import Reliability, Repeats
 from trak_lite.store import Manifest
 
@@ -51,54 +52,54 @@ class Scores:
     or LiSSA, if ``stream_scores`` or ``refine`` computed the scores.
     """
 
-    def __init__(
-        self,
-        matrix: AbstractScoreMatrix,
-        source: ScoreSource | UnstoredRows,
-        *,
-        settings: dict[str, Any],
-        location: str | None,
-        run: Run | None = None,
-        record: ScoreRecord | None = None,
-        convergence: tuple[Convergence, ...] = (),
-    ) -> None:
-        self.convergence = convergence
-        self._matrix = matrix
-        self._described = source
-        """Computes standard errors, self-influence and scores at other dampings; a description without stored rows."""
-        self._location = location
-        self.name = source.name
-        self.settings = settings
+    def __init__(self, matrix: AbstractScoreMatrix, record: ScoreRecord) -> None:
+        self._matrix, self._record = matrix, record
+        self.name = record.name
+        self.settings = record.settings
         """How the scores were computed, as JSON values."""
-        self._run = run
-        """The model, settings and store of the scores; ``None`` without a model."""
-        self._record = record
-        """What is stored beside the scores; ``None`` in memory."""
+        self.convergence = record.convergence
+
+    @classmethod
+    def from_record(cls, record: ScoreRecord, ends: NDArray[np.float64] | None = None) -> Self:
+        """Return the scores in the table of a record; without a table, scores that are computed on access.
+
+        Args:
+            record: Has a table, or the source of the scores.
+            ends: The strongest rows of every target, if they are known without a table
+                (:func:`~trak_lite.scoring.matrix.top_and_bottom`).
+        """
+        if record.entries is not None:
+            return cls(StoredMatrix(record.entries.table()), record)
+        assert record.source is not None
+        return cls(StreamedMatrix(record.source, ends), record)
 
     @property
     def verdict(self) -> Verdict | None:
         """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
-        return None if self._record is None else self._record.verdict()
+        entries = self._record.entries
+        return None if entries is None else entries.verdict(Verdict)
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
         """The last result of :func:`~trak_lite.verify_run` for these scores; ``None`` if there is none."""
-        return None if self._record is None else self._record.one_run_verdict()
+        entries = self._record.entries
+        return None if entries is None else entries.verdict(OneRunVerdict)
 
     def keep(self, verdict: OneRunVerdict) -> None:
         """Store a verdict of one run with the scores, as ``verify_run`` does; scores in memory have no place for it."""
-        if self._record is not None:
-            self._record.put(verdict)
+        if self._record.entries is not None:
+            self._record.entries.put(verdict)
 
     @property
     def predictions(self) -> Predictions | None:
         """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
-        return None if self._record is None else self._record.predictions()
+        entries = self._record.entries
+        return None if entries is None else entries.predictions()
 
     @property
     def method(self) -> AbstractMethod:
         """The method that the scores were computed with."""
-        return self._described.method
+        return self._record.method
 
     @property
     def run(self) -> Run:
@@ -107,12 +108,12 @@ class Scores:
         Raises:
             StateError: If they were opened without a model, or not computed from stored rows.
         """
-        if self._run is None and self.source:
+        if self._record.run is None and self.source:
             raise StateError(
                 f"The scores {self.name!r} were opened without a model. Open them with one: "
                 "Attributor.open(path, model).scores(name)."
             )
-        return self._run
+        return self._record.run
 
     @property
     def task(self) -> AbstractModelOutput:
@@ -122,8 +123,8 @@ class Scores:
             StateError: If the scores were opened without a model, or without the task that their targets were scored
                 with, or made without an attributor and a replay.
         """
-        if isinstance(self._described, UnstoredRows) and self._described.task is not None:
-            return self._described.task
+        if self._record.task is not None:
+            return self._record.task
         if "task" in self.settings and not self.run.question:
             raise StateError(
                 f"The targets {self.name!r} were scored with task={self.settings['task']!r}. Open the scores with it: "
@@ -138,22 +139,27 @@ class Scores:
         Raises:
             StateError: If they were not computed from stored rows.
         """
-        if not isinstance(self._described, ScoreSource) or isinstance(self.method, AbstractMatrixMethod):
+        if self._record.source is None or not self.method.multiplies_rows:
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
                 "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             )
-        return self._described
+        return self._record.source
+
+    @property
+    def record(self) -> ScoreRecord:
+        """What is known of the scores besides their values."""
+        return self._record
 
     @property
     def manifest(self) -> Manifest:
         """Settings and versions that the stored rows were made with."""
-        return self._described.manifest
+        return self._record.manifest
 
     @property
     def location(self) -> str | None:
         """Path in the store; ``None`` in memory."""
-        return self._location
+        return self._record.location
 
     @property
     def stored(self) -> bool:
@@ -172,7 +178,7 @@ class Scores:
     def __repr__(self) -> str:
         """Return sizes, settings, location, and the verdict if there is one, on a few lines."""
         num_rows, num_targets = self.shape
-        place = self._location or "memory"
+        place = self.location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
         tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
@@ -186,7 +192,8 @@ class Scores:
     @property
     def columns(self) -> dict[str, Column]:
         """The columns of the train data that ``featurize(..., columns=...)`` stored, by name; none in memory."""
-        return self._described.columns() if isinstance(self._described, ScoreSource) else {}
+        source = self._record.source
+        return {} if source is None else source.columns()
 
     def top(
         self,

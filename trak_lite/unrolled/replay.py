@@ -25,7 +25,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -60,10 +60,9 @@ from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, StoredMatrix
-from trak_lite.scoring.records import ScoreRecord
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix
+from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import UnstoredRows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.files import named_errors, refuse_links, remove_file
@@ -146,8 +145,8 @@ def unrolled(
         return found[0]
     method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
-    source = UnstoredRows(name, method, found[0].manifest, found[0].task)
-    return Scores(_MeanMatrix(found), source, settings=settings, location=None)
+    record = ScoreRecord(name, method, found[0].manifest, settings, task=found[0].task)
+    return Scores(_MeanMatrix(found), record)
 
 
 def _scores_of_run(
@@ -174,14 +173,15 @@ def _scores_of_run(
     method = Unrolled(run)
     fingerprint = {"targets": data.identity(), "task": describe_task(resolved)}
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
-    source = UnstoredRows(name, method, Manifest({**made.fingerprint, **fingerprint}), resolved)
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
+    manifest = Manifest({**made.fingerprint, **fingerprint})
+    record = ScoreRecord(name, method, manifest, settings, task=resolved)
 
     def replay() -> _Replay:
         return _Replay(run, resolved, data, max_bytes=max_bytes, progress=progress)
 
     if run.path is None:
-        return Scores(HeldMatrix(replay().scores(block)), source, settings=settings, location=None)
+        return Scores(HeldMatrix(replay().scores(block)), record)
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
     path = score_path(name, method, method)
@@ -205,16 +205,10 @@ def _scores_of_run(
         if blocks.are_scores():
             blocks.forget()
     reader = workspace.reader()
-    table = reader.open_table(path)
-    if not table.complete:
+    if not reader.open_table(path).complete:
         raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
-    return Scores(
-        StoredMatrix(table),
-        source,
-        settings=settings,
-        location=f"{workspace.path}:{path}",
-        record=ScoreRecord(reader, path, workspace),
-    )
+    entries = ScoreEntries(reader, path, workspace)
+    return Scores.from_record(replace(record, location=f"{workspace.path}:{path}", entries=entries))
 
 
 def _has_outputs(workspace: Workspace, path: str, now: Mapping[str, Any], train_id: str | None) -> bool:
