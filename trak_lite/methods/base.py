@@ -22,8 +22,8 @@ __all__ = [
     "AbstractKernelMethod",
     "AbstractLearningRateMethod",
     "AbstractMethod",
-    "MatrixParts",
     "MadeScores",
+    "MatrixParts",
 ]
 
 

@@ -182,6 +182,8 @@ class HeldMatrix(AbstractScoreMatrix):
     """Scores in memory, ``(N, M)``."""
 
     _scores: NDArray[np.float32]
+    _errors: NDArray[np.float32] | None = None
+    """Their standard errors over runs, if they are a mean over runs."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -192,6 +194,10 @@ class HeldMatrix(AbstractScoreMatrix):
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._scores[np.asarray(indices, dtype=np.int64)]
+
+    def errors(self) -> NDArray[np.float32] | None:
+        """Return the standard errors, if they are known."""
+        return self._errors
 
 
 @final

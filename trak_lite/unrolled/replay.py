@@ -25,7 +25,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import move_batch
+from trak_lite.data.batches import move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import (
     BusyError,
@@ -60,7 +60,7 @@ from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix
+from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
@@ -80,6 +80,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30
 """Default memory of a replay, in bytes."""
+_MEAN_ROWS: Final = 1024
+"""Rows of the scores of several runs that are in memory at once."""
 _OUTPUTS: Final = "outputs"
 """Attribute of tables: f of the targets at the trained weights."""
 _TOLERANCE: Final = 0.05
@@ -146,7 +148,7 @@ def unrolled(
     method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
     record = ScoreRecord(name, method, found[0].manifest, settings, task=found[0].task)
-    return Scores(_MeanMatrix(found), record)
+    return Scores(_mean_over_runs(found), record)
 
 
 def _scores_of_run(
@@ -323,29 +325,14 @@ class _SharedBlocks:
             self._folder.rmdir()
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _MeanMatrix(AbstractScoreMatrix):
-    """The mean of the scores of several runs, which are read tile by tile."""
-
-    _runs: Sequence[Scores]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._runs[0].shape
-
-    stored = False
-
-    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        parts = [run.rows(np.asarray(indices)) for run in self._runs]
-        mean: NDArray[np.float64] = np.mean(parts, axis=0, dtype=np.float64)
-        return mean.astype(np.float32)
-
-    def errors(self) -> NDArray[np.float32]:
-        """Return the standard errors over runs of their mean score, ``(N, M)``."""
-        parts = np.stack([run.numpy() for run in self._runs])
-        spread: NDArray[np.float64] = parts.std(axis=0, ddof=1, dtype=np.float64)
-        return (spread / math.sqrt(len(self._runs))).astype(np.float32)
+def _mean_over_runs(runs: Sequence[Scores]) -> HeldMatrix:
+    """Return the mean of the scores of several runs, and the standard errors of the mean over runs."""
+    mean, errors = (np.empty(runs[0].shape, np.float32) for _ in range(2))
+    for rows in rows_in_batches(np.arange(len(mean)), _MEAN_ROWS):
+        parts = np.stack([run.rows(rows) for run in runs])
+        mean[rows] = parts.mean(axis=0, dtype=np.float64)
+        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(runs))
+    return HeldMatrix(mean, errors)
 
 
 @final
