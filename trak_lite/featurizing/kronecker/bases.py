@@ -16,7 +16,7 @@ from trak_lite._devices import eigh_of_positive
 from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing.kronecker.covariances import precise, sample_slices
 from trak_lite.featurizing.kronecker.units import Unit
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, samples_of
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
 
 __all__ = ["Eigenbasis", "GradientJoiner", "UnitGradient", "decomposed"]
 
@@ -58,7 +58,7 @@ class UnitGradient:
 
     def matrices(self, samples: slice) -> Tensor:
         """Return the gradients ``(b, rows, width)`` of some of the samples."""
-        part = samples_of(self.block, samples)
+        part = self.block.samples(samples)
         grads = precise(part.dense()).reshape(part.num_samples, self.unit.rows, self.unit.columns)
         if self.unit.bias is None:
             return grads

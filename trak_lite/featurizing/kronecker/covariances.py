@@ -21,7 +21,7 @@ from trak_lite._devices import add_at_, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
 from trak_lite.featurizing.kronecker.units import Unit
-from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, samples_of
+from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock
 
 __all__ = ["UnitSums", "precise", "sample_slices"]
 
@@ -130,7 +130,7 @@ class UnitSums:
     def _add_squares(self, block: GradientBlock) -> None:
         """Add the squares of the weight gradients of some samples, per entry."""
         shape = (self.unit.rows, self.unit.columns)
-        none = samples_of(block, slice(0, 0)).dense()
+        none = block.samples(slice(0, 0)).dense()
         self.dtype = torch.promote_types(self.dtype, precise(none).dtype)
         if self.squares is None:
             wide = wide_dtype(none.device)
@@ -140,7 +140,7 @@ class UnitSums:
             add_at_(self.squares, 0, rows.flatten(), sums.square().flatten(0, 1).to(self.squares.dtype))
             return
         for samples in sample_slices(block.num_samples, self.squares.numel()):
-            grads = precise(samples_of(block, samples).dense())
+            grads = precise(block.samples(samples).dense())
             self.squares += grads.square().sum(0, dtype=self.squares.dtype).reshape(shape)
 
     def _zeros(self, side: int, device: torch.device) -> Tensor:
