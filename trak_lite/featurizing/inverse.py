@@ -86,7 +86,8 @@ class InverseCurvature:
             NonFiniteError: If LiSSA diverges.
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
-        return self.method.solve(self, gradients)
+        solution: Solution = self.method.solve(self, gradients)
+        return solution
 
     def precondition(self, gradients: Tensor) -> Solution:
         """Return target gradients multiplied by the inverse of the EK-FAC."""

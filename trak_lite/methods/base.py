@@ -100,11 +100,6 @@ class AbstractMethod(ABC):
         return None
 
     @property
-    def has_errors(self) -> bool:
-        """Whether the scores have standard errors that are stored with them."""
-        return False
-
-    @property
     def transforms_rows(self) -> bool:
         """Whether the method changes rows before the product."""
         own = type(self)

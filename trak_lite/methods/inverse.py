@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import Tensor
 
@@ -14,25 +14,9 @@ from trak_lite.methods.base import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._sampling import LossModelOutput
 
-__all__ = ["CG", "EKFAC", "AbstractInverseMethod", "AbstractIterativeMethod", "LiSSA", "Solver"]
-
-SolutionType = TypeVar("SolutionType")
-SolutionOf = TypeVar("SolutionOf", covariant=True)
+__all__ = ["CG", "EKFAC", "AbstractInverseMethod", "AbstractIterativeMethod", "LiSSA"]
 
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
-
-
-class Solver(Protocol[SolutionOf]):
-    """Solves with the curvature at a checkpoint for target gradients ``(m, P)``."""
-
-    def precondition(self, gradients: Tensor) -> SolutionOf:
-        """Multiply by the inverse of the EK-FAC."""
-
-    def conjugate_gradients(self, method: CG, gradients: Tensor) -> SolutionOf:
-        """Solve by preconditioned conjugate gradients."""
-
-    def neumann_series(self, method: LiSSA, gradients: Tensor) -> SolutionOf:
-        """Solve by a stochastic Neumann series."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +36,8 @@ class AbstractInverseMethod(AbstractMethod):
         """The method itself."""
         return self
 
-    def solve(self, solver: Solver[SolutionType], gradients: Tensor) -> SolutionType:
-        """Return target gradients ``(m, P)`` multiplied by the inverse.
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
+        """Return target gradients ``(m, P)`` multiplied by the inverse, by one of the solver's methods.
 
         Raises:
             InvalidInputError: If the method defines no solver.
@@ -175,7 +159,7 @@ class EKFAC(AbstractInverseMethod):
             task, weight="loss_curvature" if self.fisher == "curvature" else "out_to_loss_grad"
         )
 
-    def solve(self, solver: Solver[SolutionType], gradients: Tensor) -> SolutionType:
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
         """Multiply by the inverse; see :meth:`AbstractInverseMethod.solve`."""
         return solver.precondition(gradients)
 
@@ -255,7 +239,7 @@ class CG(AbstractIterativeMethod):
         if self.max_rows is not None:
             positive_int(max_rows=self.max_rows)
 
-    def solve(self, solver: Solver[SolutionType], gradients: Tensor) -> SolutionType:
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
         """Solve by conjugate gradients; see :meth:`AbstractInverseMethod.solve`."""
         return solver.conjugate_gradients(self, gradients)
 
@@ -288,7 +272,7 @@ class LiSSA(AbstractIterativeMethod):
         if self.scale is not None:
             object.__setattr__(self, "scale", _above_zero(scale=self.scale))
 
-    def solve(self, solver: Solver[SolutionType], gradients: Tensor) -> SolutionType:
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
         """Sum the series; see :meth:`AbstractInverseMethod.solve`."""
         return solver.neumann_series(self, gradients)
 

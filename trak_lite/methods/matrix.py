@@ -80,11 +80,6 @@ class Unrolled(AbstractMatrixMethod):
         for run in self.runs:
             run.require_same()
 
-    @property
-    def has_errors(self) -> bool:
-        """Whether there are several runs."""
-        return len(self.runs) > 1
-
     def matrix(self, parts: MatrixParts) -> MadeScores:
         """Return the mean over the runs."""
         return parts.replays(self.runs)

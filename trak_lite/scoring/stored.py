@@ -279,8 +279,7 @@ class ScoreResult:
             "train_rows": [table.content_key() for table in source.train],
             "method": source.method.to_json(),
         }
-        errors = source.method.has_errors
-        self._spec = score_table_spec(source.num_rows, num_targets, fingerprint, errors=errors)
+        self._spec = score_table_spec(source.num_rows, num_targets, fingerprint)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored with these settings and complete.
@@ -334,8 +333,10 @@ class ScoreResult:
                 "order."
             )
         shown = {"metasmoothness": list(made.metasmoothness)} if made.metasmoothness else {}
-        table = self.source.store.create_table(self._path, self._spec, shown)
         columns = {SCORES: made.scores} if made.errors is None else {SCORES: made.scores, ERRORS: made.errors}
+        num_rows, num_targets = made.scores.shape
+        spec = score_table_spec(num_rows, num_targets, self._spec.fingerprint, errors=ERRORS in columns)
+        table = self.source.store.create_table(self._path, spec, shown)
         for start in range(0, len(made.scores), self._spec.chunk_rows):
             rows = np.arange(start, min(start + self._spec.chunk_rows, len(made.scores)))
             # A process that was killed here, or another one, has written some chunks.
