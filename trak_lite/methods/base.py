@@ -74,6 +74,8 @@ class AbstractMethod(ABC):
     the fields and the version, not by the code."""
     linear: ClassVar[bool] = True
     """Whether the scores are linear in the train row's features. Token scores require it."""
+    gradient_copies: ClassVar[int] = 1
+    """How often unprojected gradients of targets are in memory, with the vectors of a solver."""
     multiplies_rows: ClassVar[bool] = True
     """Whether scores are products of stored rows, so that some can be computed without the others."""
 

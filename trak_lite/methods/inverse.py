@@ -25,6 +25,7 @@ class AbstractInverseMethod(AbstractMethod):
 
     damping: float = 1.0
 
+    gradient_copies: ClassVar[int] = 2
     is_iterative: ClassVar[bool] = False
     """Whether a solver with a tolerance multiplies the targets, so that a repetition may differ by it."""
     absolute = False
@@ -231,6 +232,8 @@ class CG(AbstractIterativeMethod):
     max_rows: int | None = None
     """Number of evenly spaced train rows that H is computed from, scaled to all; ``None`` uses all."""
 
+    gradient_copies: ClassVar[int] = 7
+
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
@@ -263,6 +266,8 @@ class LiSSA(AbstractIterativeMethod):
     scale: float | None = None
     """s, above half of the largest eigenvalue of H + Lambda, or the series diverges. ``None`` uses 1.5 times an
     estimate of the largest eigenvalue by 10 power iterations over all train rows."""
+
+    gradient_copies: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int, require_packages, target_number
-from trak_lite.data.columns import Column, Where, require_columns, wanted_rows, weights_of
+from trak_lite.data.columns import Column, Where, require_columns
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
@@ -20,17 +20,10 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
+from trak_lite.report.survey import Survey
+from trak_lite.scoring.choices import DampingPath, GroupSums, RowChoice, chosen_top, group_sums
 from trak_lite.scoring.frames import DataFrame, frame
-from trak_lite.scoring.matrix import (
-    AbstractScoreMatrix,
-    DampingPath,
-    GroupSums,
-    RowChoice,
-    StoredMatrix,
-    StreamedMatrix,
-    chosen_top,
-    group_sums,
-)
+from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
 from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.uncertainty import Reliability, Repeats
@@ -226,7 +219,7 @@ class Scores:
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, self.shape[1], self.name)
-        choice = self._choice(where, weights)
+        choice = RowChoice.of(where, weights, lambda: self.columns, len(self))
         found = self._matrix.kept_top(k, sign) if choice.is_all else None
         if found is not None:
             return found if place is None else TopRows(found.indices[place], found.scores[place])
@@ -315,17 +308,8 @@ class Scores:
         else:
             train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
         labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
-        return group_sums(self._matrix, train, labels, self._choice(where, weights))
-
-    def _choice(self, where: Where | None, weights: ArrayLike | str | None) -> RowChoice:
-        """Return the rows to consider, and their weights."""
-        if where is None and weights is None:
-            return RowChoice()
-        named = isinstance(where, Mapping) or isinstance(weights, str)
-        columns, num_rows = self.columns if named else {}, len(self)
-        return RowChoice(
-            None if where is None else wanted_rows(where, columns, num_rows),
-            None if weights is None else weights_of(weights, columns, num_rows),
+        return group_sums(
+            self._matrix, train, labels, RowChoice.of(where, weights, lambda: self.columns, len(self))
         )
 
     def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
@@ -457,7 +441,8 @@ class Scores:
             InvalidInputError: If a target does not exist, no row satisfies ``where``, or the result of a render cannot
                 be shown.
         """
-        return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k, where=where)
+        survey = Survey.of(self, targets, k=k, where=where)
+        return Gallery(self.name, survey, Renders(render, target_render, pair_render))
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks: sizes, settings, verdict and top rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -42,7 +43,7 @@ from trak_lite.scoring.records import ScoreEntries, ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import FeatureLayout
 
@@ -334,8 +335,7 @@ class ScoreResult:
             )
         shown = {"metasmoothness": list(made.metasmoothness)} if made.metasmoothness else {}
         columns = {SCORES: made.scores} if made.errors is None else {SCORES: made.scores, ERRORS: made.errors}
-        num_rows, num_targets = made.scores.shape
-        spec = score_table_spec(num_rows, num_targets, self._spec.fingerprint, errors=ERRORS in columns)
+        spec = replace(self._spec, columns=tuple(Column(name, shape[1], "float32") for name in columns))
         table = self.source.store.create_table(self._path, spec, shown)
         for start in range(0, len(made.scores), self._spec.chunk_rows):
             rows = np.arange(start, min(start + self._spec.chunk_rows, len(made.scores)))

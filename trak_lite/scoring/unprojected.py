@@ -27,10 +27,8 @@ from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import (
-    CG,
     EKFAC,
     AbstractMethod,
-    LiSSA,
     Method,
     as_method,
 )
@@ -269,8 +267,7 @@ class _Scorer:
         width = num_entries(self.run.settings.parameters)
         item = max(4, next(self.run.model.parameters()).element_size())
         # The gradients before and after the inverse with the solver's vectors, and the scores.
-        copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self.method), 1)
-        fitting = max(1, max_bytes // (item * copies * width + 4 * num_rows))
+        fitting = max(1, max_bytes // (item * self.method.gradient_copies * width + 4 * num_rows))
         numbers = np.arange(len(self.targets))
         found = rows_in_batches(numbers, fitting)
         if len(found) > 1:

@@ -20,7 +20,8 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
 from trak_lite.report.page import visible
-from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
+from trak_lite.scoring.choices import RowChoice, chosen_top
+from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Sets", "scatter_of", "strongest"]
