@@ -31,6 +31,7 @@ from trak_lite.run.tables import (
     target_path,
 )
 from trak_lite.scoring.matrix import StoredMatrix
+from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
@@ -76,7 +77,8 @@ def worker(folder: str, method: str) -> dict[str, Any]:
     """Select from the store, after a selection from a few scores that imports and warms up everything."""
     store = ZarrFeatureStore.open(f"{folder}/run.zarr", mapping="never")
     matrix = StoredMatrix(store.open_table("scores"))
-    scores = Scores(matrix, source_of(store), settings={}, location=None)
+    source = source_of(store)
+    scores = Scores(matrix, ScoreRecord("random", source.method, source.manifest, {}, source=source))
     small = np.random.default_rng(0).standard_normal((2000, TARGETS), dtype=np.float32)
     more: dict[str, Any] = {}
     if method == "balanced":

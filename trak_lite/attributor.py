@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from os import PathLike
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from trak_lite.featurizing.session import KnownSource, Run, marking_last
 from trak_lite.featurizing.targets import TargetSet
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
-from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
+from trak_lite.methods import EKFAC, AbstractMethod, Method
+from trak_lite.methods.base import MadeScores
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.columns import store_columns
@@ -70,17 +71,6 @@ class FeaturizeSummary:
     """Rows that were already in the store or that other processes wrote, over all checkpoints."""
     other_checkpoints: int = 0
     """Checkpoints of earlier calls in the store. Scores use these too, without ``checkpoints=``."""
-
-
-class _MadeMatrix(NamedTuple):
-    """Scores of a method that does not multiply stored rows."""
-
-    scores: NDArray[np.float32]
-    """``(N, M)``."""
-    errors: NDArray[np.float32] | None
-    """Their standard errors over runs, if they are a mean over runs."""
-    smoothness: list[float]
-    """Metasmoothness of every replayed run."""
 
 
 class Attributor:
@@ -400,7 +390,7 @@ class Attributor:
                 f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
                 "exact rows."
             )
-        if isinstance(chosen, AbstractMatrixMethod):
+        if not chosen.multiplies_rows:
             if k is not None or refine is not None or not dense:
                 raise InvalidInputError(
                     f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
@@ -408,22 +398,7 @@ class Attributor:
             if isinstance(checkpoints, Iterator):  # the parts of the method read them too
                 checkpoints = list(checkpoints)
             source = checkpoints, checkpoint_loader
-            given: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
-            part = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
-            scoring = partial(self._scoring, run, run.targets(data, batch_size), name, chosen, source)
-            with scoring() as (target_set, train, result):
-                target_set.find(train)
-                target_set.compare(train)
-                if result.source.ranks.broadcast("whether they are there", result.is_finished):
-                    return result.scores(run, dense=True)
-            rows = run.rows(data, "the targets", batch_size)
-            matrix = self._made_matrix(chosen, run, rows, name, part)  # opens sessions of its own
-            with scoring() as (_, _, result):
-                ranks = result.source.ranks
-                if not ranks.broadcast("whether they are there", result.is_finished):
-                    shown = {"metasmoothness": matrix.smoothness} if matrix.smoothness else {}
-                    ranks.broadcast("the scores", partial(result.put, matrix.scores, matrix.errors, shown))
-                return result.scores(run, dense=True)
+            return self._score_matrix(chosen, run, data, name, source, task=task, batch_size=batch_size)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -473,25 +448,38 @@ class Attributor:
             stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
             yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 
-    def _made_matrix(
-        self, method: AbstractMethod, run: Run, targets: Rows, name: str, score: Callable[..., Scores]
-    ) -> _MadeMatrix:
-        """Compute the scores of a method; ``score`` returns those of a part that multiplies stored rows."""
-        if isinstance(method, Mean):
-            parts = [self._made_matrix(part, run, targets, name, score) for part in method.methods]
-            smoothness = [value for part in parts for value in part.smoothness]
-            return _MadeMatrix(method.combined([part.scores for part in parts]), None, smoothness)
-        if not isinstance(method, Unrolled):
-            return _MadeMatrix(score(method=method).numpy(), None, [])
-        runs = cast("tuple[TrainingRun, ...]", method.runs)
-        with self._workspace.reading() as store:
-            stored = store.manifest.fingerprint.get("dataset", {})
-        for one in runs:
-            one.require_train_rows(stored)
-        smoothness = [round(one.metasmoothness(), 4) for one in runs]
-        scores = unrolled(runs, targets, run.target_task, name=name, progress=run.progress)
-        errors = scores.standard_error() if len(runs) > 1 else None
-        return _MadeMatrix(scores.numpy(), errors, smoothness)
+    def _score_matrix(
+        self,
+        method: AbstractMethod,
+        run: Run,
+        data: Any,
+        name: str,
+        source: KnownSource,
+        *,
+        task: Task | None,
+        batch_size: int | None,
+    ) -> Scores:
+        """Return the scores of a method that gives a whole matrix: the stored ones, or those that it makes."""
+        targets = run.targets(data, batch_size)
+
+        def stored(made: MadeScores | None) -> Scores | None:
+            with self._scoring(run, targets, name, method, source) as (target_set, train, result):
+                target_set.find(train)
+                target_set.compare(train)
+                ranks = result.source.ranks
+                finished = ranks.broadcast("whether they are there", result.is_finished)
+                if not finished and made is not None:
+                    ranks.broadcast("the scores", partial(result.put, made))
+                return result.scores(run, dense=True) if finished or made is not None else None
+
+        scores = stored(None)
+        if scores is None:
+            given: dict[str, Any] = {"checkpoints": source[0], "checkpoint_loader": source[1]}
+            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
+            made = method.matrix(_Parts(run, run.rows(data, "the targets", batch_size), name, score))
+            scores = stored(made)  # in another session: those of the parts are closed
+            assert scores is not None
+        return scores
 
     def stream_scores(
         self,
@@ -708,3 +696,29 @@ class Attributor:
 
         with self._run.joined(call) as ranks:
             ranks.broadcast("what is dropped", dropped)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """What the scores of methods that give a whole matrix are made of; see :class:`MatrixParts`."""
+
+    run: Run
+    targets: Rows
+    name: str
+    score: Callable[..., Scores]
+    """:meth:`Attributor.score` of the targets."""
+
+    def products(self, method: AbstractMethod) -> MadeScores:
+        return MadeScores(self.score(method=method).numpy())
+
+    def replays(self, runs: Sequence[TrainingRun]) -> MadeScores:
+        with self.run.workspace.reading() as store:
+            dataset = store.manifest.fingerprint.get("dataset", {})
+        for one in runs:
+            one.require_train_rows(dataset)
+        smoothness = tuple(round(one.metasmoothness(), 4) for one in runs)
+        scores = unrolled(
+            runs, self.targets, self.run.target_task, name=self.name, progress=self.run.progress
+        )
+        errors = scores.standard_error() if len(runs) > 1 else None
+        return MadeScores(scores.numpy(), errors, smoothness)

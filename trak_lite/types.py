@@ -7,11 +7,13 @@ K feature width (``proj_dim``), T positions of a sequence, C checkpoints.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -25,9 +27,10 @@ __all__ = [
     "OutputTerms",
     "ParameterShapes",
     "Segment",
+    "SingleBlock",
     "SummedBlock",
     "num_entries",
-    "samples_of",
+    "scaled_rows",
 ]
 
 Batch: TypeAlias = Any
@@ -47,8 +50,61 @@ def num_entries(parameters: ParameterShapes) -> int:
     return sum(math.prod(shape) for shape in parameters.values())
 
 
+class AbstractBlock(ABC):
+    """Per-sample gradients of one parameter, in the form that its layer produces."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return the gradient rows ``(b, parameter.numel())``."""
+
+    @abstractmethod
+    def samples(self, which: slice | Sequence[int]) -> GradientBlock:
+        """Return some samples as a block of the same type with ``start=0``; a slice gives views, a list copies."""
+
+    def by_entry(self, factors: Tensor) -> LookupBlock | None:
+        """Return the block with entry p of every gradient times ``factors[p]``, in the parameter's shape.
+
+        ``None`` if the gradients have to be formed for it.
+        """
+        del factors
+        return None
+
+    @abstractmethod
+    def scaled(self, factors: Tensor) -> GradientBlock:
+        """Return the block with the gradient of sample i times ``factors[i]``, in the block's dtype."""
+
+
+class _SingleBlock(AbstractBlock):
+    """A block that is not a sum of blocks."""
+
+    __slots__ = ()
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The block itself; the terms of a :class:`SummedBlock`."""
+        return (self,)
+
+    @property
+    @abstractmethod
+    def carrier(self) -> Tensor:
+        """The tensor ``(b, ...)`` of which the gradients are a linear function."""
+
+    def moved(self, device: str | torch.device | None) -> Any:
+        """Return the block on a device (``None`` stays) and without its graph."""
+        values = {one.name: getattr(self, one.name) for one in fields(cast("Any", self))}
+        tensors = {name: value.detach() for name, value in values.items() if hasattr(value, "detach")}
+        device = device or self.carrier.device
+        return replace(cast("Any", self), **{name: value.to(device) for name, value in tensors.items()})
+
+    def narrowed(self, columns: Tensor) -> tuple[Any, Tensor]:
+        """Return the block and ``columns`` ``(m, parameter.numel())`` without entries that all gradients lack."""
+        return self, columns
+
+
 @dataclass(frozen=True, slots=True)
-class DenseBlock:
+class DenseBlock(_SingleBlock):
     """Per-sample gradients of one parameter."""
 
     name: str
@@ -67,9 +123,22 @@ class DenseBlock:
         """Return the gradient rows ``(b, parameter.numel())``."""
         return self.grad.reshape(self.grad.shape[0], math.prod(self.grad.shape[1:]))
 
+    def samples(self, which: slice | Sequence[int]) -> DenseBlock:
+        """Return some samples."""
+        return DenseBlock(self.name, self.grad[which])
+
+    @property
+    def carrier(self) -> Tensor:
+        """``grad``."""
+        return self.grad
+
+    def scaled(self, factors: Tensor) -> DenseBlock:
+        """Scale ``grad``."""
+        return replace(self, grad=scaled_rows(self.grad, factors))
+
 
 @dataclass(frozen=True, slots=True)
-class FactoredBlock:
+class FactoredBlock(_SingleBlock):
     """Per-sample gradients of one matrix parameter, stored as factors: ``sum_t output_grads[t] (x) inputs[t]``."""
 
     name: str
@@ -93,9 +162,22 @@ class FactoredBlock:
         rows = columns * self.inputs if self.inputs.shape[1] == 1 else columns @ self.inputs
         return rows.flatten(1)
 
+    def samples(self, which: slice | Sequence[int]) -> FactoredBlock:
+        """Return some samples."""
+        return FactoredBlock(self.name, self.inputs[which], self.output_grads[which])
+
+    @property
+    def carrier(self) -> Tensor:
+        """``output_grads``."""
+        return self.output_grads
+
+    def scaled(self, factors: Tensor) -> FactoredBlock:
+        """Scale ``output_grads``."""
+        return replace(self, output_grads=scaled_rows(self.output_grads, factors))
+
 
 @dataclass(frozen=True, slots=True)
-class LookupBlock:
+class LookupBlock(_SingleBlock):
     """Per-sample gradients of an embedding table; each sample looks up a few of its rows."""
 
     name: str
@@ -131,9 +213,32 @@ class LookupBlock:
         """Return the gradient rows ``(b, V * d)``."""
         return self.grad.flatten(1)
 
+    def samples(self, which: slice | Sequence[int]) -> LookupBlock:
+        """Return some samples."""
+        return LookupBlock(self.name, self.rows[which], self.values[which], self.num_rows)
+
+    @property
+    def carrier(self) -> Tensor:
+        """``values``."""
+        return self.values
+
+    def scaled(self, factors: Tensor) -> LookupBlock:
+        """Scale ``values``."""
+        return replace(self, values=scaled_rows(self.values, factors))
+
+    def by_entry(self, factors: Tensor) -> LookupBlock:
+        """Multiply the values: the factor of a repeated row distributes over their sum."""
+        return replace(self, values=self.values * factors[self.rows])
+
+    def narrowed(self, columns: Tensor) -> tuple[LookupBlock, Tensor]:
+        """Keep the U rows of the table that were looked up: ``(m, U * d)``."""
+        found, rows = self.rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        kept = columns.view(len(columns), self.num_rows, -1)[:, found].flatten(1)
+        return replace(self, rows=rows, num_rows=len(found)), kept
+
 
 @dataclass(frozen=True, slots=True)
-class SummedBlock:
+class SummedBlock(AbstractBlock):
     """Per-sample gradients of a matrix with several uses (a tied embedding): the sum over its uses."""
 
     name: str
@@ -163,37 +268,30 @@ class SummedBlock:
             total += part.dense()
         return total
 
+    def samples(self, which: slice | Sequence[int]) -> SummedBlock:
+        """Return some samples."""
+        return SummedBlock(self.name, tuple(part.samples(which) for part in self.parts))
+
+    def scaled(self, factors: Tensor) -> SummedBlock:
+        """Scale all parts."""
+        return SummedBlock(self.name, tuple(part.scaled(factors) for part in self.parts))
+
+
+def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Return row i of ``rows``, ``(b, ...)``, times ``factors[i]``, in the dtype of the rows."""
+    # Multiply in the factors' dtype: 1 / norm may overflow half precision.
+    shaped = factors[: len(rows)].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
+    return (rows * shaped).to(rows.dtype)
+
+
+SingleBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
+"""A block that is not a sum of blocks."""
 
 GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock | SummedBlock
 """Per-sample gradients of one parameter, in the form that its layer produces."""
 
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
 """Callback that receives each block when it is computed; a block may be freed as soon as the call returns."""
-
-
-def samples_of(block: GradientBlock, samples: slice | Sequence[int]) -> GradientBlock:
-    """Return some samples of a block as a block of the same type. A slice gives views, a list gives copies.
-
-    Args:
-        block: Any block.
-        samples: Indices of the samples within the block.
-
-    Returns:
-        A block with ``start=0``.
-    """
-    if isinstance(block, SummedBlock):
-        return SummedBlock(block.name, tuple(_part_of(part, samples) for part in block.parts))
-    if isinstance(block, DenseBlock):
-        return DenseBlock(block.name, block.grad[samples])
-    return _part_of(block, samples)
-
-
-def _part_of(
-    block: FactoredBlock | LookupBlock, samples: slice | Sequence[int]
-) -> FactoredBlock | LookupBlock:
-    if isinstance(block, FactoredBlock):
-        return FactoredBlock(block.name, block.inputs[samples], block.output_grads[samples])
-    return LookupBlock(block.name, block.rows[samples], block.values[samples], block.num_rows)
 
 
 class OutputTerms(NamedTuple):

@@ -42,7 +42,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
 )
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.types import GradientBlock, samples_of
+from trak_lite.types import GradientBlock
 
 EVERY = {**CASES, "mixture of experts, routed": Case(RoutedMixture, tokens(4), classify)}
 
@@ -74,9 +74,7 @@ def assert_steady(computer: Any, batch: Any) -> None:
 
 def blocks_of(computer: HookGradientComputer, batch: Any) -> list[GradientBlock]:
     found: list[GradientBlock] = []
-    computer.stream_gradients(
-        copy.deepcopy(batch), lambda block: found.append(samples_of(block, slice(None)))
-    )
+    computer.stream_gradients(copy.deepcopy(batch), lambda block: found.append(block.samples(slice(None))))
     return found
 
 

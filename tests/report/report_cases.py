@@ -19,6 +19,7 @@ from trak_lite.report.page import environment
 from trak_lite.report.survey import Histogram
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix
+from trak_lite.scoring.records import ScoreRecord, shown_settings
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout
@@ -65,17 +66,11 @@ def drawn_scores(
     source = ScoreSource(
         store, train, name, method, layout=FeatureLayout.joint(6), device=torch.device("cpu")
     )
-    fields = method.to_json()
-    shown = {"checkpoints": num_checkpoints, "method": fields.pop("name"), **fields}
-    return Scores(
-        StreamedMatrix(source),
-        source,
-        settings=shown,
-        location=None,
-        record=SimpleNamespace(
-            verdict=lambda: verdict, one_run_verdict=lambda: None, predictions=lambda: predictions
-        ),
-    )
+    verdicts = {Verdict: verdict}
+    entries = SimpleNamespace(verdict=verdicts.get, predictions=lambda: predictions)
+    settings = shown_settings(method, checkpoints=num_checkpoints)
+    record = ScoreRecord(name, method, source.manifest, settings, source=source, entries=entries)
+    return Scores(StreamedMatrix(source), record)
 
 
 def _table(store: MemoryFeatureStore, path: str, model_id: int, features: np.ndarray) -> Any:

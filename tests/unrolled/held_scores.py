@@ -8,14 +8,14 @@ from trak_lite.methods import GradDot
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.source import UnstoredRows
+from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.stored import stored_scores
 from trak_lite.store import Manifest, open_store
 
 
 def held_scores(matrix):
-    source = UnstoredRows("held", GradDot(), Manifest({}))
-    return Scores(HeldMatrix(np.asarray(matrix, np.float32)), source, settings={}, location=None)
+    record = ScoreRecord("held", GradDot(), Manifest({}), {})
+    return Scores(HeldMatrix(np.asarray(matrix, np.float32)), record)
 
 
 def scores_without_a_model(attributor, name):

@@ -24,7 +24,7 @@ from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.evaluation import Verdict
-from trak_lite.methods import AbstractInverseMethod, Fisher, as_method
+from trak_lite.methods import as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
 from trak_lite.retraining.verify import verify
@@ -148,7 +148,7 @@ class Job:
         """Score the targets. A method that must be fitted is fitted to the recipe's train data."""
         arguments = self.config.values["score"]
         chosen = self.attributor.method if arguments["method"] is None else as_method(arguments["method"])
-        if isinstance(chosen, Fisher | AbstractInverseMethod):
+        if chosen.fisher_fit is not None or chosen.inverse is not None:
             self.featurize()  # gives the attributor the train data, to which the method is fitted
         return self.attributor.score(self.target_rows, **arguments)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
+from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.verdict import OneRunVerdict
 from trak_lite.run.tables import all_score_paths
-from trak_lite.scoring.records import ScoreRecord
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
 __all__ = ["done_lines", "inspection"]
@@ -58,8 +60,8 @@ def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
-        record = ScoreRecord(store, path)
-        found = [one for one in (record.verdict(), record.one_run_verdict()) if one is not None]
+        entries = ScoreEntries(store, path)
+        found = [one for one in (entries.verdict(Verdict), entries.verdict(OneRunVerdict)) if one is not None]
     except StoreError as error:
         return str(error)
     return "\n".join(map(str, found)).replace("\n", "\n    ") or "not tested"

@@ -15,7 +15,7 @@ from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
-from trak_lite.methods import AbstractMatrixMethod, as_method
+from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Renders
@@ -122,7 +122,7 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
             targets,
             store=store,
             # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
-            method=None if isinstance(chosen, AbstractMatrixMethod) else method,
+            method=method if chosen.multiplies_rows else None,
             salt=Manifest({"recipe": recipe.digest, "arguments": arguments}).digest(),
             sample_of=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),

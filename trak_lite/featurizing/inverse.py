@@ -91,14 +91,11 @@ class InverseCurvature:
             NonFiniteError: If LiSSA diverges.
             UnsupportedModelError: If ``torch.func`` cannot transform the model.
         """
-        if isinstance(self.method, CG) and self.products is not None:
-            return self._solve_by_cg(self.method, self.products, gradients)
-        if isinstance(self.method, LiSSA) and self.products is not None:
-            return self._solve_by_lissa(self.method, self.products, gradients)
-        if not isinstance(self.method, EKFAC):
-            raise InvalidInputError(
-                f"{self.method.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
-            )
+        solution: Solution = self.method.solve(self, gradients)
+        return solution
+
+    def precondition(self, gradients: Tensor) -> Solution:
+        """Return target gradients multiplied by the inverse of the EK-FAC."""
         return Solution(self._precondition(gradients), None)
 
     def _precondition(self, gradients: Tensor) -> Tensor:
@@ -106,7 +103,14 @@ class InverseCurvature:
         named = by_name(gradients, self.parameters)
         return PreconditionedProjector(whole, self.preconditioner).project(named, 0)
 
-    def _solve_by_cg(self, method: CG, products: CurvatureProducts, gradients: Tensor) -> Solution:
+    def _needed_products(self) -> CurvatureProducts:
+        if self.products is None:
+            raise InvalidInputError(f"{self.method.name} has no products with the curvature.")
+        return self.products
+
+    def conjugate_gradients(self, method: CG, gradients: Tensor) -> Solution:
+        """Return the solutions of :func:`~trak_lite.featurizing.solvers.conjugate_gradients`."""
+        products = self._needed_products()
         damping, right = self._damping(gradients)
         num_rows = len(products.rows)
         wanted = spread_rows(num_rows, method.max_rows)
@@ -121,7 +125,9 @@ class InverseCurvature:
         self._report(convergence, method.tolerance, "max_iterations")
         return Solution(found, convergence)
 
-    def _solve_by_lissa(self, method: LiSSA, products: CurvatureProducts, gradients: Tensor) -> Solution:
+    def neumann_series(self, method: LiSSA, gradients: Tensor) -> Solution:
+        """Return the solutions of :func:`~trak_lite.featurizing.solvers.neumann_series`."""
+        products = self._needed_products()
         damping, right = self._damping(gradients)
         num_rows = len(products.rows)
 

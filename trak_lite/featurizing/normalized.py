@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from dataclasses import dataclass, field
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ from trak_lite.types import (
     BlockSink,
     DenseBlock,
     GradientBlock,
-    LookupBlock,
     OutputTerms,
-    SummedBlock,
-    samples_of,
+    scaled_rows,
 )
 
 __all__ = ["RowNormalizer"]
@@ -112,7 +110,7 @@ class RowNormalizer:
         """Return the feature rows ``(B, K)`` of the normalised gradients, given those of the streamed blocks."""
         if self._by_module or self._normalization.kind not in ("unit", "clip"):
             return features
-        return _times(features, self._normalization.factors(self._norms.squared()))
+        return scaled_rows(features, self._normalization.factors(self._norms.squared()))
 
     def norms(self) -> Tensor:
         """Return the norms ``(B,)`` of the gradients before normalisation."""
@@ -121,12 +119,12 @@ class RowNormalizer:
     def _pass_scaled(self, block: GradientBlock, sink: BlockSink) -> None:
         """Pass a block on with every entry multiplied by Adam's scale."""
         scale = self._adam[block.name].scale()
-        if not isinstance(block, LookupBlock):
+        scaled = block.by_entry(scale)
+        if scaled is None:
             self._pass_dense(block, sink, lambda grads, _: grads * scale)
             return
-        # The scale of a repeated row distributes over the sum of its values.
         self._norms.add(block)
-        sink(replace(block, values=block.values * scale[block.rows]))
+        sink(scaled)
 
     def _stream_updates(
         self, computer: AbstractGradientComputer, batch: Batch, sink: BlockSink
@@ -140,7 +138,7 @@ class RowNormalizer:
             lacking[block.name] -= set(range(block.start, block.start + block.num_samples))
             updates = self._adam[block.name].updates
             self._pass_dense(
-                block, sink, lambda grads, rows: updates(_times(grads, -q[rows].to(grads))).neg_()
+                block, sink, lambda grads, rows: updates(scaled_rows(grads, -q[rows].to(grads))).neg_()
             )
 
         terms = computer.stream_gradients(batch, take)
@@ -159,7 +157,7 @@ class RowNormalizer:
         shape = self._adam[block.name].exp_avg.shape
         step = max(1, _MOST_ENTRIES // max(math.prod(shape), 1))
         for first in range(0, block.num_samples, step):
-            part = samples_of(block, slice(first, first + step))
+            part = block.samples(slice(first, first + step))
             start = block.start + first
             grads = part.dense()
             grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
@@ -172,7 +170,8 @@ class RowNormalizer:
         held.arrived = 0
         while held.blocks:  # each block is freed after the sink took it
             block = held.blocks.pop(0)
-            sink(_scaled(block, factors[block.start : block.start + block.num_samples]))
+            own = factors[block.start : block.start + block.num_samples]
+            sink(block.scaled(own))
 
 
 @dataclass(slots=True)
@@ -184,20 +183,3 @@ class _Waiting:
     blocks: list[GradientBlock] = field(default_factory=list)
     arrived: int = 0
     """Samples of ``blocks``, counted once per block."""
-
-
-def _scaled(block: GradientBlock, factors: Tensor) -> Any:
-    """Return a block with the gradient of sample i times ``factors[i]``."""
-    if isinstance(block, DenseBlock):
-        return replace(block, grad=_times(block.grad, factors))
-    if isinstance(block, SummedBlock):
-        return replace(block, parts=tuple(_scaled(part, factors) for part in block.parts))
-    if isinstance(block, LookupBlock):
-        return replace(block, values=_times(block.values, factors))
-    return replace(block, output_grads=_times(block.output_grads, factors))
-
-
-def _times(rows: Tensor, factors: Tensor) -> Tensor:
-    # Multiply in the factors' dtype: 1 / norm may overflow half precision.
-    shaped = factors[: len(rows)].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
-    return (rows * shaped).to(rows.dtype)

@@ -29,12 +29,10 @@ from trak_lite.projectors._blocks import check_block
 from trak_lite.types import (
     FeatureLayout,
     GradientBlock,
-    LookupBlock,
     OutputTerms,
     ParameterShapes,
-    SummedBlock,
+    SingleBlock,
     num_entries,
-    samples_of,
 )
 
 __all__ = ["GradientPass", "ProductProjector", "RowProducts", "by_name"]
@@ -81,29 +79,22 @@ class ProductProjector(AbstractProjector):
         @torch.no_grad()
         def add(block: GradientBlock) -> None:
             check_block(block, num_samples, parameters)
-            for part in block.parts if isinstance(block, SummedBlock) else (block,):
-                targets = self._targets[part.name]
-                if isinstance(part, LookupBlock):
-                    part, targets = _looked_up(part, targets)
-                for samples in sample_slices(part.num_samples, targets.shape[1]):
-                    rows = precise(samples_of(part, samples).dense().detach()).to(targets)
-                    start = block.start + samples.start
-                    products[start : start + len(rows)].addmm_(rows, targets.T)
+            for part in block.parts:
+                self._add_part(part, products)
 
         return Accumulator(add, lambda: products)
+
+    def _add_part(self, block: SingleBlock, products: Tensor) -> None:
+        targets, start = self._targets[block.name], block.start
+        block, targets = block.narrowed(targets)
+        for samples in sample_slices(block.num_samples, targets.shape[1]):
+            rows = precise(block.samples(samples).dense().detach()).to(targets)
+            products[start + samples.start : start + samples.stop].addmm_(rows, targets.T)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment of m columns."""
         del parameters
         return FeatureLayout.joint(self.proj_dim)
-
-
-def _looked_up(block: LookupBlock, targets: Tensor) -> tuple[LookupBlock, Tensor]:
-    """Return the block and the targets ``(m, U d)`` restricted to the U rows of the table that were looked up."""
-    width = block.values.shape[2]
-    found, rows = torch.unique(block.rows, return_inverse=True)
-    columns = targets.view(len(targets), block.num_rows, width)[:, found].flatten(1)
-    return replace(block, rows=rows, num_rows=len(found)), columns
 
 
 class RowProducts(NamedTuple):

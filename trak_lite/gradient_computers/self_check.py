@@ -29,7 +29,7 @@ from trak_lite.gradient_computers.reference import (
     widened,
 )
 from trak_lite.models.tree import ModelTree
-from trak_lite.types import Batch, BlockSink, GradientBlock, samples_of
+from trak_lite.types import Batch, BlockSink, GradientBlock
 
 __all__ = [
     "Samples",
@@ -288,7 +288,7 @@ class Samples:
             step = max(1, _MOST_ENTRIES // self._sizes[block.name])
             for some in (rows[i : i + step] for i in range(0, len(rows), step)):
                 with torch._C.DisableTorchFunction():
-                    part = samples_of(block, [self.positions[row] - first for row in some])
+                    part = block.samples([self.positions[row] - first for row in some])
                     self.add(some, block.name, part.dense())
             sink(block)
 

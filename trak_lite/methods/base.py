@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._validate import one_of, real_at_least
@@ -15,7 +18,34 @@ from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import FeatureLayout
 
-__all__ = ["AbstractKernelMethod", "AbstractLearningRateMethod", "AbstractMethod"]
+__all__ = [
+    "AbstractKernelMethod",
+    "AbstractLearningRateMethod",
+    "AbstractMethod",
+    "MadeScores",
+    "MatrixParts",
+]
+
+
+class MadeScores(NamedTuple):
+    """Scores of one target set in memory."""
+
+    scores: NDArray[np.float32]
+    """``(N, M)``."""
+    errors: NDArray[np.float32] | None = None
+    """Their standard errors over runs, if they are a mean over runs."""
+    metasmoothness: tuple[float, ...] = ()
+    """Of every replayed run."""
+
+
+class MatrixParts(Protocol):
+    """Computes what the scores of one target set are made of."""
+
+    def products(self, method: AbstractMethod) -> MadeScores:
+        """Return the scores of a method that multiplies stored rows."""
+
+    def replays(self, runs: Sequence[Any]) -> MadeScores:
+        """Return the mean of the derivatives through finished :class:`~trak_lite.unrolled.TrainingRun` objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +74,10 @@ class AbstractMethod(ABC):
     the fields and the version, not by the code."""
     linear: ClassVar[bool] = True
     """Whether the scores are linear in the train row's features. Token scores require it."""
+    gradient_copies: ClassVar[int] = 1
+    """How often unprojected gradients of targets are in memory, with the vectors of a solver."""
+    multiplies_rows: ClassVar[bool] = True
+    """Whether scores are products of stored rows, so that some can be computed without the others."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -56,6 +90,25 @@ class AbstractMethod(ABC):
     @abstractmethod
     def kernel(self) -> KernelSettings | None:
         """The matrix whose inverse multiplies the targets; ``None`` for a method without a kernel."""
+
+    @property
+    def fisher_fit(self) -> Any:
+        """The :class:`Fisher` whose fit to the train rows is the kernel; ``None`` without one."""
+        return None
+
+    @property
+    def inverse(self) -> Any:
+        """The :class:`AbstractInverseMethod` that multiplies targets before they are projected, if any."""
+        return None
+
+    @property
+    def transforms_rows(self) -> bool:
+        """Whether the method changes rows before the product."""
+        own = type(self)
+        return (
+            own.transform is not AbstractMethod.transform
+            or own.transform_targets is not AbstractMethod.transform_targets
+        )
 
     @property
     def name(self) -> str:
@@ -82,6 +135,19 @@ class AbstractMethod(ABC):
         transforms train rows and targets differently.
         """
         return self.transform(rows, layout)
+
+    def unit_scope(self, layout: FeatureLayout) -> Literal["module", "global"] | None:
+        """Return what is divided by its norm if gradients are not projected: every module, or the whole gradient.
+
+        ``None``, the default, divides nothing. A method that overrides :meth:`transform` needs projected rows
+        otherwise.
+        """
+        del layout
+        return None
+
+    def matrix(self, parts: MatrixParts) -> MadeScores:
+        """Return the scores of all train rows for all targets; by default the products of stored rows."""
+        return parts.products(self)
 
     def check(self, task: AbstractModelOutput) -> None:
         """Raise :class:`~trak_lite.errors.InvalidInputError` if the task lacks what the method needs."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self
+
+from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int, real_at_least
 from trak_lite.errors import InvalidInputError
@@ -12,7 +14,7 @@ from trak_lite.methods.base import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._sampling import LossModelOutput
 
-__all__ = ["CG", "EKFAC", "AbstractInverseMethod", "LiSSA"]
+__all__ = ["CG", "EKFAC", "AbstractInverseMethod", "AbstractIterativeMethod", "LiSSA"]
 
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
 
@@ -23,9 +25,31 @@ class AbstractInverseMethod(AbstractMethod):
 
     damping: float = 1.0
 
+    gradient_copies: ClassVar[int] = 2
+    is_iterative: ClassVar[bool] = False
+    """Whether a solver with a tolerance multiplies the targets, so that a repetition may differ by it."""
+    absolute = False
+    """Whether the damping is the same number for all layers."""
+    kernel = None
+
     @property
-    def kernel(self) -> None:
-        """None: the targets are multiplied by the inverse before they are projected."""
+    def inverse(self) -> Self:
+        """The method itself."""
+        return self
+
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
+        """Return target gradients ``(m, P)`` multiplied by the inverse, by one of the solver's methods.
+
+        Raises:
+            InvalidInputError: If the method defines no solver.
+        """
+        raise InvalidInputError(
+            f"{self.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
+        )
+
+    @property
+    def product_draws(self) -> int | None:
+        """Labels drawn per row for products with the curvature; ``None`` computes these exactly."""
         return None
 
     @property
@@ -136,6 +160,10 @@ class EKFAC(AbstractInverseMethod):
             task, weight="loss_curvature" if self.fisher == "curvature" else "out_to_loss_grad"
         )
 
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
+        """Multiply by the inverse; see :meth:`AbstractInverseMethod.solve`."""
+        return solver.precondition(gradients)
+
     def fit_json(self) -> dict[str, Any]:
         """Return the fields that the fit depends on, as JSON values."""
         return {name: getattr(self, name) for name in _FIT}
@@ -146,7 +174,44 @@ class EKFAC(AbstractInverseMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CG(AbstractInverseMethod):
+class AbstractIterativeMethod(AbstractInverseMethod):
+    """A method that solves with the Gauss-Newton matrix of the training loss itself."""
+
+    damping: float = 1.0
+    """Lambda, above 0. In units of the mean eigenvalue of a layer's curvature, as in :class:`EKFAC`; with ``absolute``,
+    in units of the summed training loss."""
+    absolute: bool = False
+    """Whether the damping is the same number for all layers. If training minimised the mean loss with weight decay c
+    (:math:`c \\lVert\\theta\\rVert^2 / 2`), it is N c."""
+    draws: int | None = None
+    """``None`` computes the products exactly. A number D estimates H by the gradients for D labels per row that are
+    drawn from the model: an iteration is then D passes of per-sample gradients for all targets together, whatever their
+    number. Use it for language models, where exact products take minutes per target."""
+    seed: int = 0
+    """Seed of all drawn labels, and of drawn rows."""
+
+    is_iterative: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        object.__setattr__(self, "damping", _above_zero(damping=self.damping))
+        if self.draws is not None:
+            positive_int(draws=self.draws)
+
+    @property
+    def product_draws(self) -> int | None:
+        """The field ``draws``."""
+        return self.draws
+
+    @property
+    def ekfac(self) -> EKFAC:
+        """The EK-FAC whose mean eigenvalues are the units of the damping, and whose inverse preconditions."""
+        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CG(AbstractIterativeMethod):
     r"""Influence functions with the Gauss-Newton matrix of the training loss, without approximating its structure.
 
     Solves :math:`(H + \Lambda) x = g` for the gradient g of every target by conjugate gradients. H is
@@ -160,44 +225,30 @@ class CG(AbstractInverseMethod):
     Source: Martens (arXiv:1412.1193), section 8, for the products and the preconditioned solver.
     """
 
-    damping: float = 1.0
-    """Lambda, above 0. In units of the mean eigenvalue of a layer's curvature, as in :class:`EKFAC`; with ``absolute``,
-    in units of the summed training loss."""
-    absolute: bool = False
-    """Whether the damping is the same number for all layers. If training minimised the mean loss with weight decay c
-    (:math:`c \\lVert\\theta\\rVert^2 / 2`), it is N c."""
     max_iterations: int = 50
     """Largest number of iterations per target."""
     tolerance: float = 1e-2
     """The iteration of a target ends when the norm of its residual is at most this share of the norm of g."""
     max_rows: int | None = None
     """Number of evenly spaced train rows that H is computed from, scaled to all; ``None`` uses all."""
-    draws: int | None = None
-    """``None`` computes the products exactly. A number D estimates H by the gradients for D labels per row that are
-    drawn from the model: an iteration is then D passes of per-sample gradients for all targets together, whatever their
-    number. Use it for language models, where exact products take minutes per target."""
-    seed: int = 0
-    """Seed of all drawn labels."""
+
+    gradient_copies: ClassVar[int] = 7
 
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        object.__setattr__(self, "damping", _above_zero(damping=self.damping))
         object.__setattr__(self, "tolerance", _above_zero(tolerance=self.tolerance))
         positive_int(max_iterations=self.max_iterations)
         if self.max_rows is not None:
             positive_int(max_rows=self.max_rows)
-        if self.draws is not None:
-            positive_int(draws=self.draws)
 
-    @property
-    def ekfac(self) -> EKFAC:
-        """The EK-FAC of the preconditioner."""
-        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
+        """Solve by conjugate gradients; see :meth:`AbstractInverseMethod.solve`."""
+        return solver.conjugate_gradients(self, gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiSSA(AbstractInverseMethod):
+class LiSSA(AbstractIterativeMethod):
     r"""Influence functions with the Gauss-Newton matrix of the training loss, by a stochastic Neumann series.
 
     Iterates :math:`x \leftarrow x + (g - (H_t + \Lambda) x) / s` with H and :math:`\Lambda` as in :class:`CG`, where
@@ -206,10 +257,6 @@ class LiSSA(AbstractInverseMethod):
     Source: Agarwal et al. (arXiv:1602.03943), section 3; Koh and Liang (arXiv:1703.04730), section 3, for influence.
     """
 
-    damping: float = 1.0
-    """Lambda, above 0; as in :class:`CG`."""
-    absolute: bool = False
-    """As in :class:`CG`."""
     depth: int = 200
     """Number of steps."""
     rows: int = 64
@@ -219,26 +266,20 @@ class LiSSA(AbstractInverseMethod):
     scale: float | None = None
     """s, above half of the largest eigenvalue of H + Lambda, or the series diverges. ``None`` uses 1.5 times an
     estimate of the largest eigenvalue by 10 power iterations over all train rows."""
-    draws: int | None = None
-    """As in :class:`CG`."""
-    seed: int = 0
-    """Seed of the drawn rows and of all drawn labels."""
+
+    gradient_copies: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        object.__setattr__(self, "damping", _above_zero(damping=self.damping))
         for name in ("depth", "rows", "repeats"):
             positive_int(**{name: getattr(self, name)})
-        if self.draws is not None:
-            positive_int(draws=self.draws)
         if self.scale is not None:
             object.__setattr__(self, "scale", _above_zero(scale=self.scale))
 
-    @property
-    def ekfac(self) -> EKFAC:
-        """The EK-FAC whose mean eigenvalues are the units of the damping."""
-        return EKFAC(seed=self.seed, fisher="auto" if self.draws is None else "sampled")
+    def solve(self, solver: Any, gradients: Tensor) -> Any:
+        """Sum the series; see :meth:`AbstractInverseMethod.solve`."""
+        return solver.neumann_series(self, gradients)
 
 
 def _above_zero(**named: object) -> float:

@@ -66,6 +66,11 @@ class Fisher(AbstractKernelMethod):
         positive_int(samples_per_feature=self.samples_per_feature)
         positive_int(max_draws=self.max_draws)
 
+    @property
+    def fisher_fit(self) -> Fisher:
+        """The method itself."""
+        return self
+
     def check(self, task: AbstractModelOutput) -> None:
         """Raise if the task cannot draw labels."""
         fisher_task(task)

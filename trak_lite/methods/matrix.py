@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, final
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from trak_lite._validate import real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation._arrays import standardised
-from trak_lite.methods.base import AbstractMethod
+from trak_lite.methods.base import AbstractMethod, MadeScores, MatrixParts
 from trak_lite.methods.registry import Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 
@@ -40,8 +41,13 @@ class AbstractMatrixMethod(AbstractMethod):
     """None: the checkpoints of the store are not weighted."""
 
     linear: ClassVar[bool] = False
+    multiplies_rows: ClassVar[bool] = False
 
     kernel = None
+
+    @abstractmethod
+    def matrix(self, parts: MatrixParts) -> MadeScores:
+        """Return the scores of all train rows for all targets."""
 
 
 @final
@@ -73,6 +79,10 @@ class Unrolled(AbstractMatrixMethod):
         del task
         for run in self.runs:
             run.require_same()
+
+    def matrix(self, parts: MatrixParts) -> MadeScores:
+        """Return the mean over the runs."""
+        return parts.replays(self.runs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the name and the digests of the runs."""
@@ -119,6 +129,12 @@ class Mean(AbstractMatrixMethod):
         """Check the kind of the rows with every method."""
         for method in self.methods:
             method.check_rows(kind)
+
+    def matrix(self, parts: MatrixParts) -> MadeScores:
+        """Return the mean over the methods."""
+        made = [method.matrix(parts) for method in self.methods]
+        smoothness = tuple(value for part in made for value in part.metasmoothness)
+        return MadeScores(self.combined([part.scores for part in made]), None, smoothness)
 
     def combined(self, matrices: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Return the weighted mean of standardised score matrices, each ``(N, M)``."""

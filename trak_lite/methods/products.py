@@ -51,6 +51,10 @@ class GradCos(AbstractMethod):
         """Return the rows with every segment scaled to norm 1."""
         return unit_segments(rows, layout=layout)
 
+    def unit_scope(self, layout: FeatureLayout) -> Literal["module", "global"]:
+        """Return the segments whose cosines are summed; see :meth:`AbstractMethod.unit_scope`."""
+        return "global" if len(self.layout_of(layout).segments) == 1 else "module"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracIn(AbstractLearningRateMethod):

@@ -127,6 +127,7 @@ _FORMER_MODULES: Final = {
     "projectors.mask.MaskProjector": "projectors.mask.projectors",
     "scoring.uncertainty.Reliability": "scoring.source",
     "unrolled.runs.Recipe": "unrolled.recipe",
+    "unrolled.subsets.SubsetTraining": "unrolled.runs",
 }
 """Modules in which classes of this package stood when descriptions that hold their names were first stored."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from trak_lite._validate import known_names, require_packages
 from trak_lite._version import __version__
@@ -127,19 +127,6 @@ class Gallery:
     """The targets and their strongest train rows."""
     renders: Renders
     """Functions that return the content of rows."""
-
-    @classmethod
-    def of(
-        cls,
-        scores: ReportedScores,
-        targets: Sequence[int] | None,
-        renders: Renders,
-        *,
-        k: int,
-        where: Where | None = None,
-    ) -> Self:
-        """Find the rows; see :meth:`trak_lite.Scores.gallery`."""
-        return cls(scores.name, Survey.of(scores, targets, k=k, where=where), renders)
 
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the gallery as one offline HTML file and return its path.

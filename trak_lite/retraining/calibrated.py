@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import full_float32
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
     compare_datamodeling_scores,
@@ -30,11 +29,14 @@ from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDiff
 from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
+from trak_lite.linalg.products import unit_segments
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
+from trak_lite.scoring.tiles import ScoreTerm, WhereQ, score_tile, tile_ranges
 from trak_lite.store import AbstractRowTable
+from trak_lite.types import FeatureLayout
 
 __all__ = [
     "VIEWS",
@@ -51,7 +53,7 @@ __all__ = [
 
 Array: TypeAlias = NDArray[np.float64]
 
-VIEWS: Final = ("outside", "inside", "off")
+VIEWS: Final[tuple[WhereQ, ...]] = ("outside", "inside", "off")
 """Train rows weighted by their mean q over checkpoints, by the q of each checkpoint, or not weighted."""
 _DAMPINGS: Final = (0.1, 1.0, 10.0)
 """Dampings tried by calibration, in addition to the method's."""
@@ -267,17 +269,15 @@ def _calibrated_targets(
 ) -> dict[str, list[Tensor]]:
     """Return, per view and checkpoint, the weighted sum over dampings of (H + lambda I)^-1 targets, ``(M, K)``."""
     shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
-    weight = weights.reshape(shape)
+    widths = [stop - start for start, stop in calibration.segments]
+    by_column = torch.from_numpy(np.repeat(weights.reshape(shape), widths, axis=2)).to(rows.device)
     mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
     for c, table in enumerate(rows.train):
-        totals = [
-            torch.zeros(rows.num_targets, rows.width, dtype=torch.float64, device=rows.device) for _ in VIEWS
-        ]
+        totals = [by_column.new_zeros(rows.num_targets, rows.width) for _ in VIEWS]
         for d, damping in enumerate(calibration.dampings):
             targets = rows.at_damping(table, damping)
-            for s, (start, stop) in enumerate(calibration.segments):
-                for v, total in enumerate(totals):
-                    total[:, start:stop] += float(weight[v, c, s, d]) * targets[:, start:stop]
+            for v, total in enumerate(totals):
+                total += targets * by_column[v, c, :, d]
         for view, total in zip(VIEWS, totals, strict=True):
             mixed[view].append(total)
     return mixed
@@ -299,17 +299,11 @@ def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np
             "the scores without calibration, or calibrate with more subsets or targets."
         )
     targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
-    mean = rows.mean_out_to_loss()
-    scores = np.zeros((len(mean), len(targets["off"][0])), np.float32)
-    for place, table in enumerate(rows.train):
-        own = table.read(OUT_TO_LOSS)
-        for start, chunk in table.blocks(FEATURES):
-            tile = as_tensor(chunk, rows.device).float()
-            here = slice(start, start + len(tile))
-            factors = {"outside": mean[here, None], "inside": own[here, None], "off": 1.0}
-            with full_float32(tile.device):
-                for view, factor in factors.items():
-                    scores[here] += (tile @ targets[view][place].float().T).cpu().numpy() * factor
+    scores = np.zeros((rows.num_rows, rows.num_targets), np.float32)
+    for view in VIEWS:
+        terms = [ScoreTerm(table, own.float()) for table, own in zip(rows.train, targets[view], strict=True)]
+        for tile in tile_ranges(rows.num_rows, rows.num_rows):
+            scores[tile.start : tile.stop] += score_tile(terms, tile, q=view).cpu().numpy()
     return scores
 
 
@@ -329,9 +323,7 @@ def lead_of(first: Array, second: Array, outputs: Array, confidence: float) -> S
 
 def unit_rows(rows: Tensor) -> Tensor:
     """Return rows of norm 1; zero rows stay zero."""
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    unit: Tensor = rows / norms.masked_fill(norms == 0, 1.0)
-    return unit
+    return unit_segments(rows, layout=FeatureLayout.joint(rows.shape[1]))
 
 
 def summed_over(scores: Scores, masks: NDArray[np.bool_]) -> Array:

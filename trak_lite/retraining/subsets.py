@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import (
@@ -118,10 +118,11 @@ class _Plan:
     seeds: tuple[int, ...]
     fingerprint: dict[str, Any]
     train_id: str | None
-    train: Callable[[Iterable[_Job]], Iterator[tuple[_Job, NDArray[np.float64]]]]
-    """Trains models, and yields each with its outputs."""
-    at_once: int = 1
-    """Number of models that are trained side by side."""
+    train_group: Callable[[list[_Job]], Sequence[Any]]
+    """Trains some models."""
+    output_fn: OutputFunction
+    at_once: int | None = None
+    """Number of models that are trained side by side; ``None`` trains one after the other."""
     _repeated: dict[tuple[int, int], NDArray[np.float32]] = field(init=False, default_factory=dict)
 
     @property
@@ -141,17 +142,53 @@ class _Plan:
         # Processes claim whole chunks: use one model per chunk, unless that makes too many files.
         return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
 
+    def train(self, rows: Iterable[int]) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
+        """Train the models of some rows of the table, and yield each with its outputs."""
+        for group in self._groups(self.jobs(rows)):
+            try:
+                models = self.train_group(group)
+            except _FAILURES as error:
+                if self.at_once is not None and isinstance(error, UnsupportedModelError):
+                    raise
+                raise _failed(group, error) from error
+            for job, model in zip(group, models, strict=True):
+                if model is None:
+                    raise InvalidInputError(
+                        "train_fn returned None. Return the trained module or its state dict."
+                    )
+                try:
+                    outputs = self.output_fn(model)
+                except _FAILURES as error:
+                    raise _failed([job], error) from error
+                yield job, _checked(outputs, job)
+
+    def _groups(self, jobs: Iterable[_Job]) -> Iterable[list[_Job]]:
+        """Return models that are trained together: their subsets have one size."""
+        if self.at_once is None:
+            return ([job] for job in jobs)  # a job is drawn, and claimed, when the one before is trained
+        by_size: dict[int, list[_Job]] = {}
+        for job in jobs:
+            by_size.setdefault(len(job.indices), []).append(job)
+        return [
+            same[start : start + self.at_once]
+            for same in by_size.values()
+            for start in range(0, len(same), self.at_once)
+        ]
+
     def again(self, row: int, number: int) -> NDArray[np.float32]:
         """Return the outputs of a row of the table, trained again for the first (0) or the second time (1)."""
         if (row, number) not in self._repeated:
-            ((_, outputs),) = self.train(self.jobs([row]))
+            ((_, outputs),) = self.train([row])
             self._repeated[row, number] = outputs.astype(np.float32)
         return self._repeated[row, number]
 
-    def side_by_side(self, training: SubsetTraining, output_fn: OutputFunction, at_once: int) -> _Plan:
+    def side_by_side(self, training: SubsetTraining, at_once: int) -> _Plan:
         """Return the plan that trains several models at once."""
-        train = functools.partial(_side_by_side, training, output_fn, positive_int(models_at_once=at_once))
-        return replace(self, train=train, at_once=at_once)
+
+        def train_group(group: list[_Job]) -> list[nn.Module]:
+            return training.train_many([job.indices for job in group], [job.seed for job in group])
+
+        return replace(self, train_group=train_group, at_once=positive_int(models_at_once=at_once))
 
 
 def retrain(
@@ -234,7 +271,7 @@ def retrain_many(
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
     plan = _plan(training, masks, output_fn, seeds, train_id)
-    return _filled(path, plan.side_by_side(training, output_fn, models_at_once), progress)
+    return _filled(path, plan.side_by_side(training, models_at_once), progress)
 
 
 def retrain_run(
@@ -252,7 +289,7 @@ def retrain_run(
     recipe = training.recipe
     plan = replace(_plan(training, masks, output_fn, (recipe.seed,), digest), train_id=recipe.train_id)
     try:
-        return _filled(path, plan.side_by_side(training, output_fn, _REPETITIONS_AT_ONCE), None)
+        return _filled(path, plan.side_by_side(training, _REPETITIONS_AT_ONCE), None)
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
     return _filled(path, plan, None)
@@ -323,8 +360,11 @@ def _plan(
         "training": training,
         **(settings or {}),
     }
-    train = functools.partial(_one_by_one, train_fn, output_fn)
-    return _Plan(array, numbers, fingerprint, train_id, train)
+
+    def train_one(group: list[_Job]) -> list[Any]:
+        return [train_fn(job.indices, job.seed) for job in group]
+
+    return _Plan(array, numbers, fingerprint, train_id, train_one, output_fn)
 
 
 def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progress: bool | None) -> Retrained:
@@ -420,9 +460,9 @@ def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 def _begun(workspace: Workspace, path: str, plan: _Plan) -> LazyTable:
     """Train the first models, whose outputs give the number of targets, and return the table with them."""
     lazy: LazyTable | None = None
-    for job, outputs in plan.train(plan.jobs(range(min(plan.at_once, plan.num_rows)))):
+    for job, outputs in plan.train(range(min(plan.at_once or 1, plan.num_rows))):
         if lazy is None:
-            made = {_CONDITIONS: conditions(models_at_once=plan.at_once)}
+            made = {_CONDITIONS: conditions(models_at_once=plan.at_once or 1)}
             lazy = workspace.lazy_table(path, plan.spec(len(outputs)), made)
         _require_width(lazy, job, outputs)
         try:
@@ -448,53 +488,13 @@ def _fill(workspace: Workspace, path: str, plan: _Plan, progress: bool | None, c
     with SharedRows(lazy, 1, label="Retraining", progress=progress, unit="model") as work:
         for batches in work.rounds():
             wanted = (int(row) for rows in batches for row in rows)
-            for job, outputs in plan.train(plan.jobs(wanted)):
+            for job, outputs in plan.train(wanted):
                 _require_width(lazy, job, outputs)
                 work.put(np.array([job.row]), {OUTPUTS: outputs[None]})
     table = workspace.table(path)
     assert table is not None  # a plan has at least one model
     shape = (len(plan.masks), len(plan.seeds), -1)
     return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds, compared)
-
-
-def _one_by_one(
-    train_fn: TrainFunction, output_fn: OutputFunction, jobs: Iterable[_Job]
-) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
-    for job in jobs:
-        try:
-            trained = train_fn(job.indices, job.seed)
-            outputs = () if trained is None else output_fn(trained)
-        except _FAILURES as error:
-            raise _failed(_place(job), error) from error
-        if trained is None:
-            raise InvalidInputError("train_fn returned None. Return the trained module or its state dict.")
-        yield job, _checked(outputs, job)
-
-
-def _side_by_side(
-    training: SubsetTraining, output_fn: OutputFunction, models_at_once: int, jobs: Iterable[_Job]
-) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
-    by_size: dict[int, list[_Job]] = {}
-    for job in jobs:
-        by_size.setdefault(len(job.indices), []).append(job)
-    groups = [
-        same[start : start + models_at_once]
-        for same in by_size.values()
-        for start in range(0, len(same), models_at_once)
-    ]
-    for group in groups:
-        try:
-            models = training.train_many([job.indices for job in group], [job.seed for job in group])
-        except UnsupportedModelError:
-            raise
-        except _FAILURES as error:
-            raise _failed("; ".join(map(_place, group)), error) from error
-        for job, model in zip(group, models, strict=True):
-            try:
-                outputs = output_fn(model)
-            except _FAILURES as error:
-                raise _failed(_place(job), error) from error
-            yield job, _checked(outputs, job)
 
 
 def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
@@ -514,7 +514,8 @@ def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
     return values
 
 
-def _failed(where: str, error: BaseException) -> RetrainingError:
+def _failed(jobs: list[_Job], error: BaseException) -> RetrainingError:
+    where = "; ".join(map(_place, jobs))
     return RetrainingError(
         f"Training for {where} failed ({type(error).__name__}: {error}). The outputs of finished trainings are stored. "
         "Make the same call again to continue."

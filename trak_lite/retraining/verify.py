@@ -39,9 +39,9 @@ from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import retrain_path, score_path
 from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.records import ScoreRecord
+from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import ScoreSource, UnstoredRows
+from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
@@ -151,7 +151,7 @@ def verify(
             )
             some = every_nth(scores.shape[1], _KEPT_TARGETS)
             pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-            ScoreRecord(store, path).put(verdict, pairs)
+            ScoreEntries(store, path).put(verdict, pairs)
         return verdict
 
     # Rank 0 computes the verdict; the other ranks wait and receive it.
@@ -179,12 +179,12 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
         )
     with scores.run.workspace.reading() as store:
         matrix = calibrated_matrix(source_of_stored(store, scores, scores.run.settings), calibration)
-    described = UnstoredRows(scores.name, scores.method, scores.manifest, scores.task)
     settings = {
         **scores.settings,
         "calibrated_on": f"{calibration.num_held_out} held-out {calibration.across}",
     }
-    return Scores(HeldMatrix(matrix), described, settings=settings, location=None)
+    record = ScoreRecord(scores.name, scores.method, scores.manifest, settings, task=scores.task)
+    return Scores(HeldMatrix(matrix), record)
 
 
 def evaluate(

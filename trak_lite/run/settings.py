@@ -328,7 +328,7 @@ class AttributorSettings:
         decided = as_method(method).decided(self.layout)
         decided.check(self.task)
         decided.check_rows(self.normalization.kind)
-        if isinstance(decided, Fisher):
+        if decided.fisher_fit is not None:
             self._fisher_task()
         return decided
 

@@ -1,6 +1,6 @@
-"""The ``(N, M)`` matrix of scores, stored or computed on access, and results that take one pass over it.
+"""The ``(N, M)`` matrix of scores, stored, in memory or computed on access, and its strongest rows.
 
-Shapes: N train rows, M targets, b rows of a tile, k top rows per target, L dampings.
+Shapes: N train rows, M targets, b rows of a tile, k top rows per target.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import copied_ahead
-from trak_lite._validate import one_of, positive_int, real_at_least, target_number
-from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.topk import TopK, TopRows, merged_top, not_finite
+from trak_lite.linalg.topk import TopK, TopRows, merged_top
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import ERRORS, SCORES
 from trak_lite.scoring.source import ScoreSource
@@ -28,16 +26,12 @@ from trak_lite.store import AbstractRowTable
 
 __all__ = [
     "AbstractScoreMatrix",
-    "DampingPath",
-    "GroupSums",
     "HeldMatrix",
     "PartialMatrix",
-    "RowChoice",
+    "Sign",
     "StoredMatrix",
     "StreamedMatrix",
     "best_of",
-    "chosen_top",
-    "group_sums",
     "top_and_bottom",
     "top_and_bottom_of",
 ]
@@ -46,24 +40,6 @@ Sign = Literal["helpful", "harmful"]
 _ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
 _HELD_ROWS = 1024
 """Rows per tile of a matrix that has no tiles of its own."""
-
-
-class GroupSums(NamedTuple):
-    """Scores summed over groups of train rows, of targets, or both."""
-
-    sums: NDArray[np.float64]
-    """``(train groups, target groups)``; each ungrouped row or target is a group."""
-    train_groups: NDArray[Any]
-    """Label of each row of ``sums``."""
-    target_groups: NDArray[Any]
-    """Label of each column of ``sums``."""
-    counts: NDArray[np.int64]
-    """Number of scores in each of the ``sums``."""
-
-    @property
-    def means(self) -> NDArray[np.float64]:
-        """``sums / counts``: the mean score of a row of the group for a target of the group."""
-        return self.sums / self.counts
 
 
 class AbstractScoreMatrix(ABC):
@@ -182,6 +158,8 @@ class HeldMatrix(AbstractScoreMatrix):
     """Scores in memory, ``(N, M)``."""
 
     _scores: NDArray[np.float32]
+    _errors: NDArray[np.float32] | None = None
+    """Their standard errors over runs, if they are a mean over runs."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -192,6 +170,10 @@ class HeldMatrix(AbstractScoreMatrix):
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._scores[np.asarray(indices, dtype=np.int64)]
+
+    def errors(self) -> NDArray[np.float32] | None:
+        """Return the standard errors, if they are known."""
+        return self._errors
 
 
 @final
@@ -306,168 +288,3 @@ def _merged_ends(
 
 def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
     return np.stack([np.stack([part.cpu().double().numpy() for part in end]) for end in ends])
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class RowChoice:
-    """The train rows to consider, and the weights of their scores."""
-
-    wanted: NDArray[np.bool_] | None = None
-    """``(N,)`` whether a row is considered; ``None`` considers all."""
-    weights: NDArray[np.float64] | None = None
-    """``(N,)`` factor of each row's scores; ``None`` for 1."""
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all rows are considered, without weights."""
-        return self.wanted is None and self.weights is None
-
-    def parts(self, matrix: AbstractScoreMatrix) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-        """Yield ``(row numbers, (b, M) scores)`` of the wanted rows in order, multiplied by the weights in float64."""
-        for start, tile in matrix.tiles(self.wanted):
-            rows = np.arange(start, start + len(tile))
-            if self.wanted is not None:
-                here = self.wanted[rows]
-                rows, tile = rows[here], tile[here]
-            yield rows, tile if self.weights is None else tile * self.weights[rows, None]
-
-
-def chosen_top(
-    matrix: AbstractScoreMatrix, k: int, choice: RowChoice, *, target: int | None = None, sign: Sign
-) -> TopRows:
-    """Return the k strongest wanted rows by weighted score, ``(M, k)``, or ``(1, k)`` for one target.
-
-    Of equal scores the lower row is first. If fewer rows are wanted, all of them are returned.
-
-    Raises:
-        InvalidInputError: If the matrix has the scores of some rows only.
-        NonFiniteError: If the score of a wanted row is NaN or infinite.
-    """
-    matrix.require_all_rows()
-    columns = slice(None) if target is None else slice(target, target + 1)
-    best = TopK(matrix.shape[1] if target is None else 1, k, sign=sign)
-    done = 0  # TopK numbers the wanted rows only: its rows are consecutive
-    for rows, scores in choice.parts(matrix):
-        part = np.array(scores[:, columns])
-        if not np.isfinite(part).all():
-            row, place = np.argwhere(~np.isfinite(part))[0].tolist()
-            raise not_finite(int(rows[row]), place if target is None else target, float(part[row, place]))
-        best.update(done, torch.from_numpy(part))
-        done += len(rows)
-    indices, values = (tensor.cpu().numpy() for tensor in best.result())
-    numbers = indices if choice.wanted is None else np.flatnonzero(choice.wanted)[indices]
-    return TopRows(numbers, values.astype(np.float32))
-
-
-def group_sums(
-    matrix: AbstractScoreMatrix,
-    train_labels: Column | None,
-    target_labels: Column | None,
-    choice: RowChoice,
-) -> GroupSums:
-    """Return scores summed over groups, in one pass and float64.
-
-    Memory: one tile in float64, and the sums. Without labels, each wanted row or each target is a group; groups without
-    a wanted row are left out.
-
-    Raises:
-        InvalidInputError: If the matrix has the scores of some rows only.
-    """
-    matrix.require_all_rows()
-    num_rows, num_targets = matrix.shape
-    train = _wanted_groups(_each(num_rows) if train_labels is None else train_labels, choice.wanted)
-    targets = _each(num_targets) if target_labels is None else target_labels
-    train_of, target_of = torch.from_numpy(train.places), torch.from_numpy(targets.places)
-    sums = torch.zeros(len(train.labels), len(targets.labels), dtype=torch.float64, device="cpu")
-    for rows, tile in choice.parts(matrix):
-        scores = torch.from_numpy(tile.astype(np.float64))
-        if target_labels is not None:
-            empty = torch.zeros(len(tile), len(targets.labels), dtype=torch.float64, device="cpu")
-            scores = empty.index_add_(1, target_of, scores)
-        sums.index_add_(0, train_of[torch.from_numpy(rows)], scores)
-    places = train.places if choice.wanted is None else train.places[choice.wanted]
-    sizes = np.bincount(places, minlength=len(train.labels))
-    counts = np.multiply.outer(sizes, targets.sizes).astype(np.int64)
-    return GroupSums(sums.numpy(), train.labels, targets.labels, counts)
-
-
-def _each(count: int) -> Column:
-    """Return the column that makes each row a group."""
-    return Column(np.arange(count), np.arange(count))
-
-
-def _wanted_groups(column: Column, wanted: NDArray[np.bool_] | None) -> Column:
-    """Return the column without the labels that no wanted row has; rows that are not wanted have any place."""
-    if wanted is None:
-        return column
-    kept = np.bincount(column.places[wanted], minlength=len(column.labels)) > 0
-    return Column(column.labels[kept], (np.cumsum(kept) - 1).clip(min=0)[column.places])
-
-
-@final
-class DampingPath:
-    """Scores at several dampings, from one eigendecomposition per checkpoint and segment.
-
-    ``source`` gives rows and settings; the method's damping is ignored. See :meth:`trak_lite.Scores.damping_path`.
-
-    Every access reads the train rows once for all dampings. Memory: the targets multiplied by (H + lambda I)^-1 at
-    every damping, ``C * L * M * K`` numbers, and one tile.
-    """
-
-    def __init__(
-        self, source: ScoreSource, name: str, dampings: Sequence[float | None], targets: slice
-    ) -> None:
-        self.dampings = tuple(
-            None if damping is None else real_at_least(0.0, damping=float(damping)) for damping in dampings
-        )
-        if not self.dampings:
-            raise InvalidInputError("dampings is empty. Give at least one, such as [0.1, 1, 10].")
-        self._name = name
-        self._matrix = StreamedMatrix(source, _terms=source.path_terms(self.dampings, targets))
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """``(L, N, M)``: dampings, train rows, targets."""
-        num_rows, num_columns = self._matrix.shape
-        return len(self.dampings), num_rows, num_columns // len(self.dampings)
-
-    def __repr__(self) -> str:
-        """Return sizes and dampings."""
-        _, num_rows, num_targets = self.shape
-        return (
-            f"DampingPath({self._name!r}: {num_rows} train rows x {num_targets} targets at {self.dampings})"
-        )
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Let ``np.asarray(path)`` read all scores, ``(L, N, M)``."""
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    def numpy(self, *, target: int | None = None) -> NDArray[np.float32]:
-        """Return the scores at every damping, ``(L, N, M)``, or ``(L, N)`` for one target."""
-        num_dampings, num_rows, num_targets = self.shape
-        column = slice(None) if target is None else target_number(target, num_targets, self._name)
-        shape = self.shape if target is None else (num_dampings, num_rows)
-        out = np.empty(shape, np.float32)
-        for start, tile in self._matrix.tiles():
-            scores = tile.reshape(len(tile), num_dampings, num_targets)
-            out[:, start : start + len(tile)] = scores[:, :, column].swapaxes(0, 1)
-        return out
-
-    def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the scores of some train rows at every damping, ``(L, len(indices), M)``."""
-        num_dampings, _, num_targets = self.shape
-        tile = self._matrix.rows(indices)
-        found: NDArray[np.float32] = tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
-        return found
-
-    def top(self, k: int, *, target: int | None = None, sign: Sign = "helpful") -> TopRows:
-        """Return the k most helpful (or harmful) rows at every damping, ``(L, M, k)``, or ``(L, k)`` for one target."""
-        num_dampings, _, num_targets = self.shape
-        positive_int(k=k)
-        one_of(("helpful", "harmful"), sign=sign)
-        place = None if target is None else target_number(target, num_targets, self._name)
-        best, shape = chosen_top(self._matrix, k, RowChoice(), sign=sign), (num_dampings, num_targets, -1)
-        found = TopRows(best.indices.reshape(shape), best.scores.reshape(shape))
-        return found if place is None else TopRows(found.indices[:, place], found.scores[:, place])

@@ -1,10 +1,13 @@
-"""What a store keeps beside a table of scores: verdicts on them, and the predictions that they were tested with."""
+"""What is known of scores besides their values, and what a store keeps beside a table of scores.
+
+Entries of a table: verdicts on the scores, and the predictions that they were tested with.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +15,29 @@ from numpy.typing import NDArray
 from trak_lite.errors import CorruptStoreError
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
+from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.solvers import Convergence
+from trak_lite.methods import AbstractMethod
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.run.tables import one_run_path, predictions_path, verdict_path
 from trak_lite.run.workspace import Workspace
-from trak_lite.store import AbstractFeatureStore, Manifest
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.store.manifest import stored_json
 
-__all__ = ["ScoreRecord"]
+__all__ = ["ScoreEntries", "ScoreRecord", "shown_settings"]
 
 _VerdictType = TypeVar("_VerdictType", Verdict, OneRunVerdict)
+_VERDICTS: Final = {
+    Verdict: (verdict_path, "verdict"),
+    OneRunVerdict: (one_run_path, "verdict of one run"),
+}
+"""Path and name in messages of every kind of verdict."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class ScoreRecord:
+class ScoreEntries:
     """The entries that belong to a table of scores. They are found only as long as its values stay as they are."""
 
     store: AbstractFeatureStore
@@ -33,46 +46,73 @@ class ScoreRecord:
     workspace: Workspace | None = None
     """Opens the store for writing; ``None`` if ``store`` is open for it."""
 
-    def verdict(self) -> Verdict | None:
-        """Return the verdict of ``verify``; ``None`` if there is none for the current values.
+    def table(self) -> AbstractRowTable:
+        """Return the table."""
+        return self.store.open_table(self.path)
+
+    def verdict(self, kind: type[_VerdictType]) -> _VerdictType | None:
+        """Return the last verdict of a kind; ``None`` if there is none for the current values.
 
         Raises:
             CorruptStoreError: If the stored entry is not a verdict.
         """
-        return self._verdict(verdict_path(self.path), Verdict, "verdict")
-
-    def one_run_verdict(self) -> OneRunVerdict | None:
-        """Return the last verdict of one run, as :meth:`verdict`."""
-        return self._verdict(one_run_path(self.path), OneRunVerdict, "verdict of one run")
+        path, named = _VERDICTS[kind]
+        content = self.store.entry(path(self.path), self.table().content_key())
+        what = f"The {named} on {self.path} in {self.store.path}"
+        try:
+            return None if content is None else kind.from_json(stored_json(content, what=what))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptStoreError(
+                f"{what} cannot be read ({error!r:.200}). Verify the scores again."
+            ) from error
 
     def predictions(self) -> Predictions | None:
         """Return the predictions that ``verify`` stored; ``None`` if there are none for the current values."""
-        found = self.store.entry(predictions_path(self.path), self._key())
-        return None if found is None else Predictions(*found)
+        pairs = self.store.entry(predictions_path(self.path), self.table().content_key())
+        return None if pairs is None else Predictions(*pairs)
 
     def put(self, verdict: Verdict | OneRunVerdict, predictions: NDArray[np.float64] | None = None) -> None:
         """Store a verdict, beside one of the other kind, and the pairs of its :class:`Predictions`."""
         if self.workspace is not None:
             with self.workspace.opened(Manifest(self.store.manifest.fingerprint)) as opened:
-                ScoreRecord(opened.store(), self.path).put(verdict, predictions)
+                ScoreEntries(opened.store(), self.path).put(verdict, predictions)
             return
-        kind = one_run_path if isinstance(verdict, OneRunVerdict) else verdict_path
-        text = json.dumps(verdict.to_json()).encode()
-        entries: dict[str, NDArray[Any]] = {kind(self.path): np.frombuffer(text, np.uint8).copy()}
+        path, _ = _VERDICTS[type(verdict)]
+        text = np.frombuffer(json.dumps(verdict.to_json()).encode(), np.uint8).copy()
+        key = self.table().content_key()
+        self.store.put_entry(path(self.path), key, text)
         if predictions is not None:
-            entries[predictions_path(self.path)] = predictions
-        for entry, values in entries.items():
-            self.store.put_entry(entry, self._key(), values)
+            self.store.put_entry(predictions_path(self.path), key, predictions)
 
-    def _key(self) -> str:
-        return self.store.open_table(self.path).content_key()
 
-    def _verdict(self, entry: str, kind: type[_VerdictType], named: str) -> _VerdictType | None:
-        found = self.store.entry(entry, self._key())
-        what = f"The {named} on {self.path} in {self.store.path}"
-        try:
-            return None if found is None else kind.from_json(stored_json(found, what=what))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptStoreError(
-                f"{what} cannot be read ({error!r:.200}). Verify the scores again."
-            ) from error
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRecord:
+    """What is known of the scores of one target set, besides their values; :class:`~trak_lite.Scores` shows it."""
+
+    name: str
+    """Of the target set."""
+    method: AbstractMethod
+    manifest: Manifest
+    """Settings and versions that the gradients were computed with."""
+    settings: dict[str, Any]
+    """How the scores were computed, as JSON values to show."""
+    _: KW_ONLY
+    source: ScoreSource | None = None
+    """Computes scores from the stored rows; ``None`` if no row is stored."""
+    run: Run | None = None
+    """The model, settings and store of the scores; ``None`` without a model, or if no row is stored."""
+    task: AbstractModelOutput | None = None
+    """Defines f, of scores without ``run``; ``None`` if it is not known."""
+    location: str | None = None
+    """Path in the store, to show; ``None`` in memory."""
+    entries: ScoreEntries | None = None
+    """The table of the scores and what is stored beside it; ``None`` without a table."""
+    convergence: tuple[Convergence, ...] = ()
+    """See :class:`~trak_lite.Scores`."""
+
+
+def shown_settings(method: AbstractMethod, **first: Any) -> dict[str, Any]:
+    """Return JSON values to show of scores: the first ones, the name of the method, and its fields."""
+    fields = method.to_json()
+    return {**first, "method": fields.pop("name"), **fields}

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import one_of, positive_int, require_packages, target_number
-from trak_lite.data.columns import Column, Where, require_columns, wanted_rows, weights_of
+from trak_lite.data.columns import Column, Where, require_columns
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
-from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
+from trak_lite.report.survey import Survey
+from trak_lite.scoring.choices import DampingPath, GroupSums, RowChoice, chosen_top, group_sums
 from trak_lite.scoring.frames import DataFrame, frame
-from trak_lite.scoring.matrix import (
-    AbstractScoreMatrix,
-    DampingPath,
-    GroupSums,
-    RowChoice,
-    chosen_top,
-    group_sums,
-)
+from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
 from trak_lite.scoring.records import ScoreRecord
-from trak_lite.scoring.source import ScoreSource, UnstoredRows
+from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.uncertainty import Reliability, Repeats
 from trak_lite.store import Manifest
 
@@ -51,54 +45,54 @@ class Scores:
     or LiSSA, if ``stream_scores`` or ``refine`` computed the scores.
     """
 
-    def __init__(
-        self,
-        matrix: AbstractScoreMatrix,
-        source: ScoreSource | UnstoredRows,
-        *,
-        settings: dict[str, Any],
-        location: str | None,
-        run: Run | None = None,
-        record: ScoreRecord | None = None,
-        convergence: tuple[Convergence, ...] = (),
-    ) -> None:
-        self.convergence = convergence
-        self._matrix = matrix
-        self._described = source
-        """Computes standard errors, self-influence and scores at other dampings; a description without stored rows."""
-        self._location = location
-        self.name = source.name
-        self.settings = settings
+    def __init__(self, matrix: AbstractScoreMatrix, record: ScoreRecord) -> None:
+        self._matrix, self._record = matrix, record
+        self.name = record.name
+        self.settings = record.settings
         """How the scores were computed, as JSON values."""
-        self._run = run
-        """The model, settings and store of the scores; ``None`` without a model."""
-        self._record = record
-        """What is stored beside the scores; ``None`` in memory."""
+        self.convergence = record.convergence
+
+    @classmethod
+    def from_record(cls, record: ScoreRecord, ends: NDArray[np.float64] | None = None) -> Self:
+        """Return the scores in the table of a record; without a table, scores that are computed on access.
+
+        Args:
+            record: Has a table, or the source of the scores.
+            ends: The strongest rows of every target, if they are known without a table
+                (:func:`~trak_lite.scoring.matrix.top_and_bottom`).
+        """
+        if record.entries is not None:
+            return cls(StoredMatrix(record.entries.table()), record)
+        assert record.source is not None
+        return cls(StreamedMatrix(record.source, ends), record)
 
     @property
     def verdict(self) -> Verdict | None:
         """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
-        return None if self._record is None else self._record.verdict()
+        entries = self._record.entries
+        return None if entries is None else entries.verdict(Verdict)
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
         """The last result of :func:`~trak_lite.verify_run` for these scores; ``None`` if there is none."""
-        return None if self._record is None else self._record.one_run_verdict()
+        entries = self._record.entries
+        return None if entries is None else entries.verdict(OneRunVerdict)
 
     def keep(self, verdict: OneRunVerdict) -> None:
         """Store a verdict of one run with the scores, as ``verify_run`` does; scores in memory have no place for it."""
-        if self._record is not None:
-            self._record.put(verdict)
+        if self._record.entries is not None:
+            self._record.entries.put(verdict)
 
     @property
     def predictions(self) -> Predictions | None:
         """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
-        return None if self._record is None else self._record.predictions()
+        entries = self._record.entries
+        return None if entries is None else entries.predictions()
 
     @property
     def method(self) -> AbstractMethod:
         """The method that the scores were computed with."""
-        return self._described.method
+        return self._record.method
 
     @property
     def run(self) -> Run:
@@ -107,12 +101,12 @@ class Scores:
         Raises:
             StateError: If they were opened without a model, or not computed from stored rows.
         """
-        if self._run is None and self.source:
+        if self._record.run is None and self.source:
             raise StateError(
                 f"The scores {self.name!r} were opened without a model. Open them with one: "
                 "Attributor.open(path, model).scores(name)."
             )
-        return self._run
+        return self._record.run
 
     @property
     def task(self) -> AbstractModelOutput:
@@ -122,8 +116,8 @@ class Scores:
             StateError: If the scores were opened without a model, or without the task that their targets were scored
                 with, or made without an attributor and a replay.
         """
-        if isinstance(self._described, UnstoredRows) and self._described.task is not None:
-            return self._described.task
+        if self._record.task is not None:
+            return self._record.task
         if "task" in self.settings and not self.run.question:
             raise StateError(
                 f"The targets {self.name!r} were scored with task={self.settings['task']!r}. Open the scores with it: "
@@ -138,22 +132,27 @@ class Scores:
         Raises:
             StateError: If they were not computed from stored rows.
         """
-        if not isinstance(self._described, ScoreSource) or isinstance(self.method, AbstractMatrixMethod):
+        if self._record.source is None or not self.method.multiplies_rows:
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
                 "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             )
-        return self._described
+        return self._record.source
+
+    @property
+    def record(self) -> ScoreRecord:
+        """What is known of the scores besides their values."""
+        return self._record
 
     @property
     def manifest(self) -> Manifest:
         """Settings and versions that the stored rows were made with."""
-        return self._described.manifest
+        return self._record.manifest
 
     @property
     def location(self) -> str | None:
         """Path in the store; ``None`` in memory."""
-        return self._location
+        return self._record.location
 
     @property
     def stored(self) -> bool:
@@ -172,7 +171,7 @@ class Scores:
     def __repr__(self) -> str:
         """Return sizes, settings, location, and the verdict if there is one, on a few lines."""
         num_rows, num_targets = self.shape
-        place = self._location or "memory"
+        place = self.location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
         tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
@@ -186,7 +185,8 @@ class Scores:
     @property
     def columns(self) -> dict[str, Column]:
         """The columns of the train data that ``featurize(..., columns=...)`` stored, by name; none in memory."""
-        return self._described.columns() if isinstance(self._described, ScoreSource) else {}
+        source = self._record.source
+        return {} if source is None else source.columns()
 
     def top(
         self,
@@ -219,7 +219,7 @@ class Scores:
         positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, self.shape[1], self.name)
-        choice = self._choice(where, weights)
+        choice = RowChoice.of(where, weights, lambda: self.columns, len(self))
         found = self._matrix.kept_top(k, sign) if choice.is_all else None
         if found is not None:
             return found if place is None else TopRows(found.indices[place], found.scores[place])
@@ -309,17 +309,8 @@ class Scores:
         else:
             train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
         labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
-        return group_sums(self._matrix, train, labels, self._choice(where, weights))
-
-    def _choice(self, where: Where | None, weights: ArrayLike | str | None) -> RowChoice:
-        """Return the rows to consider, and their weights."""
-        if where is None and weights is None:
-            return RowChoice()
-        named = isinstance(where, Mapping) or isinstance(weights, str)
-        columns, num_rows = self.columns if named else {}, len(self)
-        return RowChoice(
-            None if where is None else wanted_rows(where, columns, num_rows),
-            None if weights is None else weights_of(weights, columns, num_rows),
+        return group_sums(
+            self._matrix, train, labels, RowChoice.of(where, weights, lambda: self.columns, len(self))
         )
 
     def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
@@ -451,7 +442,8 @@ class Scores:
             InvalidInputError: If a target does not exist, no row satisfies ``where``, or the result of a render cannot
                 be shown.
         """
-        return Gallery.of(self, targets, Renders(render, target_render, pair_render), k=k, where=where)
+        survey = Survey.of(self, targets, k=k, where=where)
+        return Gallery(self.name, survey, Renders(render, target_render, pair_render))
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks: sizes, settings, verdict and top rows."""

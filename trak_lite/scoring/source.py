@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -26,8 +26,7 @@ from trak_lite.linalg.kernel import (
     precondition_path,
 )
 from trak_lite.linalg.products import self_scores
-from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
-from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import row_kind
@@ -45,26 +44,11 @@ from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["ScoreSource", "UnstoredRows", "transforms_rows"]
+__all__ = ["ScoreSource"]
 
 logger = logging.getLogger(__name__)
 
 _HELD_BYTES = 2 << 30
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class UnstoredRows:
-    """Describes scores that were computed from gradients of which no row is stored."""
-
-    name: str
-    """Name of the target set."""
-    method: AbstractMethod
-    """The method of the scores."""
-    manifest: Manifest
-    """Settings and versions that the gradients were computed with."""
-    task: AbstractModelOutput | None = None
-    """Defines f; ``None`` if it is not known."""
 
 
 @final
@@ -85,7 +69,7 @@ class ScoreSource:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> None:
-        if method.kernel is not None and transforms_rows(method):
+        if method.kernel is not None and method.transforms_rows:
             raise InvalidInputError(
                 f"{method.name} has a kernel and overrides transform(), which is used only without a kernel. Return "
                 "None as kernel, or remove transform()."
@@ -101,8 +85,7 @@ class ScoreSource:
         self.device = device
         self._grams: Grams | None = None
         if method.kernel is not None:
-            fisher = method if isinstance(method, Fisher) else None
-            self._grams = Grams(store, method.kernel, self.layout, device, fisher)
+            self._grams = Grams(store, method.kernel, self.layout, device, method.fisher_fit)
         self.ranks = Ranks() if ranks is None else ranks
         self._held: dict[str, list[SegmentKernel]] | None = None
         self._named: set[str] = set()
@@ -298,7 +281,7 @@ class ScoreSource:
                 "Self-influence needs the gradients of train rows, and these are Adam updates (normalize="
                 "'adam_update'). Score the train data as targets and take the diagonal."
             )
-        if isinstance(self.method, AbstractInverseMethod):
+        if self.method.inverse is not None:
             raise InvalidInputError(
                 f"Self-influence with {self.method.name} needs train rows multiplied by the inverse curvature, but "
                 "only targets are. Use another method, or score the train data as targets and take the diagonal."
@@ -359,7 +342,7 @@ class ScoreSource:
     @property
     def _transform(self) -> Callable[[Tensor], Tensor] | None:
         """Changes train rows before the product; ``None`` if the method does not."""
-        return self._transformed if transforms_rows(self.method) else None
+        return self._transformed if self.method.transforms_rows else None
 
     def _transformed(self, rows: Tensor) -> Tensor:
         return _same_shape(self.method.transform(rows, self.layout), rows, self.method)
@@ -389,15 +372,6 @@ class ScoreSource:
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
         return self.store.open_table(target_table_path(self.name, self.method, table))
-
-
-def transforms_rows(method: AbstractMethod) -> bool:
-    """Whether a method changes rows before the product."""
-    own = type(method)
-    return (
-        own.transform is not AbstractMethod.transform
-        or own.transform_targets is not AbstractMethod.transform_targets
-    )
 
 
 def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from trak_lite._devices import float64_device
 from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
-from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
+from trak_lite.methods import AbstractMethod
+from trak_lite.methods.base import MadeScores
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings, StoredSettings
 from trak_lite.run.tables import (
@@ -36,12 +38,12 @@ from trak_lite.run.tables import (
 )
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.index import indexed_top
-from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
-from trak_lite.scoring.records import ScoreRecord
+from trak_lite.scoring.matrix import top_and_bottom
+from trak_lite.scoring.records import ScoreEntries, ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import FeatureLayout
 
@@ -73,7 +75,7 @@ def stored_scores(
             features, or train rows are pending.
         ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
     """
-    if not dense and isinstance(method, AbstractMatrixMethod):
+    if not dense and not method.multiplies_rows:
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
     store = workspace.reader()
     table = None
@@ -96,7 +98,7 @@ def stored_scores(
             where=f"targets {name!r}",
             remedy="Pass the task that these targets were scored with, or none.",
         )
-    return _scores(workspace, settings, source, run, table=table)
+    return Scores.from_record(_record(workspace, settings, source, run, stored=dense))
 
 
 def score_source(
@@ -126,43 +128,39 @@ def source_of_stored(
     )
 
 
-def _scores(
+def _record(
     workspace: Workspace,
     settings: AttributorSettings | StoredSettings,
     source: ScoreSource,
     run: Run | None,
     *,
-    table: AbstractRowTable | None = None,
-    ends: NDArray[np.float64] | None = None,
+    stored: bool,
     shown: Mapping[str, Any] | None = None,
-) -> Scores:
-    """Return the scores in a complete table; without one, scores that are computed on access.
+) -> ScoreRecord:
+    """Return the record of the scores in a complete table, or of scores that are computed on access.
 
-    ``ends``, their strongest rows, and ``shown``, JSON values to show, are those of scores without a table: a table has
-    attributes.
+    ``shown`` are JSON values to show, of scores without a table: a table has attributes.
     """
-    fields = source.method.to_json()
-    if table is None:
-        path, targets = target_folder(source.name, source.method), source.target_identity
-        matrix: AbstractScoreMatrix = StreamedMatrix(source, ends)
-    else:
+    path, targets, entries = target_folder(source.name, source.method), source.target_identity, None
+    if stored:
         path = score_path(source.name, source.method, settings.method)
-        matrix, targets = StoredMatrix(table), table.spec.fingerprint.get("targets", {})
-        shown = source.store.attributes(path)
-    return Scores(
-        matrix,
-        source,
-        settings={
+        entries = ScoreEntries(source.store, path, workspace)
+        targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
+    return ScoreRecord(
+        source.name,
+        source.method,
+        source.manifest,
+        shown_settings(
+            source.method,
             **(shown or {}),
             **_name_of_task(targets),
-            "checkpoints": len(source.train),
-            "proj_dim": _widths(settings.layout),
-            "method": fields.pop("name"),
-            **fields,
-        },
-        location=None if workspace.path is None else f"{workspace.path}:{path}",
+            checkpoints=len(source.train),
+            proj_dim=_widths(settings.layout),
+        ),
+        source=source,
         run=run,
-        record=None if table is None else ScoreRecord(source.store, path, workspace),
+        location=None if workspace.path is None else f"{workspace.path}:{path}",
+        entries=entries,
     )
 
 
@@ -282,8 +280,7 @@ class ScoreResult:
             "train_rows": [table.content_key() for table in source.train],
             "method": source.method.to_json(),
         }
-        over_runs = isinstance(source.method, Unrolled) and len(source.method.runs) > 1
-        self._spec = score_table_spec(source.num_rows, num_targets, fingerprint, errors=over_runs)
+        self._spec = score_table_spec(source.num_rows, num_targets, fingerprint)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored with these settings and complete.
@@ -323,27 +320,25 @@ class ScoreResult:
             ranks=self.source.ranks,
         )
 
-    def put(
-        self,
-        matrix: NDArray[np.float32],
-        errors: NDArray[np.float32] | None,
-        attributes: Mapping[str, Any],
-    ) -> None:
-        """Store scores ``(N, M)`` that were computed elsewhere, and their standard errors if they are a mean over runs.
+    def put(self, made: MadeScores) -> None:
+        """Store scores that were computed elsewhere.
 
         Raises:
             InvalidInputError: If their shape is not that of the table.
         """
         shape = (self._spec.num_rows, self._spec.columns[0].width)
-        if matrix.shape != shape:
+        if made.scores.shape != shape:
             raise InvalidInputError(
-                f"{self.source.method.name} gave scores of shape {matrix.shape}, but the store has {shape[0]} train "
-                f"rows and there are {shape[1]} targets. Make the run with the train rows of the store, in their order."
+                f"{self.source.method.name} gave scores of shape {made.scores.shape}, but the store has {shape[0]} "
+                f"train rows and there are {shape[1]} targets. Make the run with the train rows of the store, in their "
+                "order."
             )
-        table = self.source.store.create_table(self._path, self._spec, attributes)
-        columns = {SCORES: matrix} if errors is None else {SCORES: matrix, ERRORS: errors}
-        for start in range(0, len(matrix), self._spec.chunk_rows):
-            rows = np.arange(start, min(start + self._spec.chunk_rows, len(matrix)))
+        shown = {"metasmoothness": list(made.metasmoothness)} if made.metasmoothness else {}
+        columns = {SCORES: made.scores} if made.errors is None else {SCORES: made.scores, ERRORS: made.errors}
+        spec = replace(self._spec, columns=tuple(Column(name, shape[1], "float32") for name in columns))
+        table = self.source.store.create_table(self._path, spec, shown)
+        for start in range(0, len(made.scores), self._spec.chunk_rows):
+            rows = np.arange(start, min(start + self._spec.chunk_rows, len(made.scores)))
             # A process that was killed here, or another one, has written some chunks.
             with contextlib.suppress(BusyError, StateError):
                 table.put(rows, {column: values[rows] for column, values in columns.items()})
@@ -391,10 +386,10 @@ class ScoreResult:
             ends: The most helpful and most harmful rows of every target, if known.
             shown: JSON values to show with the scores.
         """
-        source, store = self.source, self.source.store
-        alone = score_source(store, source.train, source.name, source.method, run.settings)
-        table = store.open_table(self._path) if dense else None
-        return _scores(run.workspace, run.settings, alone, run, table=table, ends=ends, shown=shown)
+        source = self.source
+        alone = score_source(source.store, source.train, source.name, source.method, run.settings)
+        record = _record(run.workspace, run.settings, alone, run, stored=dense, shown=shown)
+        return Scores.from_record(record, ends)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""

@@ -27,13 +27,8 @@ from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import (
-    CG,
     EKFAC,
-    AbstractInverseMethod,
-    AbstractMatrixMethod,
     AbstractMethod,
-    GradCos,
-    LiSSA,
     Method,
     as_method,
 )
@@ -41,11 +36,11 @@ from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix, top_and_bottom_of
+from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_of
+from trak_lite.scoring.records import ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import UnstoredRows, transforms_rows
 from trak_lite.store import AbstractRowTable, Manifest
-from trak_lite.types import num_entries
+from trak_lite.types import FeatureLayout, num_entries
 
 __all__ = ["MAX_BYTES", "Refine", "refined_scores", "scores_of_stream", "unprojected_method"]
 
@@ -94,8 +89,8 @@ def unprojected_method(method: Method) -> AbstractMethod:
         InvalidInputError: If the method is unknown, or needs stored rows.
     """
     found = as_method(method)
-    transforms = transforms_rows(found) and not isinstance(found, GradCos)
-    if isinstance(found, AbstractMatrixMethod) or found.kernel is not None or transforms:
+    transforms = found.transforms_rows and found.unit_scope(FeatureLayout.joint(1)) is None
+    if not found.multiplies_rows or found.kernel is not None or transforms:
         raise InvalidInputError(
             f"{found.name} needs stored feature rows: featurize the train data and call score(method={found.name!r}). "
             "Without stored rows, use EKFAC or CG for influence functions, or GradDot, GradCos or TracIn."
@@ -119,7 +114,7 @@ def scores_of_stream(
     matrix = None if k is not None else np.empty((len(train), len(targets)), np.float32)
     known: list[TopRows] = []
     # Only a fit belongs to the train data; without one, the store is not used.
-    dataset = train.identity() if isinstance(method, AbstractInverseMethod) else None
+    dataset = None if method.inverse is None else train.identity()
     if dataset is not None and run.workspace.holds_other_data(dataset):
         run = copy.copy(run)  # another question in memory: the fit to other train data stays as it is
         run.workspace = Workspace(None)
@@ -136,12 +131,9 @@ def scores_of_stream(
                 matrix[:, block] = found
             else:
                 known += _ends(found, k or 1)
-    shown = {} if k is None else {"k": k}
-    result: AbstractScoreMatrix = (
-        PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix)
-    )
-    convergence = scorer.convergence()
-    return _unstored(run, result, "targets", method, convergence, {"checkpoints": len(checkpoints), **shown})
+    shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
+    record = _unstored(run, scorer, "targets", scorer.convergence(), **shown)
+    return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
 
 
 def refined_scores(
@@ -206,22 +198,20 @@ def refined_scores(
         f"top{min(_SHOWN, count)}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return _unstored(run, matrix, name, method, scorer.convergence(tables), shown)
+    return Scores(matrix, _unstored(run, scorer, name, scorer.convergence(tables), **shown))
 
 
 def _unstored(
-    run: Run,
-    matrix: AbstractScoreMatrix,
-    name: str,
-    method: AbstractMethod,
-    convergence: tuple[Convergence, ...],
-    shown: Mapping[str, Any],
-) -> Scores:
-    fields = method.to_json()
-    settings = {**shown, "method": fields.pop("name"), **fields}
-    manifest = Manifest(run.settings.manifest(None).fingerprint)
-    described = UnstoredRows(name, method, manifest, run.target_task)
-    return Scores(matrix, described, settings=settings, location=None, convergence=convergence)
+    run: Run, scorer: _Scorer, name: str, convergence: tuple[Convergence, ...], **shown: Any
+) -> ScoreRecord:
+    return ScoreRecord(
+        name,
+        scorer.method,
+        Manifest(run.settings.manifest(None).fingerprint),
+        shown_settings(scorer.method, **shown),
+        task=run.target_task,
+        convergence=convergence,
+    )
 
 
 def _ends(scores: NDArray[np.float32], k: int) -> list[TopRows]:
@@ -277,8 +267,7 @@ class _Scorer:
         width = num_entries(self.run.settings.parameters)
         item = max(4, next(self.run.model.parameters()).element_size())
         # The gradients before and after the inverse with the solver's vectors, and the scores.
-        copies = {CG: 7, LiSSA: 4, EKFAC: 2}.get(type(self.method), 1)
-        fitting = max(1, max_bytes // (item * copies * width + 4 * num_rows))
+        fitting = max(1, max_bytes // (item * self.method.gradient_copies * width + 4 * num_rows))
         numbers = np.arange(len(self.targets))
         found = rows_in_batches(numbers, fitting)
         if len(found) > 1:
@@ -341,8 +330,5 @@ class _Scorer:
 
     def _cosines(self) -> Normalization | None:
         """Return the normalisation that turns products into cosines, if the method is that of cosines."""
-        if not isinstance(self.method, GradCos):
-            return None
-        settings = self.run.settings
-        is_joint = len(self.method.layout_of(settings.layout).segments) == 1
-        return Normalization("unit", scope="global" if is_joint else "module")
+        scope = self.method.unit_scope(self.run.settings.layout)
+        return None if scope is None else Normalization("unit", scope=scope)

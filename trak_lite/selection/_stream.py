@@ -14,6 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.scoring.choices import RowChoice
+from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Candidates", "Reduction", "TargetGroups", "best_rows", "shape_of"]
@@ -116,13 +118,7 @@ def best_rows(
         NonFiniteError: If a score is NaN or infinite.
     """
     best = _BestOfLabels(quotas)
-    for start, tile in _tiles(scores, wanted):
-        rows = np.arange(start, start + len(tile))
-        if wanted is not None:
-            here = wanted[rows]
-            rows, tile = rows[here], tile[here]
-        if not len(rows):
-            continue
+    for rows, tile in _parts(scores, RowChoice(wanted)):
         if not np.isfinite(tile).all():
             row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
             raise NonFiniteError(
@@ -170,12 +166,12 @@ class _BestOfLabels:
         return ordered.take(ranks < self._quotas[ordered.places])
 
 
-def _tiles(
-    scores: Scores | ArrayLike, wanted: NDArray[np.bool_] | None
-) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield ``(first row, scores)`` of all rows in order, at most about a million scores at a time."""
-    whole = scores.tiles(wanted) if isinstance(scores, Scores) else [(0, np.asarray(scores))]
-    for start, tile in whole:
+def _parts(
+    scores: Scores | ArrayLike, choice: RowChoice
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """Yield ``(row numbers, scores)`` of the chosen rows in order, at most about a million scores at a time."""
+    matrix = scores if isinstance(scores, Scores) else HeldMatrix(np.asarray(scores))
+    for rows, tile in choice.parts(matrix.tiles):
         step = max(1, _TILE_VALUES // tile.shape[1])
         for first in range(0, len(tile), step):
-            yield start + first, tile[first : first + step]
+            yield rows[first : first + step], tile[first : first + step]

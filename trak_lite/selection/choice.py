@@ -140,7 +140,10 @@ def select(
         rows, more, settings = _balanced(best, k, _labels(groups, data, scores, num_rows), quotas, wanted)
     elif method == "greedy":
         alpha = real_at_least(0.0, diversity=1.0 if diversity is None else diversity)
-        settings = {"diversity": alpha, "pool": _pool_size(pool, k, most)}
+        size = max(k, min(4 * k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
+        if size < k:
+            raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
+        settings = {"diversity": alpha, "pool": min(size, most)}
         rows, more = _greedy(best, k, _feature_reader(scores, features, num_rows), **settings)
     else:
         rows, more, settings = best(np.array([k])), {}, {}
@@ -169,13 +172,6 @@ def _balanced(
     rows = best(counts, groups.places)
     named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
-
-
-def _pool_size(pool: int | None, k: int, most: int) -> int:
-    size = max(k, min(4 * k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
-    if size < k:
-        raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
-    return min(size, most)
 
 
 def _greedy(

@@ -19,9 +19,9 @@ from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import AbstractMatrixMethod
 from trak_lite.report.page import visible
-from trak_lite.scoring.matrix import HeldMatrix, RowChoice, chosen_top
+from trak_lite.scoring.choices import RowChoice, chosen_top
+from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Sets", "scatter_of", "strongest"]
@@ -84,7 +84,7 @@ class Sets:
 
     def _sharing(self, scores: Scores) -> Scores:
         """Return the scores; their source uses the shared kernels if it has any."""
-        if not isinstance(scores.method, AbstractMatrixMethod):
+        if scores.method.multiplies_rows:
             scores.source.hold_kernels(self._kernels)
         return scores
 

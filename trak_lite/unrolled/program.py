@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from trak_lite._devices import forked_rng, switched_off
+from trak_lite._devices import forked_rng, full_float32, switched_off
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
@@ -41,7 +42,7 @@ from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import SeededDropout, step_key
 from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State
 
-__all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings", "naming_failures"]
+__all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings", "naming_failures", "repeatable"]
 
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
@@ -376,6 +377,13 @@ def _refuse_batch_norm(model: nn.Module) -> None:
                 "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode and "
                 "with running statistics, or use group or layer normalisation."
             )
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Run training steps in the block with the kernels that every repetition and every derivative use."""
+    with full_float32(device), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -6,9 +6,7 @@ import hashlib
 import json
 import logging
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from os import PathLike
@@ -20,19 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from trak_lite._devices import full_float32
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import one_of, parse_json, positive_int
-from trak_lite.data.datasets import checked_indices
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
     ManifestMismatchError,
-    NonFiniteError,
     StateError,
     UnsupportedModelError,
 )
@@ -44,11 +36,20 @@ from trak_lite.store import RemotePlace
 from trak_lite.store.disk.sealed import BLANK, RUN, SEAL, run_identity, seal, sealed_content
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
+from trak_lite.unrolled.operations import Operations
 from trak_lite.unrolled.optimizers import Adam, State
-from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures
+from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures, repeatable
 from trak_lite.unrolled.states import StateFiles, whole_file
+from trak_lite.unrolled.subsets import (
+    SubsetTraining,
+    non_finite,
+    refuse_non_finite,
+    trained_alone,
+    trained_model,
+    trained_side_by_side,
+)
 
-__all__ = ["SMOOTH", "Operations", "Recipe", "SubsetTraining", "TrainingRun", "repeatable"]
+__all__ = ["SMOOTH", "Recipe", "TrainingRun"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,6 @@ SMOOTH = 0.9
 """Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
 _SIZE = 1e-3
 """Weight of the norm of stored weights beside their change, as unit of a difference."""
-_ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
 _SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
 """Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
 _KINKS = {
@@ -73,13 +73,6 @@ _KINKS = {
     "average in place of max pooling": ("max_pool", "adaptive_max_pool", "fractional_max_pool"),
 }
 """What is smoother than some operations of torch, by the beginning of their names."""
-
-
-@contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """Run training steps in the block with the kernels that every repetition and every derivative use."""
-    with full_float32(device), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        yield
 
 
 @final
@@ -116,7 +109,7 @@ class TrainingRun:
 
     def model(self) -> nn.Module:
         """Return the trained model, in eval mode."""
-        return _with_weights(self.recipe, self.recipe.seed, self.program.model, self.final)
+        return trained_model(self.recipe, self.recipe.seed, self.program.model, self.final)
 
     def rows(self, number: int) -> NDArray[np.int64]:
         """Return the train rows ``(b,)`` of a step."""
@@ -173,11 +166,11 @@ class TrainingRun:
             for number in range(first, self.num_steps):
                 state = self.step(state, number)
                 if number + 1 in wanted:
-                    if _non_finite(state) is not None:
+                    if non_finite(state) is not None:
                         state = self.states.get(last)
                         for repeated in range(last, number + 1):
                             state = self.step(state, repeated)
-                            _refuse_non_finite(state, repeated)  # the first one
+                            refuse_non_finite(state, repeated)  # the first one
                     self.states.put(number + 1, state)
                     last = number + 1
                 done.advance(1)
@@ -302,10 +295,12 @@ class TrainingRun:
         """Return the trained models of runs with row weights ``(R, N)``."""
         everything, seed = np.arange(weights.shape[1]), self.recipe.seed
         try:
-            return _side_by_side(self.recipe, weights, [everything] * len(weights), [seed] * len(weights))
+            return trained_side_by_side(
+                self.recipe, weights, [everything] * len(weights), [seed] * len(weights)
+            )
         except UnsupportedModelError as error:
             logger.info("%s The models are trained one after the other.", error)
-            return [_alone(self.recipe, some, everything, seed) for some in weights]
+            return [trained_alone(self.recipe, some, everything, seed) for some in weights]
 
     @property
     def leave_out_fn(self) -> SubsetTraining:
@@ -361,95 +356,6 @@ def _folder(path: str | PathLike[str] | None) -> Path | None:
     if place is not None and (Path(place) / "zarr.json").exists():
         raise InvalidInputError(f"{place} is a store of features. Pass another folder for the run.")
     return None if place is None else Path(place).resolve()
-
-
-def _side_by_side(
-    recipe: TrainingSettings, weights: Tensor, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]
-) -> list[nn.Module]:
-    """Return R models trained on subsets of one size, with vmapped steps."""
-    models = [recipe.model(seed) for seed in seeds]
-    program = Program(recipe, models[0])
-    starts = [program.start(model) for model in models]
-    states, frozen = tree_map(lambda *tensors: torch.stack(tensors), *starts)
-    numbers, weights = torch.tensor(list(seeds), device=program.device), weights.to(program.device)
-    size = len(subsets[0])
-    with repeatable(program.device):
-        some = recipe.order(0, num_rows=size, seed=seeds[0])
-        program.check(starts[0][0], starts[0][1], program.parts(subsets[0][some])[0])
-        orders = [recipe.orders(num_rows=size, seed=seed) for seed in seeds]
-        for number, positions in zip(range(recipe.steps_for(size)), zip(*orders, strict=True), strict=False):
-            rows = np.stack([subset[where] for subset, where in zip(subsets, positions, strict=True)])
-            parts = program.parts(rows)
-            with naming_failures(models[0], "train several models side by side of", _ONE_BY_ONE):
-                states = program.step(states, frozen, parts, weights, number, numbers)
-    finals = [tree_map(partial(Tensor.select, dim=0, index=place), states) for place in range(len(seeds))]
-    for place, state in enumerate(finals):
-        _refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {place + 1} of {len(seeds)}")
-    return [_with_weights(recipe, *one) for one in zip(seeds, models, finals, strict=True)]
-
-
-@final
-@dataclass(frozen=True)
-class SubsetTraining:
-    """Trains a recipe on subsets of the rows; a ``train_fn`` of :func:`~trak_lite.retraining.retrain`.
-
-    ``retrain_many`` calls :meth:`train_many` to train several models side by side.
-    """
-
-    recipe: TrainingSettings
-    """The training."""
-    keep_order: bool
-    """Keep batches and order of the whole training, and give rows outside the subset the weight 0. Otherwise train on
-    the subset alone, in an order of its own."""
-    row_weights: Tensor | None = None
-    """Weights ``(N,)`` of the rows inside a subset; ``None`` is 1."""
-
-    def __call__(self, rows: NDArray[np.int64], seed: int) -> nn.Module:
-        """Return the model trained on some rows, in eval mode.
-
-        Raises:
-            InvalidInputError: If the rows are not numbers of train rows, or there is none.
-            UnsupportedModelError: If the training cannot be repeated, or the model or the loss fails.
-            NonFiniteError: If a parameter becomes NaN or infinite.
-        """
-        subset = self._checked(rows)
-        weights = self._weights([subset])[0]
-        return _alone(self.recipe, weights, np.arange(len(weights)) if self.keep_order else subset, seed)
-
-    def train_many(self, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]) -> list[nn.Module]:
-        """Return one trained model per subset and seed, in eval mode; all subsets have one size.
-
-        Raises:
-            InvalidInputError: If subsets differ in size, are not one per seed, or hold other numbers than train rows.
-            UnsupportedModelError: If ``vmap`` does not support an operation of the model.
-            NonFiniteError: If a parameter becomes NaN or infinite; names the model.
-        """
-        sizes = {len(rows) for rows in subsets}
-        if len(sizes) != 1 or len(subsets) != len(seeds):
-            raise InvalidInputError(
-                f"Models trained side by side need one seed each and subsets of one size, got {len(subsets)} subsets "
-                f"of sizes {sorted(sizes)[:5]} and {len(seeds)} seeds."
-            )
-        chosen = [self._checked(rows) for rows in subsets]
-        weights = self._weights(chosen)
-        everything = [np.arange(weights.shape[1])] * len(seeds)
-        return _side_by_side(self.recipe, weights, everything if self.keep_order else chosen, seeds)
-
-    def _checked(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        found = checked_indices(rows, len(self.recipe.rows), self.recipe.rows.what)
-        if not len(found):
-            raise InvalidInputError("There is no row to train on. Give the number of at least one train row.")
-        return found
-
-    def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Return the weights of the rows of each subset and 0 for the others, ``(R, N)``."""
-        ones = torch.ones(len(self.recipe.rows), device="cpu")
-        used = ones if self.row_weights is None else self.row_weights.cpu()
-        weights = used.new_zeros(len(subsets), len(used))
-        for place, subset in enumerate(subsets):
-            rows = torch.from_numpy(subset)
-            weights[place, rows] = used[rows]
-        return weights
 
 
 @final
@@ -536,46 +442,6 @@ class Recipe(TrainingSettings):
         return SubsetTraining(self, keep_order=False)
 
 
-def _alone(recipe: TrainingSettings, weights: Tensor, subset: NDArray[np.int64], seed: int) -> nn.Module:
-    """Return a model trained on some rows, with row weights ``(N,)``; nothing is stored."""
-    model = recipe.model(seed)
-    program = Program(recipe, model)
-    state, frozen = program.start(model)
-    weights = weights.to(program.device)
-    with repeatable(program.device):
-        orders = recipe.orders(num_rows=len(subset), seed=seed)
-        for number, positions in zip(range(recipe.steps_for(len(subset))), orders, strict=False):
-            parts = program.parts(subset[positions])
-            if number == 0:
-                program.check(state, frozen, parts[0])
-            with naming_failures(model, "train"):
-                state = program.step(state, frozen, parts, weights, number, seed)
-    _refuse_non_finite(state, recipe.steps_for(len(subset)) - 1)
-    return _with_weights(recipe, seed, model, state)
-
-
-def _with_weights(recipe: TrainingSettings, seed: int, first: nn.Module, state: State) -> nn.Module:
-    """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode.
-
-    Raises:
-        InvalidInputError: If the two models share a module or a parameter.
-    """
-    model = recipe.model(seed)
-    known = {id(thing) for thing in (*first.modules(), *first.parameters())}
-    for name, thing in (*model.named_modules(), *model.named_parameters()):
-        if id(thing) in known:
-            raise InvalidInputError(
-                f"model_fn returned two models that share {name or 'the whole model'} ({type(thing).__name__}), so "
-                "training one would change the other. Build a new model in every call, or copy the one you have: "
-                "lambda seed: copy.deepcopy(model)."
-            )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in state.parameters:
-                parameter.copy_(state.parameters[name])
-    return model.eval()
-
-
 def _checked_weights(recipe: TrainingSettings, weights: ArrayLike | None) -> Tensor | None:
     if weights is None:
         return None
@@ -599,20 +465,6 @@ def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     return {*range(0, num_steps, every), num_steps}
 
 
-def _non_finite(state: State) -> str | None:
-    """Return the name of a parameter that is NaN or infinite, if there is one."""
-    return next((name for name, value in state.parameters.items() if not bool(value.isfinite().all())), None)
-
-
-def _refuse_non_finite(state: State, number: int, whose: str = "") -> None:
-    name = _non_finite(state)
-    if name is not None:
-        raise NonFiniteError(
-            f"{name}{whose} is NaN or infinite after step {number}, counted from 0. Lower the learning rate, or "
-            "clip gradients (clip_norm)."
-        )
-
-
 def _fingerprint(
     recipe: TrainingSettings, model: nn.Module, trained: Sequence[str], weights: Tensor
 ) -> dict[str, Any]:
@@ -627,50 +479,6 @@ def _fingerprint(
         "seed": recipe.seed,
         "row_weights": None if ones else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
     }
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Watches the operations in its context, also those of functions that are no modules."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-        """Names of the operations."""
-        self.peak_bytes = 0
-        """Largest sum of bytes of the tensors that they made and that existed at the same time."""
-        self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation, and note it."""
-        del types
-        self.names.add(func.__name__)
-        given = {id(storage) for storage in _storages((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for storage in _storages(found):
-            place, size = id(storage), storage.nbytes()
-            if place not in given and place not in self._known:
-                self._known.add(place)
-                self._now += size
-                weakref.finalize(storage, self._freed, place, size)
-        self.peak_bytes = max(self.peak_bytes, self._now)
-        return found
-
-    def _freed(self, place: int, size: int) -> None:
-        self._known.discard(place)
-        self._now -= size
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Return the memory of all strided tensors in nested values; sparse ones have none of their own."""
-    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [leaf.untyped_storage() for leaf in leaves if leaf.layout is torch.strided]
 
 
 def _norm(state: State, other: State | None) -> float:

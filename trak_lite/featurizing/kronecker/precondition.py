@@ -7,7 +7,6 @@ unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, final
 
 import torch
@@ -24,9 +23,7 @@ from trak_lite.types import (
     DenseBlock,
     FeatureLayout,
     GradientBlock,
-    LookupBlock,
     ParameterShapes,
-    samples_of,
 )
 
 __all__ = ["Accumulator", "Inverse", "PreconditionedProjector", "Preconditioner"]
@@ -118,13 +115,13 @@ class Preconditioner:
 
 def _scale(block: GradientBlock, inverse: Tensor, shape: tuple[int, ...], sink: BlockSink) -> None:
     """Multiply the gradients of a parameter entry by entry, and pass them to the sink."""
-    if isinstance(block, LookupBlock):
-        values = precise(block.values)
-        sink(replace(block, values=values * inverse.to(values)[block.rows]))
-        return
     inverse = inverse.reshape(shape)
+    scaled = block.by_entry(inverse.to(precise(block.parts[0].carrier[:0])))
+    if scaled is not None:
+        sink(scaled)
+        return
     for samples in sample_slices(block.num_samples, inverse.numel()):
-        grads = precise(samples_of(block, samples).dense()).reshape(-1, *shape)
+        grads = precise(block.samples(samples).dense()).reshape(-1, *shape)
         sink(DenseBlock(block.name, grads * inverse.to(grads), block.start + samples.start))
 
 

@@ -32,7 +32,6 @@ from trak_lite.types import (
     GradientBlock,
     LookupBlock,
     ParameterShapes,
-    samples_of,
 )
 
 __all__ = ["GradientJoiner", "Unit", "UnitGradient", "UnitSums", "find_units", "precise", "sample_slices"]
@@ -143,7 +142,7 @@ class UnitGradient:
 
     def matrices(self, samples: slice) -> Tensor:
         """Return the gradients ``(b, rows, width)`` of some of the samples."""
-        part = samples_of(self.block, samples)
+        part = self.block.samples(samples)
         grads = precise(part.dense()).reshape(part.num_samples, self.unit.rows, self.unit.columns)
         if self.unit.bias is None:
             return grads
@@ -292,7 +291,7 @@ class UnitSums:
     def _add_squares(self, block: GradientBlock) -> None:
         """Add the squares of the weight gradients of some samples, per entry."""
         shape = (self.unit.rows, self.unit.columns)
-        none = samples_of(block, slice(0, 0)).dense()
+        none = block.samples(slice(0, 0)).dense()
         self.dtype = torch.promote_types(self.dtype, precise(none).dtype)
         if self.squares is None:
             wide = wide_dtype(none.device)
@@ -302,7 +301,7 @@ class UnitSums:
             add_at_(self.squares, 0, rows.flatten(), sums.square().flatten(0, 1).to(self.squares.dtype))
             return
         for samples in sample_slices(block.num_samples, self.squares.numel()):
-            grads = precise(samples_of(block, samples).dense())
+            grads = precise(block.samples(samples).dense())
             self.squares += grads.square().sum(0, dtype=self.squares.dtype).reshape(shape)
 
     def _zeros(self, side: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -36,17 +36,15 @@ from trak_lite.projectors.sketch.base import AbstractSketch, Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import (
-    DenseBlock,
     FactoredBlock,
     GradientBlock,
     LookupBlock,
     ParameterShapes,
-    SummedBlock,
+    SingleBlock,
 )
 
 __all__ = ["CountSketchProjector"]
 
-_SingleBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock
 _NARROW = 64
 """Minimum number of columns for sketching a parameter as a matrix; part of the definition."""
 
@@ -133,13 +131,13 @@ class CountSketchProjector(AbstractProjector):
             shape: Shape of the parameter.
             model_id: The checkpoint.
         """
-        if isinstance(block, SummedBlock):
+        if len(block.parts) > 1:
             return functools.reduce(torch.add, (self.sketch(part, shape, model_id) for part in block.parts))
-        block = _moved(block, self.device)
-        device = _a_tensor_of(block).device
+        single: SingleBlock = block.parts[0].moved(self.device)
+        device = single.carrier.device
         sketches = self._sketches_of(block.name, shape, model_id, device)
         scratch = self._scratch if device.type == "cpu" else Scratch()
-        return functools.reduce(operator.iadd, map(_applied_to(block, scratch), sketches))
+        return functools.reduce(operator.iadd, map(_applied_to(single, scratch), sketches))
 
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
@@ -159,7 +157,7 @@ class CountSketchProjector(AbstractProjector):
         return VectorSketch(math.prod(shape), self.proj_dim, keys, device=device)
 
 
-def _applied_to(block: _SingleBlock, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
+def _applied_to(block: SingleBlock, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
     """Return a function that applies a sketch to a block."""
     if isinstance(block, FactoredBlock):
         return lambda sketch: sketch.factored(block, scratch)
@@ -167,25 +165,6 @@ def _applied_to(block: _SingleBlock, scratch: Scratch) -> Callable[[AbstractSket
         return lambda sketch: sketch.looked_up(block, scratch)
     entries = block.dense()  # copies strided rows, once
     return lambda sketch: sketch.dense(entries, scratch)
-
-
-def _moved(block: _SingleBlock, device: str | torch.device | None) -> _SingleBlock:
-    """Return the block without its graph, on the given device."""
-    device = device or _a_tensor_of(block).device
-    if isinstance(block, FactoredBlock):
-        x, g = (factor.detach().to(device) for factor in (block.inputs, block.output_grads))
-        return FactoredBlock(block.name, x, g, block.start)
-    if isinstance(block, LookupBlock):
-        rows, values = block.rows.to(device), block.values.detach().to(device)
-        return LookupBlock(block.name, rows, values, block.num_rows, block.start)
-    return DenseBlock(block.name, block.grad.detach().to(device), block.start)
-
-
-def _a_tensor_of(block: _SingleBlock) -> Tensor:
-    """Return a tensor of the block, for its device."""
-    if isinstance(block, FactoredBlock):
-        return block.inputs
-    return block.values if isinstance(block, LookupBlock) else block.grad
 
 
 @final

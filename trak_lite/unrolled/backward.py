@@ -1,0 +1,316 @@
+r"""Exact derivatives of targets by the weights of train rows, by replaying a training backwards.
+
+With state :math:`s_{t+1} = \mathrm{step}_t(s_t, w)`, the derivative of a target :math:`f(s_T)` by the row weights w is
+
+.. math:: \sum_t \lambda_{t+1}^\top \frac{\partial\, \mathrm{step}_t}{\partial w},
+          \qquad \lambda_T = \nabla f(s_T), \quad
+          \lambda_t = \frac{\partial\, \mathrm{step}_t}{\partial s_t}^\top \lambda_{t+1}
+
+A step takes the gradient :math:`g = \sum_i w_i \nabla L_i / B` and updates the state with it. Its products are formed
+in two parts: first those of the update, which is elementwise, then those of g with the result
+:math:`\mu = (\partial\,\mathrm{update} / \partial g)^\top \lambda`: a Hessian-vector product for :math:`\lambda_t`, and
+:math:`\mu^\top \nabla L_i / B` for row i. All targets of a block share the states, the losses and their first gradient.
+
+Source: Engstrom et al., "Optimizing ML Training with Metagradient Descent" (arXiv:2503.13751), section 2.
+
+Shapes: N train rows, M targets, m targets of a block, T steps, b rows of a part of a batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trak_lite._progress import KeptProgress
+from trak_lite.data.batches import move_batch
+from trak_lite.data.datasets import Rows
+from trak_lite.errors import (
+    CorruptStoreError,
+    NonFiniteError,
+    UnsupportedModelError,
+)
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.parallel.ranks import num_ranks
+from trak_lite.unrolled.dropout import step_key
+from trak_lite.unrolled.operations import Operations
+from trak_lite.unrolled.optimizers import Named, State
+from trak_lite.unrolled.program import Part, naming_failures, repeatable
+from trak_lite.unrolled.runs import TrainingRun
+from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
+
+__all__ = ["Replay"]
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE: Final = 0.05
+"""Of the check of second derivatives; wide enough for half precision."""
+
+
+@final
+class Replay:
+    """The backward replay of a run for blocks of targets."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        task: AbstractModelOutput,
+        targets: Rows,
+        *,
+        max_bytes: int,
+        progress: bool | None,
+    ) -> None:
+        self._run, self._task, self._targets = run, task, targets
+        self._max_bytes, self._progress = max_bytes, progress
+        self._compared = False
+        """Whether the steps of a block were compared with the training."""
+        final = run.final
+        self._state_bytes = sum(t.nbytes for t in tree_leaves(final))
+        self._held = max(2, int(max_bytes // 4 // self._state_bytes))
+        """States of a segment that are in memory at once."""
+        with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
+            self._check_second_derivative()
+            self._one, self._more = self._measured(final)
+        """Bytes of a step's Hessian products for one target, and for each further one."""
+        self._target_bytes = int(4 * self._state_bytes + 3 * run.weights.nbytes)
+        self._most = max(1, max_bytes // 2 // self._target_bytes)
+        """Targets of a block that memory allows."""
+
+    def _measured(self, final: State) -> tuple[int, int]:
+        """Return the bytes of the first step's products for one target, and for each further one."""
+        first = self._run.states.get(0)
+
+        def measured(count: int) -> int:
+            ones = State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(final)))
+            return _peak_bytes(lambda: self._adjoint(0, first, ones, None, count))
+
+        one = measured(1)
+        return one, max(1, measured(2) - one) if 4 * one <= self._max_bytes else one
+
+    def _chunk(self, targets: int) -> int:
+        """Return the targets of a block whose Hessian products are computed at once."""
+        # A quarter is for states, whose number depends on the stored ones, as bits must not, and a quarter for what
+        # kernels and the allocator take beside tensors.
+        free = max(self._max_bytes // 4, self._max_bytes // 2 - targets * self._target_bytes)
+        return max(1, 1 + (free - self._one) // self._more)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, M)``."""
+        return len(self._run.recipe.rows), len(self._targets)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run."""
+        return self._run.num_steps
+
+    def size(self, block: int | None) -> int:
+        """Return the targets of a block; ``None`` divides them equally, among the ranks of a distributed run too."""
+        count = len(self._targets)
+        if block is not None:
+            return min(count, block)
+        blocks = max(-(-count // min(count, self._most)), min(count, num_ranks()))
+        return -(-count // blocks)
+
+    def progress(self, blocks: int) -> KeptProgress:
+        """Return a bar over the steps of some blocks."""
+        total = blocks * self._run.num_steps
+        return KeptProgress(total, 0, label="Replaying", unit="step", progress=self._progress)
+
+    def scores(self, block: int | None) -> NDArray[np.float32]:
+        """Return the scores ``(N, M)``; nothing is stored."""
+        count, size = len(self._targets), self.size(block)
+        starts, found = range(0, count, size), np.empty(self.shape, np.float32)
+        with self.progress(len(starts)) as done:
+            for start in starts:
+                places = np.arange(start, min(start + size, count))
+                found[:, places] = self.block(places, None, done).T
+        return found
+
+    def block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
+        """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file.
+
+        Raises:
+            NonFiniteError: If one is NaN or infinite.
+        """
+        failures = naming_failures(self._run.program.model, "differentiate a training step of")
+        with repeatable(self._run.device), failures:
+            columns = self._block(places, file, done)
+        wrong = ~columns.isfinite().all(1)
+        if bool(wrong.any()):
+            raise NonFiniteError(
+                f"The derivatives of targets {places[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
+                f"The training is too rough to be differentiated. {self._run.advice()}"
+            )
+        self._compared = True
+        return columns.float().cpu().numpy()
+
+    def _block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> Tensor:
+        """Return the derivatives of a block of targets, ``(m, N)``."""
+        run, chunk = self._run, self._chunk(len(places))
+        bounds = [number for number in run.states.numbers() if number < run.num_steps]
+        reached = run.num_steps
+        stored = None if file is None or not file.exists() else _stored(file, run)
+        if stored is not None:
+            columns, reached = stored[0].pop("scores"), stored[1]
+            cotangents = unflat(stored[0])
+            done.advance(run.num_steps - reached)
+        else:
+            cotangents = self._target_gradients(places)
+            wide = torch.promote_types(run.weights.dtype, torch.float32)
+            columns = torch.zeros(len(places), len(run.weights), dtype=wide, device=run.device)
+        for first in reversed([number for number in bounds if number < reached]):
+            for number, state in self._backwards(first, run.states.get(first), reached):
+                if not self._compared and number == reached - 1:  # other blocks repeat the same steps
+                    run.require_repeatable(first, state, reached)
+                cotangents = self._adjoint(number, state, cotangents, columns, chunk)
+                done.advance(1)
+            reached = first
+            if file is not None:
+                named = {**flat(cotangents), "scores": columns}
+                save_tensors(file, named, reached, run.identity)
+        return columns
+
+    def _backwards(self, first: int, state: State, stop: int) -> Iterator[tuple[int, State]]:
+        """Yield step numbers and the states before them from ``stop - 1`` down to ``first``.
+
+        At most ``_held`` states, and one per halving of a longer segment, are in memory.
+        """
+        if stop - first <= self._held:
+            states = [state]
+            for number in range(first, stop - 1):
+                states.append(self._run.step(states[-1], number))
+            for number in reversed(range(first, stop)):
+                yield number, states.pop()
+            return
+        middle = (first + stop) // 2
+        later = state
+        for number in range(first, middle):
+            later = self._run.step(later, number)
+        yield from self._backwards(middle, later, stop)
+        yield from self._backwards(first, state, middle)
+
+    def _adjoint(
+        self, number: int, state: State, cotangents: State, columns: Tensor | None, chunk: int
+    ) -> State:
+        """Return the cotangents of the state before a step, and add the derivatives of its rows to ``columns``.
+
+        Args:
+            number: Number of the step.
+            state: The state before it.
+            cotangents: Those of the state after it, with the m targets as first axis.
+            columns: ``(m, N)``; ``None`` adds nothing.
+            chunk: Targets at once in the products with Hessians.
+        """
+        run, program = self._run, self._run.program
+        parts = run.parts(number)
+        size = sum(len(part.rows) for part in parts)
+
+        gradient = partial(self._gradient, number, state, size)
+        single = len(parts) == 1  # several are computed again below: together they would not fit in memory
+        first = gradient(0, parts[0])
+        total = first[0]
+        for place, part in enumerate(parts[1:], 1):
+            total = {name: total[name] + g for name, g in gradient(place, part)[0].items()}
+        _, update_back = _vjp(lambda before, g: program.update(before, g, number), state, total)
+        result, inner = vmap(update_back)(cotangents)
+        targets = len(next(iter(cotangents.parameters.values())))
+        fitting = chunk if chunk < targets else None  # a single chunk would be copied
+        for place, part in enumerate(parts):
+            back = first[1] if single else gradient(place, part)[1]
+            products, by_row = vmap(back, chunk_size=fitting)(inner)
+            for name, product in products.items():
+                result.parameters[name].add_(product)
+            if columns is not None:
+                columns[:, torch.from_numpy(part.rows).to(columns.device)] += by_row
+        return State(*tree_map(Tensor.contiguous, tuple(result)))
+
+    def _gradient(
+        self, number: int, state: State, size: int, place: int, part: Part
+    ) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
+        """Return the gradient of a part of a step, and its product with the derivatives by parameters and weights."""
+        run, program = self._run, self._run.program
+        key = step_key(run.recipe.seed, number, place, run.device)
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+        return _vjp(
+            lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
+            state.parameters,
+            weights,
+        )
+
+    def _check_second_derivative(self) -> None:
+        """Raise if a derivative is a constant for torch, as that of an autograd function with once_differentiable.
+
+        The gradient g is linear in the row weights w, so w times the derivative of its norm's half square by w is the
+        square of the norm.
+        """
+        run = self._run
+        part = run.parts(0)[0]
+        found, back = self._gradient(0, run.states.get(0), len(part.rows), 0, part)
+        expected = float(sum(g.double().square().sum() for g in found.values()))
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
+        product = float((weights.double() * back(found)[1].double()).sum())
+        if abs(product - expected) > _TOLERANCE * expected:
+            raise UnsupportedModelError(
+                f"{type(run.program.model).__name__} has an operation whose derivative torch treats as a constant, so "
+                "a training step cannot be differentiated. This is so for an autograd.Function with "
+                "once_differentiable: write its backward with operations of torch."
+            )
+
+    def _target_gradients(self, places: NDArray[np.int64]) -> State:
+        """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
+        run, final = self._run, self._run.final
+        model = run.model()
+        self._task.prepare(model)
+        found: list[Named] = []
+        for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
+            moved = move_batch(batch, run.device)
+            with torch.enable_grad():
+                leaves = {name: p.detach().requires_grad_() for name, p in final.parameters.items()}
+                call = ModelCall(model, {**run.frozen.parameters, **leaves}, run.frozen.buffers)
+                output = self._task.evaluate(call, moved).output.sum()
+                grads = torch.autograd.grad(output, list(leaves.values()), materialize_grads=True)
+            found.append(dict(zip(leaves, grads, strict=True)))
+        stacked = {name: torch.stack([one[name] for one in found]) for name in final.parameters}
+        count = len(places)
+        slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
+        return State(stacked, slots)
+
+
+def _stored(file: Path, run: TrainingRun) -> tuple[Named, int] | None:
+    """Return the content of the file of a block, ``None`` if it is damaged."""
+    try:
+        return load_tensors(file, run.device, run.identity)
+    except CorruptStoreError as error:
+        logger.warning("%s The block is replayed from the end of the training.", error)
+        return None
+
+
+def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the value of a function, and the map from cotangents of the value to those of the arguments."""
+    value, back = vjp(function, *at)[:2]
+    return value, back
+
+
+def _peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that a function makes and holds at the same time."""
+    collected = gc.isenabled()
+    gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on the result
+    used = Operations()
+    try:
+        with used:
+            function()
+    finally:
+        if collected:
+            gc.enable()
+    return used.peak_bytes
