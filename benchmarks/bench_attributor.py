@@ -5,13 +5,20 @@ construction and the featurize call; peak memory is that of the process. Both to
 batch size, and store float16. ``bench_featurize`` compares more models and tools, per sample and without loading
 libraries.
 
+With ``--whole`` it measures the default run from featurizing to scores instead: a residual perceptron with layer norms
+on 18 principal components of the noisy digits of ``benchmarks/lds`` (1,200 train rows, 300 targets), checkpoints of one
+run with AdamW, beside the sum of kronfluence's EK-FAC over them, and beside another version of trak_lite.
+
 Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...]
+      python -m benchmarks.bench_attributor --whole [--checkpoints 10] [--before FOLDER_OF_ANOTHER_TRAK_LITE]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
 import platform
 import resource
 import statistics
@@ -21,15 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from benchmarks import models
 from benchmarks.bench_featurize import TOOLS as RUNS
 from benchmarks.bench_featurize import Job, dataset, digit_batches
 from benchmarks.bench_gradients import margin
+from benchmarks.lds.data import digits
 from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import cpu_seconds, run_worker
+from benchmarks.measuring import ROOT, cpu_seconds, run_worker
+from trak_lite import Attributor
 
 CASES = {
     "digits-512": {"model": "digits_cnn", "proj_dim": 512, "rows": 512},
@@ -95,16 +105,131 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
     return summary
 
 
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def trained(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDataset, TensorDataset]:
+    """Return the perceptron, the weights after each of its ``count`` epochs, the train rows and the targets."""
+    train, labels, targets, theirs = digits()
+    flat = train.flatten(1) - train.flatten(1).mean(0)
+    axes = torch.linalg.svd(flat, full_matrices=False).Vh[:18].T
+    x, aims = flat @ axes, (targets.flatten(1) - train.flatten(1).mean(0)) @ axes
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(18, 48), _Block(48), _Block(48), nn.LayerNorm(48), nn.Linear(48, 10))
+    optimizer, states = torch.optim.AdamW(model.parameters(), 2e-3), []
+    for _ in range(count):
+        for rows in torch.randperm(len(x)).split(64):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x[rows]), labels[rows]).backward()
+            optimizer.step()
+        states.append(copy.deepcopy(model.state_dict()))
+    return model.eval(), states, TensorDataset(x, labels), TensorDataset(aims, theirs)
+
+
+def whole_run(tool: str, count: int) -> dict[str, Any]:
+    """Return the CPU seconds of a run from featurizing to scores, and the norm of the scores if they are ours."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    model, states, train, targets = trained(count)
+    with tempfile.TemporaryDirectory() as folder:
+        if tool == "kronfluence":
+            return {"cpu_s": cpu_seconds(lambda: _kronfluence(model, states, train, targets, folder))}
+        made = Attributor(model, "image_classification", f"{folder}/store", progress=False)
+        featurize = cpu_seconds(lambda: made.featurize(train, checkpoints=states))
+        score = cpu_seconds(lambda: made.score(targets))
+        norm = float(torch.from_numpy(made.scores().numpy()).double().norm())
+    return {"cpu_s": featurize + score, "featurize_cpu_s": featurize, "score_cpu_s": score, "norm": norm}
+
+
+def _kronfluence(
+    model: nn.Module,
+    states: list[dict[str, Tensor]],
+    train: TensorDataset,
+    targets: TensorDataset,
+    folder: str,
+) -> None:
+    """Compute EK-FAC scores at every checkpoint, in batches of 256, which are faster than smaller ones."""
+    from kronfluence import Analyzer, FactorArguments, ScoreArguments, Task, prepare_model
+
+    class Output(Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            logits = model(batch[0])
+            labels = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0] if sample else batch[1]
+            return functional.cross_entropy(logits, labels, reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            logits, labels = model(batch[0]), batch[1][:, None]
+            others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
+            return (logits.gather(1, labels)[:, 0] - others).sum()
+
+    sizes = {"per_device_query_batch_size": 256, "per_device_train_batch_size": 256}
+    for number, state in enumerate(states):
+        task, own = Output(), copy.deepcopy(model)
+        own.load_state_dict(state)
+        analyzer = Analyzer(
+            "run",
+            prepare_model(own, task),
+            task,
+            cpu=True,
+            disable_tqdm=True,
+            output_dir=f"{folder}/{number}",
+        )
+        arguments = FactorArguments(strategy="ekfac")
+        analyzer.fit_all_factors("factors", train, factor_args=arguments, per_device_batch_size=256)
+        damping = ScoreArguments(damping_factor=1e-8)
+        analyzer.compute_pairwise_scores("scores", "factors", targets, train, score_args=damping, **sizes)
+
+
+def compare_whole(count: int, rounds: int, before: Path | None) -> dict[str, Any]:
+    """Run all tools alternately on the whole run; return the figures of every round."""
+    known = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    environments = {"trak_lite": known, "kronfluence": known}
+    if before is not None:
+        path = os.pathsep.join((str(before.resolve()), str(ROOT), known["PYTHONPATH"]))
+        environments["trak_lite before"] = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    found: dict[str, list[dict[str, Any]]] = {tool: [] for tool in environments}
+    for _ in range(rounds):
+        for tool, environment in environments.items():
+            figures = run_worker(
+                "benchmarks.bench_attributor", "--whole-worker", tool, str(count), environment=environment
+            )
+            print(tool, figures, flush=True)
+            found[tool].append(figures)
+    return {"checkpoints": count, "rounds": found}
+
+
 def main() -> None:
     """Compare on every case, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--worker", nargs=2, metavar=("TOOL", "CASE"), help=argparse.SUPPRESS)
+    parser.add_argument("--whole", action="store_true", help="measure the run from featurizing to scores")
+    parser.add_argument("--checkpoints", type=int, default=10)
+    parser.add_argument(
+        "--before", type=Path, help="folder that contains trak_lite of another version, and no benchmarks"
+    )
+    parser.add_argument("--whole-worker", nargs=2, metavar=("TOOL", "CHECKPOINTS"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.worker:
         worker(*args.worker)
+        return
+    if args.whole_worker:
+        print(json.dumps(whole_run(args.whole_worker[0], int(args.whole_worker[1]))))
+        return
+    if args.whole:
+        results = json.loads(args.out.read_text()) if args.out.exists() else {}
+        results["whole_run"] = compare_whole(args.checkpoints, args.rounds, args.before)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
         return
     summaries = []
     print("| case | samples per CPU second, ours | original 0.3.2 | ratio | peak MiB, ours | original |")
@@ -120,7 +245,8 @@ def main() -> None:
         )
     machine = {"machine": platform.machine(), "torch": torch.__version__, "threads": 1, "rounds": args.rounds}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**machine, "cases": summaries}, indent=1) + "\n")
+    kept = json.loads(args.out.read_text()) if args.out.exists() else {}
+    args.out.write_text(json.dumps({**kept, **machine, "cases": summaries}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

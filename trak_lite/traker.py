@@ -643,7 +643,7 @@ class TRAKer:
         return usable
 
     def _grams(self) -> Grams:
-        return Grams(self._workspace.store(), self._kernel, self._layout, self.device)
+        return Grams(self._workspace.store(), self._kernel, self._layout, self.device, stores_all=True)
 
     def _kernels(self, model_id: int) -> list[SegmentKernel]:
         """Return the kernel of an id, one per segment; record the rank of a pseudo-inverse."""

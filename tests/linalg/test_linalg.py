@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError, StateError
 from trak_lite.linalg.kernel import (
     DEFAULT_SHARES,
+    GramAccumulator,
     KernelSettings,
     eigenpath,
     factorise,
@@ -101,6 +102,14 @@ def test_a_coarse_gram_is_that_of_float32_products_added_up_in_float64():
         assert torch.equal(matrix, sum((part.T @ part).double() for part in columns.split(1024)))
 
 
+@pytest.mark.parametrize("width", [256, 300, 700])
+def test_a_gram_of_several_panels_is_whole_and_symmetric(width):
+    rows = random_rows(width=width)
+    (matrix,) = gram(rows.split(90), layout=FeatureLayout.joint(width))
+    torch.testing.assert_close(matrix, rows.T @ rows, rtol=1e-12, atol=1e-11)
+    assert torch.equal(matrix[600:, :256], matrix[:256, 600:].T)
+
+
 # ---- damping and solves
 
 
@@ -165,6 +174,91 @@ def test_dependent_features_without_damping_are_refused_despite_rounding(seed):
     """Rounding makes the last pivot a tiny number of either sign; both must be caught."""
     with pytest.raises(SingularKernelError, match="numerically singular at lambda = 0"):
         solve(dependent_rows(seed=seed), random_rows(2), damping=0.0)
+
+
+def few_rows(layout, count, blocks=7):
+    """Return weighted rows where the layout is wider than their number, gram matrices elsewhere, and those of all."""
+    rows, weights = random_rows(count, layout.width), random_weights(count)
+    sums = GramAccumulator(layout, rows.device, num_rows=count)
+    for some, theirs in zip(rows.split(blocks), weights.split(blocks), strict=True):
+        sums.add(some, theirs)
+    return sums.result(), gram([rows], weights, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("count", "sides"), [(300, (True, False)), (301, (False, False)), (15, (True, True))]
+)
+@pytest.mark.parametrize("values", [{}, {"damping": 1.0}, {"lambda_reg": 0.3}, {"weighting": "none"}])
+def test_a_kernel_of_few_rows_is_factorised_on_their_side_and_solves_the_same(count, sides, values):
+    layout, values = (
+        FeatureLayout((Segment("wide", 0, 400), Segment("narrow", 400, 420))),
+        KernelSettings(**values),
+    )
+    few, matrices = few_rows(layout, count)
+    kernels = factorise_segments(few, values, num_rows=count, layout=layout)
+    expected = factorise_segments(matrices, values, num_rows=count, layout=layout)
+
+    assert tuple(kernel.rows is not None for kernel in kernels) == sides
+    assert [kernel.width for kernel in kernels] == [400, 20]
+    targets = torch.cat([random_rows(5, 420, seed=2), random_rows(count, 420)[:5]])  # train rows as well
+    for kernel, alone, segment in zip(kernels, expected, layout.segments, strict=True):
+        assert kernel.factor.shape[0] == min(count, segment.width) or kernel.rows is None
+        assert kernel.lambda_reg == pytest.approx(alone.lambda_reg, rel=1e-12)
+        columns = targets[:, segment.start : segment.stop]
+        torch.testing.assert_close(kernel.solve(columns), alone.solve(columns), rtol=1e-9, atol=1e-12)
+        forms = kernel.quadratic_form(columns)
+        torch.testing.assert_close(forms, alone.quadratic_form(columns), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        precondition(targets, kernels, layout=layout),
+        precondition(targets, expected, layout=layout),
+        rtol=1e-9,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        self_scores(targets, kernels, layout=layout),
+        self_scores(targets, expected, layout=layout),
+        rtol=1e-9,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("values", [{"damping": 1e-9}, {"damping": 0.1, "rescale_inverse": True}])
+def test_few_rows_with_little_damping_or_a_rescaled_inverse_have_a_kernel_of_features(values):
+    layout, values = FeatureLayout.joint(40), KernelSettings(**values)
+    few, matrices = few_rows(layout, 20)
+    (kernel,) = factorise_segments(few, values, num_rows=20, layout=layout)
+    (expected,) = factorise_segments(matrices, values, num_rows=20, layout=layout)
+    assert (kernel.rows, kernel.factor.shape) == (None, (40, 40))
+    targets = random_rows(3, 40, seed=2)
+    torch.testing.assert_close(kernel.solve(targets), expected.solve(targets), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_few_rows_without_damping_are_refused_or_pseudo_inverted_as_their_gram(some):
+    layout, values = FeatureLayout.joint(40), KernelSettings(damping=0.0)
+    found = []
+    for matrices in few_rows(layout, 20):
+        try:
+            (kernel,) = factorise_segments(matrices, values, num_rows=20, layout=layout, allow_singular=some)
+            found.append(kernel.solve(random_rows(3, 40, seed=2)))
+        except SingularKernelError as error:
+            found.append(torch.tensor([ord(letter) for letter in str(error)]))
+    assert found[0].is_floating_point() == some
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-12)
+
+
+def test_few_rows_of_a_silent_or_broken_segment_are_noticed_as_in_a_gram():
+    layout = FeatureLayout((Segment("conv", 0, 30), Segment("head", 30, 60)))
+    rows = random_rows(10, 60)
+    rows[:, :30] = 0.0
+    few = [rows[:, :30], rows[:, 30:]]
+    silent, _ = factorise_segments(few, KernelSettings(), num_rows=10, layout=layout)
+    assert not silent.solve(torch.ones(2, 30)).any()
+    few[1] = few[1] * torch.inf
+    with pytest.raises(NonFiniteError, match="segment 'head' holds NaN"):
+        factorise_segments(few, KernelSettings(), num_rows=10, layout=layout)
+    with pytest.raises(SingularKernelError, match="every segment is zero"):
+        factorise_segments([few[0], few[0]], KernelSettings(), num_rows=10, layout=layout)
 
 
 def test_features_of_very_different_scale_are_not_taken_for_dependent():

@@ -11,6 +11,7 @@ from tiny_runs import Counting, labelled, perceptron, random_states
 from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.methods import EKFAC, TRAK, Fisher, GaussNewton, GradCos, TracIn
+from trak_lite.scoring import grams
 
 N, M = 30, 4
 model = partial(perceptron, 5)
@@ -203,3 +204,26 @@ def test_scores_that_were_never_made_are_asked_for_by_name(made):
         made.scores("asked", method="GradDot")
     with pytest.raises(StateError, match=r"no features of targets 'other'; stored targets: \['"):
         made.scores("other", dense=False)
+
+
+@pytest.mark.parametrize("method", [GaussNewton(layout="joint"), TRAK(damping=1.0)])
+def test_the_kernel_of_fewer_rows_than_features_is_that_of_the_features(method, monkeypatch):
+    made = featurized(proj_dim=96, layout="joint")
+    few = made.score(TARGETS, method=method)
+    influence = few.self_influence()
+    monkeypatch.setattr(grams, "keeps_rows", lambda width, num_rows: False)
+    many = made.score(TARGETS, "again", method=method)
+    largest = np.abs(many.numpy()).max()
+    np.testing.assert_allclose(few.numpy(), many.numpy(), rtol=0, atol=1e-6 * largest)
+    np.testing.assert_allclose(influence, many.self_influence(), rtol=1e-6, atol=0)
+
+
+def test_gram_matrices_of_few_rows_are_summed_again_and_those_of_many_are_stored(tmp_path, monkeypatch):
+    found = []
+    for most, count in ((N + 1, 0), (N, 3)):
+        monkeypatch.setattr(grams, "_CACHED_ROWS", most)
+        made = featurized(tmp_path / f"{most}", layout="module")
+        found += [made.score(TARGETS, name).numpy() for name in ("first", "again")]
+        assert len([*(tmp_path / f"{most}").glob(".cache/gram-*")]) == count
+    for scores in found:
+        np.testing.assert_array_equal(scores, found[0])

@@ -4,6 +4,9 @@ Implements section 3.2 of Park et al., "TRAK: Attributing Model Behavior at Scal
 the Gauss-Newton weights of its derivation: :math:`H = \sum_i w_i \phi_i \phi_i^\top` is damped by
 :math:`\lambda I`, factorised once, and solved for the targets, which are fewer than the train rows.
 
+With fewer rows than features the kernel is factorised on the side of the rows: for rows W that are multiplied by the
+roots of their weights, :math:`(W^\top W + \lambda I)^{-1} t = (t - W^\top (W W^\top + \lambda I)^{-1} W t) / \lambda`.
+
 Shapes: N train rows, M targets, b rows of a block, K feature width, k columns of one segment.
 Numerics: float64, or float32 on a device without float64. Only ``gram(exact=False)`` uses float32 products.
 Only the lower triangle of a gram matrix is read.
@@ -52,6 +55,13 @@ _GRAM_ROWS: Final = 256
 
 _COARSE_GRAM_ROWS: Final = 1024
 """Rows per product with ``exact=False``; each float32 product is added to a float64 sum."""
+
+_PANEL: Final = 256
+"""Rows of a product of a matrix with its transpose that are computed at once, up to the diagonal."""
+
+_SMALL_LAMBDA: Final = 1e-6
+"""Lambda below this share of the trace is not used on the side of the rows: that form subtracts numbers which are
+``trace(H) / lambda`` times as large as the result, and so loses as many digits."""
 
 _PIVOT_MARGIN: Final = 16.0
 """A pivot below this factor times ``k * eps`` times its diagonal entry counts as rounding noise."""
@@ -127,18 +137,20 @@ class SegmentKernel:
 
     factor: Tensor
     """``(k, k)`` lower Cholesky factor of ``H + lambda I``; or, for a pseudo-inverse, the ``(k, rank)`` matrix R such
-    that ``R @ R.T`` is the pseudo-inverse."""
+    that ``R @ R.T`` is the pseudo-inverse; or, with :attr:`rows`, the ``(N, N)`` factor of ``W @ W.T + lambda I``."""
     lambda_reg: float
     """The lambda used, in units of a squared feature."""
     multiplier: float = 1.0
     """Factor of all solutions: 1, or ``1 / mean|inverse|`` for parity, or 0 if the gram matrix vanishes."""
     is_pseudo_inverse: bool = False
     """Whether the damped matrix is singular and ``factor`` belongs to its pseudo-inverse."""
+    rows: Tensor | None = None
+    """``(N, k)`` weighted rows W of a kernel that is factorised on the side of the rows, else ``None``."""
 
     @property
     def width(self) -> int:
         """Number of columns k."""
-        return self.factor.shape[0]
+        return self.factor.shape[0] if self.rows is None else self.rows.shape[1]
 
     @torch.no_grad()
     def solve(self, targets: Tensor) -> Tensor:
@@ -156,7 +168,12 @@ class SegmentKernel:
         rows = _matching_rows(targets, self.width, self.factor)
         if self.is_pseudo_inverse:
             return (rows @ self.factor @ self.factor.T).mul_(self.multiplier)
-        return torch.cholesky_solve(rows.T, self.factor).T.mul_(self.multiplier)
+        right = rows if self.rows is None else rows @ self.rows.T
+        half = torch.linalg.solve_triangular(self.factor, right.T, upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(self.factor.mT, half, upper=True).T
+        if self.rows is not None:
+            solved = torch.addmm(rows, solved, self.rows, alpha=-1.0).div_(self.lambda_reg)
+        return solved.mul_(self.multiplier)
 
     @torch.no_grad()
     def quadratic_form(self, rows: Tensor) -> Tensor:
@@ -171,14 +188,17 @@ class SegmentKernel:
         Raises:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
-        columns = _matching_rows(rows, self.width, self.factor).T
+        rows = _matching_rows(rows, self.width, self.factor)
+        columns = rows.T if self.rows is None else (rows @ self.rows.T).T
         whitened = (
             self.factor.T @ columns
             if self.is_pseudo_inverse
             else torch.linalg.solve_triangular(self.factor, columns, upper=False)
         )
-        values: Tensor = whitened.square_().sum(0).mul_(self.multiplier)
-        return values
+        values: Tensor = whitened.square_().sum(0)
+        if self.rows is not None:
+            values = (rows.square().sum(1) - values).div_(self.lambda_reg).clamp_(min=0)
+        return values.mul_(self.multiplier)
 
 
 @final
@@ -289,7 +309,8 @@ def factorise(
     """Damp the gram matrix of one segment and factorise it.
 
     Args:
-        gram: ``(k, k)`` symmetric, as :func:`gram` returns it; not changed.
+        gram: ``(k, k)`` symmetric, as :func:`gram` returns it, or the ``(N, k)`` weighted rows of which it is the gram
+            matrix, with N < k, as :class:`GramAccumulator` may return them; not changed.
         settings: Damping and scaling of the inverse.
         num_rows: N, rows that the gram matrix was summed over.
         segment: Name for messages.
@@ -305,12 +326,21 @@ def factorise(
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    mean, width = _mean_eigenvalue(gram, segment), gram.shape[0]
+    mean, width = _mean_eigenvalue(gram, segment, num_rows), gram.shape[1]
+    rows = gram if len(gram) < width else None
+    if rows is not None:
+        gram = _lower_product(rows)  # has the eigenvalues of H that can be above zero
     lambda_reg = settings.lambda_reg
     if lambda_reg is None and settings.damping is not None:
         lambda_reg = settings.damping * mean
     elif lambda_reg is None:
         lambda_reg = settings.default_lambda(_sum_of_squares(gram), width=width, num_rows=num_rows)
+    if rows is not None:
+        large = lambda_reg >= _SMALL_LAMBDA * mean * width and not settings.rescale_inverse
+        factor = _cholesky(gram, lambda_reg) if large else None
+        if factor is not None:
+            return SegmentKernel(factor, lambda_reg, rows=rows)
+        gram = _lower_product(rows.T)
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
         if allow_singular:
@@ -348,7 +378,7 @@ def factorise_segments(
     score. A gram matrix vanishes if its mean eigenvalue is zero or beneath the smallest normal number of float32.
 
     Args:
-        grams: One ``(k, k)`` matrix per segment, as :func:`gram` returns them.
+        grams: One matrix per segment, as :func:`factorise` takes it.
         settings: Damping and scaling of the inverse.
         num_rows: N, rows that the gram matrices were summed over.
         layout: The segments.
@@ -362,7 +392,7 @@ def factorise_segments(
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    means = _segment_means(grams, layout)
+    means = _segment_means(grams, layout, num_rows)
     return [
         factorise(matrix, settings, num_rows=num_rows, segment=segment.name, allow_singular=allow_singular)
         if mean > 0.0
@@ -491,13 +521,36 @@ class GramAccumulator:
     """
 
     def __init__(
-        self, layout: FeatureLayout, device: torch.device, *, exact: bool = True, first_row: int = 0
+        self,
+        layout: FeatureLayout,
+        device: torch.device,
+        *,
+        exact: bool = True,
+        first_row: int = 0,
+        num_rows: int | None = None,
     ) -> None:
-        """Start at zero. Arguments are those of :func:`gram`; ``first_row`` is the first row's number in messages."""
+        """Start at zero.
+
+        Args:
+            layout: As in :func:`gram`.
+            device: Device of the rows and of the results.
+            exact: As in :func:`gram`.
+            first_row: The first row's number in messages.
+            num_rows: N, if the weighted rows of segments that :func:`keeps_rows` are to be returned instead of their
+                gram matrices.
+        """
         dtype = wide_dtype(device)
         self._next_row = first_row
         self._layout = layout
-        self._grams = [torch.zeros(s.width, s.width, dtype=dtype, device=device) for s in layout.segments]
+        heights = [
+            s.width if num_rows is None or not keeps_rows(s.width, num_rows) else num_rows
+            for s in layout.segments
+        ]
+        self._grams = [
+            torch.zeros(height, s.width, dtype=dtype, device=device)
+            for height, s in zip(heights, layout.segments, strict=True)
+        ]
+        self._multiplied = 0
         self._rows = _GRAM_ROWS if exact else _COARSE_GRAM_ROWS
         product = dtype if exact else torch.float32
         self._buffer = torch.empty(self._rows, layout.width, dtype=product, device=device)
@@ -540,17 +593,51 @@ class GramAccumulator:
         """Return the gram matrices; call it once, after the last rows."""
         if self._filled:
             self._multiply()
+        for matrix in self._grams:
+            if matrix.shape[0] == matrix.shape[1]:
+                _mirror(matrix)
         return self._grams
 
     def _multiply(self) -> None:
+        start, self._multiplied = self._multiplied, self._multiplied + self._filled
         for segment, matrix in zip(self._layout.segments, self._grams, strict=True):
             columns = self._buffer[: self._filled, segment.start : segment.stop]
-            with full_float32(columns.device):
-                if columns.dtype == matrix.dtype:
-                    matrix.addmm_(columns.T, columns)
-                else:
-                    matrix.add_(columns.T @ columns)
+            if len(matrix) < segment.width:
+                matrix[start : self._multiplied] = columns
+            else:
+                _add_lower_product_(matrix, columns.T)
         self._filled = 0
+
+
+def keeps_rows(width: int, num_rows: int) -> bool:
+    """Return whether a kernel of this width is factorised on the side of the rows, because they are few."""
+    return 4 * num_rows <= 3 * width
+
+
+def _add_lower_product_(total: Tensor, rows: Tensor) -> None:
+    """Add ``rows @ rows.T`` to ``total``, in panels that end at the diagonal: what is above them is not computed."""
+    with full_float32(rows.device):
+        for start in range(0, len(rows), _PANEL):
+            stop = min(start + _PANEL, len(rows))
+            panel, other = total[start:stop, :stop], rows[:stop].T
+            if rows.dtype == total.dtype:
+                panel.addmm_(rows[start:stop], other)
+            else:
+                panel.add_(rows[start:stop] @ other)
+
+
+def _lower_product(rows: Tensor) -> Tensor:
+    """Return a matrix whose lower triangle is that of ``rows @ rows.T``."""
+    total = rows.new_zeros(len(rows), len(rows))
+    _add_lower_product_(total, rows)
+    return total
+
+
+def _mirror(matrix: Tensor) -> None:
+    """Copy what is below the diagonal panels of a symmetric matrix to where it belongs above them."""
+    for start in range(_PANEL, len(matrix), _PANEL):
+        stop = start + _PANEL
+        matrix[:start, start:stop] = matrix[start:stop, :start].T
 
 
 def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
@@ -640,10 +727,12 @@ def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
     return rows.to(like)
 
 
-def _segment_means(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float]:
+def _segment_means(
+    grams: Sequence[Tensor], layout: FeatureLayout, num_rows: int | None = None
+) -> list[float]:
     """Return the mean eigenvalue of every segment's gram matrix, 0 if it vanishes; raise if all of them do."""
-    check_widths([matrix.shape[0] for matrix in grams], layout, what="gram matrices")
-    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments])
+    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
+    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments], num_rows)
     # 1 / H of a smaller matrix is beyond float32. If all are smaller (an output in other units), they count as long as
     # the entries of the rows, the roots of those of H, are normal numbers.
     floor = _SMALLEST if max(means) >= _SMALLEST else _SMALLEST**2
@@ -652,26 +741,32 @@ def _segment_means(grams: Sequence[Tensor], layout: FeatureLayout) -> list[float
     return [mean if mean >= floor else 0.0 for mean in means]
 
 
-def _mean_eigenvalue(gram: Tensor, segment: str) -> float:
+def _mean_eigenvalue(gram: Tensor, segment: str, num_rows: int | None = None) -> float:
     """Return ``trace(H) / k`` of a valid gram matrix that does not vanish."""
-    (mean,) = _mean_eigenvalues([gram], [segment])
+    (mean,) = _mean_eigenvalues([gram], [segment], num_rows)
     if mean < _SMALLEST**2:
         raise SingularKernelError(_zero_message(f"segment {segment!r}"))
     return mean
 
 
-def _mean_eigenvalues(grams: Sequence[Tensor], segments: Sequence[str]) -> list[float]:
-    """Return ``trace(H) / k`` of valid gram matrices.
+def _mean_eigenvalues(
+    grams: Sequence[Tensor], segments: Sequence[str], num_rows: int | None = None
+) -> list[float]:
+    """Return ``trace(H) / k`` of valid gram matrices, or of the matrices of ``num_rows`` weighted rows, fewer than k.
 
     A NaN or infinite feature always makes the diagonal non-finite, so only the trace is checked.
     """
     for gram, segment in zip(grams, segments, strict=True):
-        if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not gram.is_floating_point():
+        fits = gram.dim() == 2 and (
+            gram.shape[0] == gram.shape[1] or num_rows == gram.shape[0] < gram.shape[1]
+        )
+        if not (fits and gram.is_floating_point()):
             raise InvalidInputError(
                 f"The gram matrix of segment {segment!r} must be a square floating matrix, "
                 f"got shape {tuple(gram.shape)} of {gram.dtype}."
             )
-    means: list[float] = torch.stack([gram.diagonal().mean() for gram in grams]).tolist()  # waits once
+    traces = [g.diagonal().mean() if len(g) == g.shape[1] else g.square().sum() / g.shape[1] for g in grams]
+    means: list[float] = torch.stack(traces).tolist()  # waits once
     for mean, segment in zip(means, segments, strict=True):
         if not math.isfinite(mean):
             raise NonFiniteError(
@@ -683,8 +778,8 @@ def _mean_eigenvalues(grams: Sequence[Tensor], segments: Sequence[str]) -> list[
 
 def _sum_of_squares(gram: Tensor) -> float:
     """Return the sum of the squared eigenvalues: the squared Frobenius norm, from the lower triangle."""
-    below = gram.tril(-1)
-    return 2.0 * float((below * below).sum()) + float(gram.diagonal().square().sum())
+    below = torch.linalg.vector_norm(gram.tril(-1)).square()
+    return float(2.0 * below + gram.diagonal().square().sum())
 
 
 def _noise_floor(values: Tensor) -> float:

@@ -111,7 +111,7 @@ class Workspace:
 
     def table(self, path: str) -> AbstractRowTable | None:
         """Return a table of the open store, or ``None`` if it does not exist yet."""
-        if self._store is None or path not in self._store.table_names():
+        if self._store is None or not self._store.has_table(path):
             return None
         return self._store.open_table(path)
 

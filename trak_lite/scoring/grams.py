@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.featurizing.fisher import FisherFits, split_squares
-from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, SegmentKernel, factorise_segments
+from trak_lite.linalg.kernel import (
+    GramAccumulator,
+    KernelSettings,
+    SegmentKernel,
+    factorise_segments,
+    keeps_rows,
+)
 from trak_lite.methods import Fisher
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
@@ -26,13 +32,16 @@ from trak_lite.types import FeatureLayout
 
 __all__ = ["Grams"]
 
+_CACHED_ROWS = 4096
+"""Gram matrices of fewer rows are not stored: summing them again takes less time than writing and reading them."""
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Grams:
     """The gram matrices of the train rows of every checkpoint, one per segment, and their kernels.
 
-    Matrices that are computed from the rows are stored under a key that depends on the rows' checksums.
+    Matrices that are computed from many rows are stored under a key that depends on the rows' checksums.
     """
 
     store: AbstractFeatureStore
@@ -44,6 +53,8 @@ class Grams:
     """Device of the products and the results."""
     fisher: Fisher | None = None
     """The method whose fit is read, for ``weighting="fisher"``."""
+    stores_all: bool = False
+    """Store matrices of few rows too. ``TRAKer`` requires it: an id is finalized if its matrices are stored."""
 
     def of(self, path: str) -> list[Tensor]:
         """Return the gram matrices of the rows of a table.
@@ -56,10 +67,12 @@ class Grams:
         table = self.store.open_table(path)
         name, key = self._key(table, path)
         flat = self.store.cached(name, key)
-        if flat is None:
-            flat = _flat(self._summed(table, range(table.num_chunks)))
-            self.store.cache(name, key, flat)
-        return split_squares(flat, self.layout, device=self.device)
+        if flat is not None:
+            return split_squares(flat, self.layout, device=self.device)
+        matrices = self._summed(table, range(table.num_chunks))
+        if self.stores_all or table.spec.num_rows >= _CACHED_ROWS:
+            self.store.cache(name, key, _flat(matrices))
+        return matrices
 
     def are_stored(self, path: str) -> bool:
         """Return whether the gram matrices of the rows of a table are stored."""
@@ -67,10 +80,13 @@ class Grams:
 
     def kernels(self, path: str, *, allow_singular: bool = False) -> list[SegmentKernel]:
         """Return the factorised kernels; ``allow_singular`` is passed to :func:`~trak_lite.linalg.factorise`."""
+        table = self.store.open_table(path)
+        num_rows = table.spec.num_rows
+        chunks = range(table.num_chunks)
         return factorise_segments(
-            self.of(path),
+            self._summed(table, chunks, keep_rows=True) if self._keeps_rows(num_rows) else self.of(path),
             self.settings,
-            num_rows=self.store.open_table(path).spec.num_rows,
+            num_rows=num_rows,
             layout=self.layout,
             allow_singular=allow_singular,
         )
@@ -86,7 +102,8 @@ class Grams:
             paths: Tables of the train rows, one per checkpoint, all complete and with the same chunks.
             ranks: The ranks that share the work. The store is open for writing.
         """
-        if self.settings.weighting == "fisher" or ranks.size == 1:
+        num_rows = self.store.open_table(paths[0]).spec.num_rows
+        if self.settings.weighting == "fisher" or ranks.size == 1 or self._keeps_rows(num_rows):
             return
         lacking = ranks.broadcast(
             "list of missing gram matrices", lambda: [path for path in paths if not self.are_stored(path)]
@@ -103,9 +120,16 @@ class Grams:
                 if ranks.rank == 0:
                     self.store.cache(*self._key(table, path), _flat(matrices))
 
-    def _summed(self, table: AbstractRowTable, chunks: range) -> list[Tensor]:
-        """Return the gram matrices of the train rows in some chunks."""
-        sums = GramAccumulator(self.layout, self.device, first_row=chunks.start * table.spec.chunk_rows)
+    def _keeps_rows(self, num_rows: int) -> bool:
+        """Return whether there are so few rows that a kernel is factorised on their side, without a gram matrix."""
+        widest = max(segment.width for segment in self.layout.segments)
+        return self.settings.weighting != "fisher" and not self.stores_all and keeps_rows(widest, num_rows)
+
+    def _summed(self, table: AbstractRowTable, chunks: range, *, keep_rows: bool = False) -> list[Tensor]:
+        """Return the gram matrices of the train rows in some chunks; with ``keep_rows`` the rows where they are few."""
+        num_rows = table.spec.num_rows if keep_rows else None
+        first_row = chunks.start * table.spec.chunk_rows
+        sums = GramAccumulator(self.layout, self.device, first_row=first_row, num_rows=num_rows)
         for chunk in chunks:
             start, stop = table.chunk_range(chunk)
             weights = None

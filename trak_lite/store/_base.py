@@ -431,6 +431,10 @@ class AbstractFeatureStore(ABC):
     def attributes(self, path: str) -> dict[str, Any]:
         """Return the attributes recorded when the table was created."""
 
+    def has_table(self, path: str) -> bool:
+        """Return whether there is a table with this path."""
+        return path in self.table_names()
+
     @abstractmethod
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables below ``prefix``, in natural order (``ckpt-2`` before ``ckpt-10``)."""

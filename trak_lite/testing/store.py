@@ -548,6 +548,7 @@ class StoreTests(ABC):
         store.drop_table("ckpt-0")
 
         assert store.table_names() == ["ckpt-1"]
+        assert [store.has_table(name) for name in ("ckpt-0", "ckpt-1", "targets/a")] == [False, True, False]
         for ask in (store.open_table, store.drop_table, store.attributes):
             with pytest.raises(MissingStoreError, match=r"'ckpt-0'.*ckpt-1"):
                 ask("ckpt-0")

@@ -84,6 +84,10 @@ class RecordedFeatureStore(AbstractFeatureStore):
         """Return the attributes recorded when the table was created."""
         return attributes_from_json(self._require_table(path), where=f"{self._where}/{path}/zarr.json")
 
+    def has_table(self, path: str) -> bool:
+        """Return whether there is a table with this path; the other tables are not read."""
+        return self._table_record(path) is not None
+
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
         start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
