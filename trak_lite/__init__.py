@@ -22,6 +22,7 @@ from trak_lite.retraining.verify import verify as verify
 from trak_lite.scoring.scores import Scores as Scores
 from trak_lite.scoring.tokens import token_scores as token_scores
 from trak_lite.scoring.unprojected import Refine as Refine
+from trak_lite.selection import select as select
 from trak_lite.traker import TRAKer as TRAKer
 from trak_lite.utils import test_install as test_install
 
@@ -40,6 +41,7 @@ __all__ = [
     "clipping_threshold",
     "methods",
     "named_optimizer_state",
+    "select",
     "test_install",
     "token_scores",
     "verify",

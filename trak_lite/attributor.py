@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
 from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, marking_last, stored_norms
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
 from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
+from trak_lite.report.page import notebook_table
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
-from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint
+from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint, stored_content
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
@@ -231,6 +232,29 @@ class Attributor:
             manifest = store.manifest
         found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
         return cls(model, found, place, **arguments)
+
+    def __repr__(self) -> str:
+        """Return the settings and the content of the store on a few lines."""
+        lines = "".join(f"\n  {name}: {text}" for name, text in self._shown().items())
+        return printable(f"Attributor of {type(self.model).__name__}{lines}")
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the same lines as a table."""
+        return notebook_table(f"Attributor of {type(self.model).__name__}", (), (), settings=self._shown())
+
+    def _shown(self) -> dict[str, str]:
+        """Return the settings and the content of the store, as texts by name; an object store is not asked."""
+        place = "memory" if self.path is None else str(self.path)
+        if isinstance(self.path, RemotePlace):
+            return {**self._settings.shown(), "store": place}
+        try:
+            with self._workspace.reading() as store:
+                content = stored_content(store)
+        except (MissingStoreError, StateError):
+            content = "no row yet, call featurize(data)"
+        except StoreError as error:
+            content = str(error)
+        return {**self._settings.shown(), "store": f"{place}: {content}"}
 
     @property
     def layout(self) -> FeatureLayout:

@@ -118,6 +118,36 @@ def test_nothing_is_shown_where_nobody_looks(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_an_attributor_shows_its_settings_and_the_content_of_its_store(tmp_path):
+    made = attributor(tmp_path / "run.zarr")
+    assert "gradients: chosen by the first samples" in repr(made)
+    assert "run.zarr: no row yet, call featurize(data)" in repr(made)
+    made.featurize(FEW)
+    made.score(TARGETS, "first-five")
+
+    for said in (
+        "Attributor of Linear\n  task: image_classification\n  parameters: 15 in 2 tensors, on cpu\n",
+        "features: 8 (countsketch, proj_dim=8)\n  rows: float16, 24 bytes each per checkpoint\n",
+        "gradients: hook (every kept parameter is covered)\n",
+        "method: GaussNewton(",
+        "run.zarr: 40 train rows, 1 checkpoints, scores: first-five",
+    ):
+        assert said in repr(made)
+    assert "<td>image_classification</td>" in made._repr_html_()
+    for file in (tmp_path / "run.zarr").rglob("zarr.json"):
+        file.write_text("{")
+    assert "Attributor of Linear" in repr(made)  # with the error, which it does not raise
+
+
+def test_scores_show_what_proj_dim_was_and_the_features_that_came_of_it():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))  # 20 and 15 parameters
+    for proj_dim, features in ((8, "2 x 8"), (16, "31 in 2 modules")):
+        made = Attributor(layers, "image_classification", None, proj_dim=proj_dim)
+        made.featurize(FEW)
+        assert f"proj_dim={proj_dim}, features={features}" in repr(made.score(TARGETS))
+
+
 def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured():
     """Each slow module takes longer to import than this package; what torch imports itself does not count."""
     slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}

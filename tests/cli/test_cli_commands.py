@@ -64,6 +64,12 @@ def test_a_run_says_what_it_did_and_does_nothing_twice(ran, tmp_path, capsys):
     assert "featurized: 120 rows written, 0 found" in first
     assert "Scores('held-out': 40 train rows x 6 targets)" in first
     assert "target 2, most harmful rows: " in first
+    names = f"{tmp_path}/run.zarr --recipe {tmp_path}/recipe.py"
+    assert [line.partition("  (")[0].rstrip() for line in first.splitlines()[-3:]] == [
+        f"next: trak-lite serve {names}",
+        f"      trak-lite report {names}",
+        f"      trak-lite verify --from {names}",
+    ]
     assert "trained" not in again.splitlines()[0]
     assert "featurized: 0 rows written, 120 found" in again
     apart = ["--path", str(tmp_path / "apart.zarr")]
@@ -98,6 +104,10 @@ def test_columns_of_the_recipe_filter_and_group_what_is_printed(tmp_path, capsys
     lines = [f"  {value:+.2e}  {year} ({count} rows)\n" for value, year, count in means]
     assert again.endswith("mean score over all targets by year:\n" + "".join(lines))
     assert "Unknown columns: ['colour']" in refused(["score", config, "--by", "colour"], capsys)
+    other = ["--path", str(tmp_path / "other.zarr"), "--checkpoints", str(tmp_path / "other")]
+    for unknown in (["--by", "colour"], ["--where", "colour=red"]):
+        assert "Unknown columns: ['colour']" in refused(["run", config, *other, *unknown], capsys)
+    assert not (tmp_path / "other").exists()  # nothing was trained
     assert "--where must be NAME=VALUE" in refused(["score", config, "--where", "web"], capsys)
 
     some = [

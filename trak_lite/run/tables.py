@@ -288,6 +288,15 @@ def num_train_rows(manifest: Manifest) -> int:
     return int(manifest.fingerprint.get("dataset", {}).get("num_rows") or 0)
 
 
+def stored_content(store: AbstractFeatureStore) -> str:
+    """Return the numbers of rows and checkpoints, and the scored target sets, as text."""
+    tables = [store.open_table(path) for path in checkpoint_tables(store).values()]
+    left = sum(not table.complete for table in tables)
+    unfinished = f" ({left} not finished)" if left else ""
+    scored = ", ".join(scored_names(store)) or "none"
+    return f"{num_train_rows(store.manifest):,} train rows, {len(tables)} checkpoints{unfinished}, scores: {scored}"
+
+
 def model_id_of(path: str) -> int:
     """Return the model id of the checkpoint whose train rows have a path."""
     return int(path.removeprefix("ckpt-"))

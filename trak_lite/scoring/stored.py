@@ -15,7 +15,7 @@ from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
 from trak_lite.parallel.ranks import Ranks
-from trak_lite.run.settings import AttributorSettings, StoredSettings
+from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
 from trak_lite.run.tables import (
     ERRORS,
     SCORES,
@@ -43,7 +43,6 @@ from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.types import FeatureLayout
 
 __all__ = ["ScoreResult", "drop_scores", "score_source", "source_of_stored", "stored_scores"]
 
@@ -141,7 +140,7 @@ def _scores(
     ``ends``, their strongest rows, and ``shown``, JSON values to show, are those of scores without a table: a table has
     attributes.
     """
-    fields = source.method.to_json()
+    fields, made = source.method.to_json(), source.manifest.made_with.get("settings")
     if table is None:
         path, targets = target_folder(source.name, source.method), source.target_identity
         matrix: AbstractScoreMatrix = StreamedMatrix(source, ends)
@@ -156,7 +155,8 @@ def _scores(
             **(shown or {}),
             **_name_of_task(targets),
             "checkpoints": len(source.train),
-            "proj_dim": _widths(settings.layout),
+            "proj_dim": made.get("proj_dim") if isinstance(made, Mapping) else None,
+            "features": row_widths(settings.layout),
             "method": fields.pop("name"),
             **fields,
         },
@@ -173,14 +173,6 @@ def _name_of_task(targets: Any) -> dict[str, str]:
         return {}
     name = task.get("name") if isinstance(task, Mapping) else None
     return {"task": name if isinstance(name, str) and name else "custom"}
-
-
-def _widths(layout: FeatureLayout) -> int | str:
-    """Return the row width, or ``"segments x width"`` for several segments of the same width."""
-    widths = {segment.width for segment in layout.segments}
-    if len(layout.segments) == 1 or len(widths) > 1:
-        return layout.width
-    return f"{len(layout.segments)} x {widths.pop()}"
 
 
 def _finished_table(
