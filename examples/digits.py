@@ -134,7 +134,7 @@ def main() -> None:
     save_checkpoints(train_set, checkpoints, epochs=args.epochs, num_checkpoints=5, seed=seed)
 
     attributor = Attributor(
-        build_model(), "image_classification", out / "digits.zarr", proj_dim=args.proj_dim, progress=True
+        build_model(), "image_classification", out / "digits.zarr", proj_dim=args.proj_dim
     )
     attributor.featurize(train_set, checkpoints=checkpoints)
     scores = attributor.score(held_out, name="held-out")

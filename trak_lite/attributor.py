@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._progress import Stages
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
@@ -24,7 +25,7 @@ from trak_lite.featurizing.session import FeaturizingSession, Run, TargetSet, ma
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMatrixMethod, AbstractMethod, Mean, Method, Unrolled
-from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
+from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.report.page import notebook_table
 from trak_lite.run.columns import store_columns
@@ -161,7 +162,8 @@ class Attributor:
                 computes 4 K more gradients per checkpoint in :meth:`featurize`, at most 32 per train row.
             collate: Turns a list of samples into a batch. :class:`~trak_lite.Rows` can override it.
             batch_size: Samples per pass, unless ``Rows`` or a DataLoader sets it; ``None`` is 32.
-            progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
+            progress: Show progress bars; ``None`` shows them on a terminal, and elsewhere writes a line a minute to the
+                log, or to standard error if the log does not show messages of level INFO. Ranks above 0 show none.
             distributed: Make every call a collective one of all ranks. ``None`` does so if the script was started by
                 torchrun or has a ``torch.distributed`` process group. Use ``False`` for calls that only some ranks
                 make.
@@ -330,10 +332,13 @@ class Attributor:
         ):
             found = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
-            for checkpoint, wait in zip(found, repeat(True)) if once else marking_last(found):
-                written += session.featurize(checkpoint, rows, wait=wait)
-                names.append(checkpoint.name)
-            written += session.finish(rows)
+            each = zip(found, repeat(True)) if once else marking_last(found)
+            count = None if once else count_checkpoints(checkpoints, checkpoint_loader)
+            with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
+                for checkpoint, wait in stages.each(each):
+                    written += session.featurize(checkpoint, rows, wait=wait)
+                    names.append(checkpoint.name)
+                written += session.finish(rows)
             if not names:
                 raise InvalidInputError(
                     "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."

@@ -15,7 +15,6 @@ Shapes: N train rows, n drawn samples, K feature width, k columns of one segment
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -174,8 +173,8 @@ class FisherFits:
 
         fingerprint = self._fingerprint(path, layout)
         drawn_path, gram_path = fisher_paths(path, fingerprint)
-        number = self.method.num_samples(layout, passes.projector.proj_dim)
-        samples = _DrawnRows(rows, task, computer, self.method, number)
+        chosen, draws = self.method.num_draws(len(rows), layout, passes.projector.proj_dim)
+        samples = _DrawnRows(rows, task, computer, chosen, draws, self.method.seed)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         table = lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path})
         work = RowWork(table, replace(passes, rows=samples, computer_for=lambda *_: computer), label)
@@ -266,14 +265,14 @@ class _DrawnRows:
         rows: Rows,
         task: AbstractModelOutput,
         computer: AbstractGradientComputer,
-        method: Fisher,
-        number: int,
+        chosen: int,
+        draws: int,
+        seed: int,
     ) -> None:
         self.what, self.batch_size = rows.what, rows.batch_size
         self._rows, self._task, self._computer = rows, task, computer
-        self._chosen = spread_rows(len(rows), number)
-        self._seed = method.seed
-        self._draws = min(math.ceil(number / len(self._chosen)), method.max_draws)
+        self._chosen = spread_rows(len(rows), chosen)
+        self._draws, self._seed = draws, seed
 
     def __len__(self) -> int:
         return self._draws * len(self._chosen)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
@@ -220,7 +221,7 @@ class FeaturizingSession:
         self._ranks = ranks
         ranks.lockstep = Lockstep.of(run.model)
         self._unfinished: list[tuple[Checkpoint, str]] = []
-        self._is_first = True
+        self._is_first, self._is_announced = True, False
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
@@ -290,16 +291,28 @@ class FeaturizingSession:
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self._ranks.lockstep.is_alone
         method = self._settings.method
-        if isinstance(method, Fisher) and self._workspace.exists:
-            known = digest in checkpoint_tables(self.store)
-            if known and not self._is_fitted(digest, method):
+        if isinstance(method, Fisher):
+            known = self._workspace.exists and digest in checkpoint_tables(self.store)
+            fitted = known and self._is_fitted(digest, method)
+            if known and not fitted:
                 require_writable(self.store)
+            if not fitted and not self._is_announced:
+                self._announce_fit(rows)
         written = self._featurize_loaded(checkpoint, digest, rows, wait=wait)
         if isinstance(method, Fisher):
             self._fit_fisher(digest, checkpoint.name, rows, method, wait=wait)
         if not self._is_featurized(digest):
             self._unfinished.append((checkpoint, digest))
         return written
+
+    def _announce_fit(self, rows: Rows) -> None:
+        """Say once what the fit of the method costs, before the rows: it may take longer than they do."""
+        number, self._is_announced = self._settings.num_fit_rows(len(rows)), True
+        announce(
+            f"{len(rows):,} rows per checkpoint, and then the fit of {self._settings.method.name}: {number:,} "
+            f"gradients, {number / len(rows):.1f} times as many as rows.",
+            self._progress,
+        )
 
     def finish(self, rows: Rows) -> int:
         """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
@@ -611,11 +624,17 @@ class FeaturizingSession:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
         waiting = set(train)
-        for checkpoint in self._candidates(set(waiting)):
-            if not waiting:
-                return
-            digest = self.load(checkpoint)
-            if digest in waiting:
+
+        def needed() -> Iterator[Checkpoint]:
+            for checkpoint in self._candidates(set(waiting)):
+                if not waiting:
+                    return
+                if self.load(checkpoint) in waiting:
+                    yield checkpoint
+
+        with Stages.of(len(waiting)) as stages:
+            for checkpoint in stages.each(needed()):
+                digest = self._digest
                 self._check_train(train[digest])
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)

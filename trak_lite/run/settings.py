@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -238,6 +239,12 @@ class AttributorSettings:
             grad_wrt=list(self.parameters),
             **more,
         )
+
+    def num_fit_rows(self, num_rows: int) -> int:
+        """Return the number of gradients that ``featurize`` computes for the fit of a checkpoint; 0 without a fit."""
+        if not isinstance(self.method, Fisher):
+            return 0
+        return math.prod(self.method.num_draws(num_rows, self.layout, self.projector.proj_dim))
 
     def fisher_computer(self) -> AbstractGradientComputer:
         """Return a gradient computer for gradients of the log-likelihood of labels drawn from the model.
