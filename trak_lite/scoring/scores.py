@@ -16,7 +16,7 @@ from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import AbstractMatrixMethod, AbstractMethod
+from trak_lite.methods import AbstractMatrixMethod, AbstractMethod, Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
@@ -107,6 +107,16 @@ class Scores:
         Raises:
             StateError: If they were opened without a model, or not computed from stored rows.
         """
+        if (
+            self._run is None
+            and isinstance(self._described, UnstoredRows)
+            and isinstance(self.method, Unrolled)
+        ):
+            raise StateError(
+                f"The scores {self.name!r} are those of a replay, made without an attributor. To test them in the same "
+                "run: verify_run(scores, run, targets). To test them over seeds, make them with an attributor that has "
+                "featurized the train data: attributor.score(targets, method=methods.Unrolled(run)), then verify(...)."
+            )
         if self._run is None and self.source:
             raise StateError(
                 f"The scores {self.name!r} were opened without a model. Open them with one: "
