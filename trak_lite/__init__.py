@@ -19,6 +19,7 @@ from trak_lite.retraining.calibrated import calibrate as calibrate
 from trak_lite.retraining.one_run import verify_run as verify_run
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
+from trak_lite.scoring.planning import Plan as Plan
 from trak_lite.scoring.scores import Scores as Scores
 from trak_lite.scoring.tokens import token_scores as token_scores
 from trak_lite.scoring.unprojected import Refine as Refine
@@ -30,6 +31,7 @@ __all__ = [
     "Attributor",
     "FeaturizeSummary",
     "Normalization",
+    "Plan",
     "Refine",
     "Rows",
     "Scores",

@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # a notebook without ipywidgets shows text bars
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["KeptProgress", "Stages", "announce", "distributed_rank", "progress_bar"]
+__all__ = ["KeptProgress", "Stages", "announce", "distributed_rank", "duration", "progress_bar"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,16 @@ class Stages:
             return ""
         seconds = self._left * (time.monotonic() - self._began) / self._computed
         return str(tqdm.format_interval(seconds))
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text.
+
+    Example:
+        >>> duration(2.34), duration(200)
+        ('2.3 s', '03:20')
+    """
+    return f"{seconds:.2g} s" if seconds < 99.5 else str(tqdm.format_interval(seconds))
 
 
 _STAGES: ContextVar[Stages | None] = ContextVar("_STAGES", default=None)

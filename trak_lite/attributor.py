@@ -32,6 +32,7 @@ from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
 from trak_lite.run.tables import checkpoint_tables, complete_tables, drop_checkpoint, stored_content
 from trak_lite.run.workspace import Workspace, naming_dropped
+from trak_lite.scoring.planning import Plan, planned
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
 from trak_lite.scoring.unprojected import (
@@ -354,6 +355,53 @@ class Attributor:
             "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
         )
         return FeaturizeSummary(tuple(names), written, rows_found, others)
+
+    def plan(
+        self,
+        data: Any,
+        targets: Any = None,
+        *,
+        checkpoints: CheckpointSource = None,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+    ) -> Plan:
+        """Measure on a few batches what :meth:`featurize` and :meth:`score` with the default method will take.
+
+        A trial takes a few seconds. It computes rows of the first checkpoint with several batch sizes, and writes them
+        to a folder beside the store, which is removed. Nothing else changes.
+
+        Args:
+            data: The train data, as in :meth:`featurize`.
+            targets: The targets, as in :meth:`score`; ``None`` leaves scoring out.
+            checkpoints: As in :meth:`featurize`, but no iterator: their number counts, and the first is loaded.
+            checkpoint_loader: As in :meth:`featurize`.
+
+        Returns:
+            The gradient computer with its reason, features and bytes per row, time with its spread, disk and peak
+            memory by step, and advice: what does not fit and which setting would, and which batch size is faster.
+            Memory is that of batches of one shape, beyond what is in use before; rows of other lengths need more.
+
+        Raises:
+            InvalidInputError: If the data are invalid, or the checkpoints cannot be counted.
+            CheckpointError: If a checkpoint is missing.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+            >>> plan = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8).plan(data, data)
+            >>> plan.disk["rows"], plan.settings["gradients"]
+            (2400, 'hook (every kept parameter is covered)')
+        """
+        count = (
+            None if isinstance(checkpoints, Iterator) else count_checkpoints(checkpoints, checkpoint_loader)
+        )
+        if not count:
+            raise InvalidInputError(
+                "plan counts the checkpoints, and these would have to be made for it. Pass a list, a folder, or one."
+            )
+        first = next(iter(iterate_checkpoints(checkpoints, checkpoint_loader)))
+        asked = None if targets is None else self._run.targets(targets)
+        return planned(self._run, self._run.rows(data, "the train data"), asked, first, count)
 
     def score(
         self,

@@ -232,8 +232,12 @@ class Job:
     def recorded(self, command: str) -> Iterator[None]:
         """Write the record of a command into the store at the end of the command.
 
-        A command that fails is recorded only if it created the store: an existing store may have other settings.
+        A command that fails is recorded only if it created the store: an existing store may have other settings. A plan
+        writes nothing.
         """
+        if command == "plan":
+            yield
+            return
         config = self.config
         time = datetime.now(UTC).isoformat(timespec="seconds")
         made_with = versions(self.attributor.device)
@@ -261,6 +265,15 @@ def run(job: Job) -> Iterator[str]:
     yield f"      trak-lite verify --from {store} --recipe {recipe}  (a test against retrained models)"
 
 
+def plan(job: Job) -> Iterator[str]:
+    """Measure what ``run`` would take. Yield the lines to print."""
+    checkpoints = job.config.values["checkpoints"]
+    if isinstance(checkpoints, str) and not _has_entries(checkpoints):
+        yield f"There is no checkpoint at {checkpoints}: for one checkpoint with the weights of build_model()."
+        checkpoints = None
+    yield str(job.attributor.plan(job.train_rows, job.target_rows, checkpoints=checkpoints))
+
+
 def score(job: Job) -> list[str]:
     """Score the targets. Return the lines to print."""
     job.check_columns()
@@ -277,6 +290,7 @@ def featurize(job: Job) -> Iterator[str]:
 
 
 COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
+    "plan": plan,
     "run": run,
     "featurize": featurize,
     "score": score,
@@ -352,7 +366,7 @@ def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | 
     scores = stored_scores(Workspace(config.path), settings, name, method, dense=dense)
     render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
-    if recipe is None:
+    if recipe is None and (scores.verdict, scores.one_run_verdict):  # damaged ones raise before the note
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
     page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"

@@ -28,6 +28,7 @@ _PROGRAM = "trak-lite"
 _WRONG_USE, _INTERRUPTED = 2, 130
 _EXTRA = ("jsonargparse", "docstring_parser", "yaml", "typeshed_client")
 _WITH_CONFIG: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plan": ("measure on a few batches how long run takes, how much memory and disk", ()),
     "run": ("train if there are no checkpoints, featurize, score", ("where", "by")),
     "featurize": ("compute the features of the train rows", ()),
     "score": ("score every train row for every target", ("where", "by")),

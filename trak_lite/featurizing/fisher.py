@@ -173,8 +173,7 @@ class FisherFits:
 
         fingerprint = self._fingerprint(path, layout)
         drawn_path, gram_path = fisher_paths(path, fingerprint)
-        chosen, draws = self.method.num_draws(len(rows), layout, passes.projector.proj_dim)
-        samples = _DrawnRows(rows, task, computer, chosen, draws, self.method.seed)
+        samples = self.samples(rows, task, computer, layout, passes.projector.proj_dim)
         spec = feature_table_spec(len(samples), layout.width, "float32", fingerprint)
         table = lazy_table(drawn_path, spec, {NEEDED_UNTIL: gram_path})
         work = RowWork(table, replace(passes, rows=samples, computer_for=lambda *_: computer), label)
@@ -189,6 +188,18 @@ class FisherFits:
             if not self.has(path, layout):
                 raise
         self.sweep(path, layout)
+
+    def samples(
+        self,
+        rows: Rows,
+        task: AbstractModelOutput,
+        computer: AbstractGradientComputer,
+        layout: FeatureLayout,
+        proj_dim: int,
+    ) -> _DrawnRows:
+        """Return the samples of a fit; the arguments are those of :meth:`fit`."""
+        chosen, draws = self.method.num_draws(len(rows), layout, proj_dim)
+        return _DrawnRows(rows, task, computer, chosen, draws, self.method.seed)
 
     def sweep(self, path: str, layout: FeatureLayout) -> None:
         """Drop tables that a kill may have left: inputs of a finished fit, and fits to fewer train rows."""

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._devices import one_behind
 from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
@@ -26,7 +27,14 @@ from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution
 from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker_fits import KroneckerFits
-from trak_lite.featurizing.rows import RowPass, RowWork, SampleRows, compute_features, featurize_rows
+from trak_lite.featurizing.rows import (
+    HostRows,
+    RowPass,
+    RowWork,
+    SampleRows,
+    compute_features,
+    featurize_rows,
+)
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -53,6 +61,7 @@ from trak_lite.run.tables import (
     checkpoint_path,
     checkpoint_tables,
     complete_tables,
+    feature_table_spec,
     table_path,
     target_table_path,
 )
@@ -304,6 +313,38 @@ class FeaturizingSession:
         if not self._is_featurized(digest):
             self._unfinished.append((checkpoint, digest))
         return written
+
+    def trial(
+        self, checkpoint: Checkpoint, rows: Rows, plan: Iterable[NDArray[np.int64]], *, of_fit: bool
+    ) -> Iterator[None]:
+        """Compute batches as :meth:`featurize` does in a run of all rows, and write them; yield after each.
+
+        Args:
+            checkpoint: The weights.
+            rows: The train rows.
+            plan: The rows of each batch; with ``of_fit`` the samples of the fit of Fisher.
+            of_fit: Compute gradients for the fit of Fisher instead of rows.
+        """
+        digest, settings = self.load(checkpoint), self._settings
+        adam = self._adam_states(settings.normalization)
+        spec = settings.train_table(len(rows), settings.row_fingerprint(0, digest, adam))
+        passes = self._pass(rows, 0, with_norms=any(c.name == GRADIENT_NORM for c in spec.columns))
+        if of_fit and isinstance(settings.method, Fisher):
+            computer, fits = (
+                settings.fisher_computer(),
+                FisherFits(self._workspace.created(), settings.method),
+            )
+            computer.load_model_params(self.model)
+            samples = fits.samples(
+                rows, settings.task, computer, settings.layout, settings.projector.proj_dim
+            )
+            spec = feature_table_spec(len(samples), settings.layout.width, "float32", {})
+            passes = replace(passes, rows=samples, computer_for=lambda *_: computer)
+        table = self._workspace.lazy_table("trial", spec)
+        stream = passes.stream(plan, lambda: spec.num_rows)
+        for wanted, copied in one_behind((wanted, HostRows(found, spec)) for wanted, found in stream):
+            copied.put(table, wanted, rows.what)
+            yield
 
     def _announce_fit(self, rows: Rows) -> None:
         """Say once what the fit of the method costs, before the rows: it may take longer than they do."""

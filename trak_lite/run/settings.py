@@ -210,6 +210,13 @@ class AttributorSettings:
             "method": str(self.method),
         }
 
+    def trial(self) -> AttributorSettings:
+        """Return these settings for a trial, whose choice of a gradient computer changes nothing here."""
+        trial = copy.copy(self)
+        trial._arguments = dict(self._arguments)
+        trial._made_with = {**self._made_with, "settings": trial._arguments}
+        return trial
+
     # ---------------------------------------------------------------- gradients
 
     @property
