@@ -1,9 +1,8 @@
 """Plans beside truth: what ``attributor.plan`` predicts for eight models, and what the run takes.
 
-Plan and run of each model are measured in processes of their own, on one thread. Time is that of the processor, because
-other work on the machine changes the wall clock; it changes that of the processor as well, so the plan is the mean of
-one before the run and one after it. Memory is the peak of the resident set in ``featurize`` beyond that before it, disk
-the files of the store. Ratios are predicted over true.
+Plan and run of each model are measured in processes of their own, on one thread. Time is that of the processor: other
+work on the machine changes the wall clock, and the time of the processor too, but less. Memory is the peak of the
+resident set in ``featurize`` beyond that before it, disk the files of the store. Ratios are predicted over true.
 
 Run:  python -m benchmarks.plan [MODEL ...]     (some minutes)
 """
@@ -134,21 +133,24 @@ def main() -> None:
         print(json.dumps({"prediction": prediction, "truth": truth}[given.worker](given.models[0])))
         return
     for name in given.models or CASES:
-        found, true, again = (
-            run_worker("benchmarks.plan", name, "--worker", kind)
-            for kind in ("prediction", "truth", "prediction")
+        found, true = (
+            run_worker("benchmarks.plan", name, "--worker", kind) for kind in ("prediction", "truth")
         )
-        failed = [one["fails"] for one in (found, true, again) if "fails" in one]
+        failed = [one["fails"] for one in (found, true) if "fails" in one]
         if failed:
             print(f"{name}: {failed[0]}")
             continue
-        for side in (found, true, again):
+        for side in (found, true):
             side["total_cpu_s"] = side["featurize_cpu_s"] + side["score_cpu_s"]
-        found |= {key: (found[key] + again[key]) / 2 for key in true}
         ratios = {key: found[key] / true[key] for key in true if true[key]}
         result = {"plan": found, "truth": true, "ratio": ratios}
         save_parts(RESULTS / "plan.json", surroundings(), {name: result})
-        print(name, {key: round(value, 2) for key, value in ratios.items()}, f"{true['total_cpu_s']:.1f} s")
+        print(
+            name,
+            {key: round(value, 2) for key, value in ratios.items()},
+            f"{true['total_cpu_s']:.1f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -124,6 +124,16 @@ def test_a_clearly_faster_batch_size_is_proposed_only_if_it_fits():
         assert "batch_size=128" in advised(b32=(1.0, 1), b128=(2.0, 1), b512=(4.0, 1 << 60))[0]
 
 
+def test_the_last_batch_of_a_chunk_counts_by_its_share():
+    """Warm-up of 3 batches is left out; every 4th batch commits a chunk and takes 3 s more."""
+    gaps = [planning._Mark(9.0, 9.0)] * 3 + [
+        planning._Mark(*[5.0 if number % 4 == 3 else 2.0] * 2) for number in range(3, 20)
+    ]
+    np.testing.assert_allclose(planning._usual(gaps, 4), (2.75, 2.75, 2.75, 2.75))
+    assert planning._usual(gaps[:7], 64).mean == 2.0  # no chunk ends within the trial
+    assert planning._usual(gaps[:5], 1).mean == 3.5  # each batch is a chunk
+
+
 def test_the_time_of_a_plan_is_that_of_its_batches(monkeypatch):
     """A clock that each batch advances by 2 s, the first by 10 s more: 400 rows in 13 batches."""
     clock = [0.0]

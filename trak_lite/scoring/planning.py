@@ -28,6 +28,7 @@ from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise
 from trak_lite.methods import AbstractInverseMethod, AbstractMatrixMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.types import FeatureLayout
@@ -161,7 +162,9 @@ def planned(
     chosen = run.settings.trial()
     trial = _tried(run, chosen, rows, checkpoint, rows.batch_size)
     per_batch = {rows.batch_size: trial}
-    passes = -(-num_rows // rows.batch_size)
+    passes = len(
+        plan_batches(np.arange(num_rows), settings.train_table(num_rows, {}).chunk_rows, rows.batch_size)
+    )
     seconds = {"rows": trial.setup.plus(trial.batch.times(passes)).times(count)}
     draws, fit = settings.num_fit_rows(num_rows), None
     if draws:
@@ -210,20 +213,35 @@ def _tried(
     longest: float = _LONGEST,
 ) -> _Trial:
     """Compute some batches of rows, or of a fit, as ``featurize`` does, and write them to a store of their own."""
+    num_rows = draws or len(rows)
+    chunk_rows = settings.train_table(num_rows, {}).chunk_rows
+    first = np.arange(min(num_rows, (_WARM + _MOST) * batch_size))
+    batches = plan_batches(first, chunk_rows, batch_size)
     with _scratch(run.workspace) as workspace:
         trial = replace(run, settings=settings, workspace=workspace, progress=False, computers=None)
         size, rows.batch_size = rows.batch_size, batch_size
         try:
             with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
                 marks = [_Mark.now()]
-                starts = _starts(draws or len(rows), batch_size, marks, longest)
+                starts = _starts(batches, marks, longest)
                 for _ in session.trial(checkpoint, rows, starts, of_fit=bool(draws)):
                     marks.append(_Mark.now())
         finally:
             rows.batch_size = size
     gaps = [later.minus(earlier) for earlier, later in itertools.pairwise(marks)]
-    batch = _span(gaps[_WARM:] or gaps[-1:])
+    batch = _usual(gaps, -(-chunk_rows // batch_size))
     return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak.growth)
+
+
+def _usual(gaps: Sequence[_Mark], per_chunk: int) -> Span:
+    """Return the time of one batch, with its share of the time that the last batch of a chunk takes more."""
+    later = list(enumerate(gaps))[_WARM:] or [*enumerate(gaps)][-1:]
+    last = [gap for number, gap in later if (number + 1) % per_chunk == 0]
+    inner = [gap for number, gap in later if (number + 1) % per_chunk]
+    if not last or not inner:
+        return _span(inner or last)
+    batch, more = _span(inner), _beyond(last, _span(inner))
+    return batch.plus(more.times(1 / (len(last) * per_chunk)))
 
 
 def _beyond(gaps: Sequence[_Mark], usual: Span) -> Span:
@@ -233,18 +251,14 @@ def _beyond(gaps: Sequence[_Mark], usual: Span) -> Span:
 
 
 def _starts(
-    num_rows: int, batch_size: int, marks: Sequence[_Mark], longest: float
+    batches: Sequence[NDArray[np.int64]], marks: Sequence[_Mark], longest: float
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the first batches in order, as a run writes them, until the trial has taken long enough."""
-    for number in range(min(-(-num_rows // batch_size), _WARM + _MOST)):
-        if (
-            number >= _WARM + _FEWEST
-            and len(marks) > _WARM
-            and _Mark.now().wall - marks[_WARM].wall > longest
-        ):
+    for number, rows in enumerate(batches[: _WARM + _MOST]):
+        measured = len(marks) > _WARM and number >= _WARM + _FEWEST
+        if measured and _Mark.now().wall - marks[_WARM].wall > longest:
             return
-        start = number * batch_size
-        yield np.arange(start, min(start + batch_size, num_rows))
+        yield rows
 
 
 class _Mark(NamedTuple):
