@@ -124,6 +124,19 @@ def test_a_clearly_faster_batch_size_is_proposed_only_if_it_fits():
         assert "batch_size=128" in advised(b32=(1.0, 1), b128=(2.0, 1), b512=(4.0, 1 << 60))[0]
 
 
+def test_batch_sizes_are_compared_by_whole_batches(monkeypatch):
+    """Of 2000 rows there are too few batches of 512, the last of which is smaller, to be measured."""
+    tried, measured = [], planning._tried
+
+    def recorded(run, settings, rows, checkpoint, batch_size, **more):
+        tried.append(batch_size)
+        return measured(run, settings, rows, checkpoint, batch_size, **more)
+
+    monkeypatch.setattr(planning, "_tried", recorded)
+    attributor(None).plan(TensorDataset(*(tensor[torch.arange(2000) % 400] for tensor in TRAIN.tensors)))
+    assert tried == [32, 128]
+
+
 def test_the_last_batch_of_a_chunk_counts_by_its_share():
     """Warm-up of 3 batches is left out; every 4th batch commits a chunk and takes 3 s more."""
     gaps = [planning._Mark(9.0, 9.0)] * 3 + [

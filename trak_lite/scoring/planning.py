@@ -183,7 +183,7 @@ def planned(
     growths = [one.growth for one in (trial, fit) if one is not None and one.growth is not None]
     memory = {"featurizing": max(growths, default=None), "scoring": peak}
     for size in _TRIED:
-        if size != rows.batch_size and size <= max(num_rows // 2, 1):
+        if size != rows.batch_size and size * (_WARM + _FEWEST) <= num_rows:
             other = _tried(run, chosen, rows, checkpoint, size, longest=0.5)
             per_batch[size] = other
             if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
