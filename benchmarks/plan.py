@@ -99,7 +99,6 @@ def prediction(name: str) -> dict[str, Any]:
         "bytes_per_row": plan.disk["rows"] // plan.num_rows,
         "batch_size": plan.batch_size,
         "plan_cpu_s": taken,
-        "advice": list(plan.advice),
         "featurize_cpu_s": expected["rows"] + expected.get("fit", 0.0),
         "score_cpu_s": expected["targets"] + expected["scores"],
         "featurize_mib": (plan.memory["featurizing"] or 0) / 2**20,
