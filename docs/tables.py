@@ -164,6 +164,19 @@ def damping() -> str:
     return markdown(["model, damping", *sizes], rows)
 
 
+def plan() -> str:
+    """Return what runs of several models take, beside their plans."""
+    rows = []
+    for name, found in parts("plan").items():
+        before, true = found["plan"], found["truth"]
+        pairs = [("total_cpu_s", ".1f"), ("featurize_mib", ".0f"), ("disk_mib", ".0f")]
+        figures = [f"{side[key]:{how}}" for key, how in pairs for side in (before, true)]
+        cells = [name, before["rows"], before["features"], before["bytes_per_row"], before["batch_size"]]
+        rows.append([*map(str, cells), *figures])
+    columns = ["model", "rows", "features", "bytes per row", "batch", "CPU s: plan", "run"]
+    return markdown([*columns, "memory, MiB: plan", "run", "disk, MiB: plan", "run"], rows)
+
+
 def reliability() -> str:
     """Return the predictions of standard errors and reliability, and the actual values of other runs."""
     found = parts("score_reliability")
@@ -414,6 +427,7 @@ TABLES: dict[str, Callable[[], str]] = {
         cost,
         projection,
         damping,
+        plan,
         reliability,
         wrong_labels,
         selection,

@@ -4,7 +4,8 @@ Trains a small CNN with 10 % of the train labels flipped, scores the train rows 
 whether self-influence finds the flipped labels. If it is killed, start it again: it resumes. Measured: AUC 0.998 for
 self-influence, 0.918 for the loss of the final model.
 
-Data, model and training are in ``recipes/digits.py``, which ``trak-lite run configs/digits.yaml`` also uses.
+Data, model and training are in ``recipes/digits.py``, which ``trak-lite run configs/digits.yaml`` also uses: it finds
+the checkpoints and the rows of this script, and the other way round.
 
 Run:  python examples/digits.py            (about half a minute on two cores; results in runs/digits/)
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import matplotlib
@@ -35,22 +37,22 @@ def save_checkpoints(
 ) -> None:
     """Train one model and save checkpoints along the run, unless a finished run exists."""
     settings = json.dumps({"epochs": epochs, "num_checkpoints": num_checkpoints, "seed": seed})
-    begun, done = folder / "begun", folder / "done"
-    if begun.exists() and begun.read_text() != settings:
-        raise SystemExit(f"{folder} was trained with {begun.read_text()}, not {settings}. Use another --out.")
-    if done.exists():
+    note = folder / "settings.json"
+    if note.exists() and note.read_text() != settings:
+        raise SystemExit(f"{folder} was trained with {note.read_text()}, not {settings}. Use another --out.")
+    if folder.exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "unfinished").write_text(settings)
-    (folder / "unfinished").rename(begun)
+    # Save to another folder and rename it, so that a kill never leaves an incomplete run there.
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     rows = np.arange(len(train_set))
     states = train(rows, seed, data_seed=seed, epochs=epochs, num_checkpoints=num_checkpoints)
     for number, state in enumerate(states, start=1):
-        # Write to another name and rename, so that a kill never leaves an incomplete checkpoint file.
-        save_file(state, folder / "unfinished")
-        (folder / "unfinished").rename(folder / f"checkpoint-{number}.safetensors")
-        print(f"saved {folder}/checkpoint-{number}.safetensors")
-    done.touch()
+        save_file(state, unfinished / f"checkpoint-{number}.safetensors")
+    (unfinished / note.name).write_text(settings)
+    unfinished.rename(folder)
+    print(f"saved {num_checkpoints} checkpoints in {folder}")
 
 
 @torch.no_grad()

@@ -19,9 +19,11 @@ from trak_lite.retraining.calibrated import calibrate as calibrate
 from trak_lite.retraining.one_run import verify_run as verify_run
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
+from trak_lite.scoring.planning import Plan as Plan
 from trak_lite.scoring.scores import Scores as Scores
 from trak_lite.scoring.tokens import token_scores as token_scores
 from trak_lite.scoring.unprojected import Refine as Refine
+from trak_lite.selection import select as select
 from trak_lite.traker import TRAKer as TRAKer
 from trak_lite.utils import test_install as test_install
 
@@ -29,6 +31,7 @@ __all__ = [
     "Attributor",
     "FeaturizeSummary",
     "Normalization",
+    "Plan",
     "Refine",
     "Rows",
     "Scores",
@@ -40,6 +43,7 @@ __all__ = [
     "clipping_threshold",
     "methods",
     "named_optimizer_state",
+    "select",
     "test_install",
     "token_scores",
     "verify",

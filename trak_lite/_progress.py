@@ -1,12 +1,18 @@
-"""Progress bars, and a note on ``KeyboardInterrupt`` that states the progress."""
+"""Progress bars, lines where there is no terminal, and a note on ``KeyboardInterrupt`` that states the progress."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
+import time
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Self, final
+from typing import Final, Self, TypeVar, final
 
 import torch
 from tqdm import TqdmWarning
@@ -15,14 +21,145 @@ with warnings.catch_warnings():  # a notebook without ipywidgets shows text bars
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["KeptProgress", "distributed_rank", "progress_bar"]
+__all__ = ["KeptProgress", "Stages", "announce", "distributed_rank", "duration", "progress_bar"]
+
+logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
+_LINE_EVERY: Final = 60.0  # seconds
+
+
+@final
+class Stages:
+    """Progress over the checkpoints of one call: their number, and the time to the end of all of them.
+
+    Bars that are made meanwhile read it.
+
+    Example:
+        >>> with Stages.of(3, 100) as stages:
+        ...     for _ in stages.each(["a", "b", "c"]):
+        ...         print(stages.place)
+         (checkpoint 1 of 3)
+         (checkpoint 2 of 3)
+         (checkpoint 3 of 3)
+    """
+
+    def __init__(self, count: int | None, units: int) -> None:
+        """Start the clock; see :meth:`of`."""
+        self._count, self._units, self._number = count, units, 0
+        self._left, self._computed = 0, 0
+        self._began = self.said = time.monotonic()
+
+    @classmethod
+    @contextmanager
+    def of(cls, count: int | None, units: int = 0) -> Iterator[Self]:
+        """Show these stages in all bars of the block.
+
+        Args:
+            count: Number of checkpoints; ``None`` if it is not known.
+            units: Units of work of each of them, over all of its bars; 0 if they are not known.
+        """
+        stages = cls(count, units)
+        token = _STAGES.set(stages)
+        try:
+            yield stages
+        finally:
+            _STAGES.reset(token)
+
+    def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yield the items, each as the next stage."""
+        for item in items:
+            self._number += 1
+            self._left = self._units * (1 + (self._count or 0) - self._number)
+            yield item
+
+    @property
+    def place(self) -> str:
+        """``" (checkpoint 2 of 5)"``; empty if there is only one."""
+        if self._number == 0 or self._count == 1:
+            return ""
+        return f" (checkpoint {self._number}{'' if self._count is None else f' of {self._count}'})"
+
+    def begin(self, done: int) -> None:
+        """Leave out units that were already done when a bar begins."""
+        self._left -= done
+
+    def advance(self, count: int) -> None:
+        """Count computed units."""
+        self._left -= count
+        self._computed += count
+
+    @property
+    def time_left(self) -> str:
+        """The time to the end of all stages, at the mean rate so far; empty if it is not known."""
+        if not self._count or not self._units or self._computed < 1 or self._left < 1:
+            return ""
+        seconds = self._left * (time.monotonic() - self._began) / self._computed
+        return str(tqdm.format_interval(seconds))
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text.
+
+    Example:
+        >>> duration(2.34), duration(200)
+        ('2.3 s', '03:20')
+    """
+    return f"{seconds:.2g} s" if seconds < 99.5 else str(tqdm.format_interval(seconds))
+
+
+_STAGES: ContextVar[Stages | None] = ContextVar("_STAGES", default=None)
+
+
+def announce(text: str, progress: bool | None) -> None:
+    """Write a text to the log, and to standard error if bars are shown there."""
+    logger.info(text)
+    if (sys.stderr.isatty() if progress is None else progress) and not distributed_rank():
+        _Bar.write(text, file=sys.stderr)
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """A progress bar whose lock is local to this process.
 
     tqdm shares a lock with forked processes; one that is killed while holding it would block all others forever.
+
+    Where a bar would be shown on a terminal, and there is none, it writes one line a minute instead: to the log if that
+    shows messages of level INFO, else to standard error.
     """
+
+    writes_lines = False
+
+    def start_lines(self, label: str, unit: str, total: int, done: float) -> None:
+        """Write lines from now on, as no bar is shown."""
+        self.writes_lines = True
+        self._label, self._unit, self._all, self._first, self._now = label, unit, total, done, done
+        self._began = self._said = time.monotonic()
+
+    def update(self, n: float | None = 1) -> bool | None:
+        """Count units, and write a line if it is due."""
+        if self.writes_lines and n:
+            self._now += n
+            self._write_line_if_due()
+        shown: bool | None = super().update(n)
+        return shown
+
+    def _write_line_if_due(self) -> None:
+        stages, now = _STAGES.get(), time.monotonic()
+        if now - (self._said if stages is None else stages.said) < _LINE_EVERY:
+            return
+        self._said = now
+        left, rate = self._all - self._now, (self._now - self._first) / max(now - self._began, 1e-9)
+        text = f"{self._label}: {self._now:,} of {self._all:,} {self._unit}s, {rate:.3g} a second"
+        if rate > 0:
+            text += f", {tqdm.format_interval(left / rate)} left"
+        if stages is not None:
+            stages.said = now
+            text += f"; {stages.time_left} to the end of all" if stages.time_left else ""
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(text)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
 
 def _renew_lock() -> None:
@@ -38,7 +175,8 @@ def progress_bar(
 ) -> _Bar:
     """Return a progress bar with label, percentage, remaining time and rate.
 
-    In a distributed run only rank 0 shows it.
+    In a distributed run only rank 0 shows it. Without a terminal it writes a line a minute, unless ``progress`` is
+    given.
 
     Args:
         total: Number of units of work.
@@ -48,9 +186,12 @@ def progress_bar(
         progress: Whether to show the bar; ``None`` shows it only on a terminal.
     """
     hidden = None if progress is None else not progress
-    return _Bar(
+    bar = _Bar(
         total=total, initial=done, desc=label, unit=unit, disable=True if distributed_rank() else hidden
     )
+    if progress is None and bar.disable and not distributed_rank():
+        bar.start_lines(label, unit, total, done)
+    return bar
 
 
 def distributed_rank() -> int:
@@ -79,6 +220,10 @@ class KeptProgress:
         self, total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
     ) -> None:
         """Show the bar; the arguments are those of :func:`progress_bar`."""
+        self._stages = None if progress is False else _STAGES.get()
+        if self._stages is not None:
+            label += self._stages.place
+            self._stages.begin(done)
         self._total, self._done = total, done
         self._label, self._unit = label, unit
         self._bar = progress_bar(total, done, label=label, unit=unit, progress=progress)
@@ -86,6 +231,10 @@ class KeptProgress:
     def advance(self, count: int) -> None:
         """Count saved units; a negative count subtracts."""
         self._done += count
+        if self._stages is not None:
+            self._stages.advance(count)
+            if self._stages.place and self._stages.time_left:
+                self._bar.set_postfix_str(f"all: {self._stages.time_left}", refresh=False)
         self._bar.update(count)
 
     def say(self, text: str) -> None:

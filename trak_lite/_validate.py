@@ -16,6 +16,7 @@ from trak_lite.errors import InvalidInputError, MissingPackageError, UnknownName
 
 __all__ = [
     "check_depth",
+    "installing",
     "known_names",
     "one_of",
     "parse_json",
@@ -89,6 +90,16 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
     return names
 
 
+def installing(extra: str) -> str:
+    """Return how to install the packages of an extra, as the end of a message.
+
+    Example:
+        >>> installing("cli")
+        "Install it with pip install 'trak-lite[cli]' (in a checkout: pip install -e '.[cli]')."
+    """
+    return f"Install it with pip install 'trak-lite[{extra}]' (in a checkout: pip install -e '.[{extra}]')."
+
+
 def require_packages(*modules: str, extra: str) -> None:
     """Raise :class:`MissingPackageError` if an optional package is not installed; none is imported.
 
@@ -97,13 +108,12 @@ def require_packages(*modules: str, extra: str) -> None:
         Traceback (most recent call last):
         ...
         trak_lite.errors.MissingPackageError: This needs no_such_package, which is not installed. Install it with pip \
-install 'trak-lite[report]'.
+install 'trak-lite[report]' (in a checkout: pip install -e '.[report]').
     """
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise MissingPackageError(
-                f"This needs {module}, which is not installed. Install it with pip install 'trak-lite[{extra}]'.",
-                name=module,
+                f"This needs {module}, which is not installed. {installing(extra)}", name=module
             )
 
 

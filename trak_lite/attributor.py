@@ -16,18 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._progress import Stages
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import InvalidInputError, StateError
+from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
 from trak_lite.featurizing.session import KnownSource, Run, marking_last
 from trak_lite.featurizing.targets import TargetSet
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMethod, Method
 from trak_lite.methods.base import MadeScores
-from trak_lite.models.checkpoints import CheckpointSource, iterate_checkpoints
+from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
+from trak_lite.report.page import notebook_table
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
 from trak_lite.run.tables import (
@@ -36,9 +38,11 @@ from trak_lite.run.tables import (
     checkpoint_tables,
     complete_tables,
     drop_checkpoint,
+    stored_content,
     table_path,
 )
 from trak_lite.run.workspace import Workspace, naming_dropped
+from trak_lite.scoring.planning import Plan, planned
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
 from trak_lite.scoring.unprojected import (
@@ -158,7 +162,8 @@ class Attributor:
                 computes 4 K more gradients per checkpoint in :meth:`featurize`, at most 32 per train row.
             collate: Turns a list of samples into a batch. :class:`~trak_lite.Rows` can override it.
             batch_size: Samples per pass, unless ``Rows`` or a DataLoader sets it; ``None`` is 32.
-            progress: Show progress bars; ``None`` shows them on a terminal only. Ranks above 0 show none.
+            progress: Show progress bars; ``None`` shows them on a terminal, and elsewhere writes a line a minute to the
+                log, or to standard error if the log does not show messages of level INFO. Ranks above 0 show none.
             distributed: Make every call a collective one of all ranks. ``None`` does so if the script was started by
                 torchrun or has a ``torch.distributed`` process group. Use ``False`` for calls that only some ranks
                 make.
@@ -229,6 +234,29 @@ class Attributor:
             manifest = store.manifest
         found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
         return cls(model, found, place, **arguments)
+
+    def __repr__(self) -> str:
+        """Return the settings and the content of the store on a few lines."""
+        lines = "".join(f"\n  {name}: {text}" for name, text in self._shown().items())
+        return printable(f"Attributor of {type(self.model).__name__}{lines}")
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for notebooks: the same lines as a table."""
+        return notebook_table(f"Attributor of {type(self.model).__name__}", (), (), settings=self._shown())
+
+    def _shown(self) -> dict[str, str]:
+        """Return the settings and the content of the store, as texts by name; an object store is not asked."""
+        place = "memory" if self.path is None else str(self.path)
+        if isinstance(self.path, RemotePlace):
+            return {**self._settings.shown(), "store": place}
+        try:
+            with self._workspace.reading() as store:
+                content = stored_content(store)
+        except (MissingStoreError, StateError):
+            content = "no row yet, call featurize(data)"
+        except StoreError as error:
+            content = str(error)
+        return {**self._settings.shown(), "store": f"{place}: {content}"}
 
     @property
     def layout(self) -> FeatureLayout:
@@ -304,10 +332,13 @@ class Attributor:
         ):
             found = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
-            for checkpoint, wait in zip(found, repeat(True)) if once else marking_last(found):
-                written += session.featurize(checkpoint, rows, wait=wait)
-                names.append(checkpoint.name)
-            written += session.finish(rows)
+            each = zip(found, repeat(True)) if once else marking_last(found)
+            count = None if once else count_checkpoints(checkpoints, checkpoint_loader)
+            with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
+                for checkpoint, wait in stages.each(each):
+                    written += session.featurize(checkpoint, rows, wait=wait)
+                    names.append(checkpoint.name)
+                written += session.finish(rows)
             if not names:
                 raise InvalidInputError(
                     "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
@@ -323,6 +354,53 @@ class Attributor:
             "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
         )
         return FeaturizeSummary(tuple(names), written, rows_found, others)
+
+    def plan(
+        self,
+        data: Any,
+        targets: Any = None,
+        *,
+        checkpoints: CheckpointSource = None,
+        checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+    ) -> Plan:
+        """Measure on a few batches what :meth:`featurize` and :meth:`score` with the default method will take.
+
+        A trial takes a few seconds. It computes rows of the first checkpoint with several batch sizes, and writes them
+        to a folder beside the store, which is removed. Nothing else changes.
+
+        Args:
+            data: The train data, as in :meth:`featurize`.
+            targets: The targets, as in :meth:`score`; ``None`` leaves scoring out.
+            checkpoints: As in :meth:`featurize`, but no iterator: their number counts, and the first is loaded.
+            checkpoint_loader: As in :meth:`featurize`.
+
+        Returns:
+            The gradient computer with its reason, features and bytes per row, time with its spread, disk and peak
+            memory by step, and advice: what does not fit and which setting would, and which batch size is faster.
+            Memory is that of batches of one shape, beyond what is in use before; rows of other lengths need more.
+
+        Raises:
+            InvalidInputError: If the data are invalid, or the checkpoints cannot be counted.
+            CheckpointError: If a checkpoint is missing.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> _ = torch.manual_seed(0)
+            >>> data = TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+            >>> plan = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8).plan(data, data)
+            >>> plan.disk["rows"], plan.settings["gradients"]
+            (2400, 'hook (every kept parameter is covered)')
+        """
+        count = (
+            None if isinstance(checkpoints, Iterator) else count_checkpoints(checkpoints, checkpoint_loader)
+        )
+        if not count:
+            raise InvalidInputError(
+                "plan counts the checkpoints, and these would have to be made for it. Pass a list, a folder, or one."
+            )
+        first = next(iter(iterate_checkpoints(checkpoints, checkpoint_loader)))
+        asked = None if targets is None else self._run.targets(targets)
+        return planned(self._run, self._run.rows(data, "the train data"), asked, first, count)
 
     def score(
         self,

@@ -419,8 +419,8 @@ def test_a_bad_row_in_a_later_batch_keeps_what_was_done_and_can_be_mended(tmp_pa
 
 
 OTHER = {
-    "feature_width is 32 there, 16 here": {"proj_dim": 8},
-    r"projector\.seed is 0 there, 1 here": {"seed": 1},
+    "^The rows were made with proj_dim=16, not 8. .*feature_width is 32 there, 16 here": {"proj_dim": 8},
+    r"^The rows were made with seed=0, not 1. .*projector\.seed is 0 there, 1 here": {"seed": 1},
     "dtype is 'float32' there, 'float16' here": {"dtype": "float16"},
     r"projector\.of\.kind": {"projector": "gaussian"},
     "layout": {"layout": "joint"},

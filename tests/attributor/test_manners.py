@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ import torch
 from forked import start_script
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from tqdm import tqdm
 
 from trak_lite import Attributor, Rows, verify
+from trak_lite._progress import KeptProgress, Stages
 from trak_lite.errors import StateError
 from trak_lite.retraining import retrain
 from trak_lite.store import ZarrFeatureStore
@@ -116,6 +119,97 @@ def test_nothing_is_shown_where_nobody_looks(capsys):
     made.score(TARGETS)
 
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_without_a_terminal_a_line_a_minute_says_how_far_all_checkpoints_are(
+    logged, capsys, caplog, monkeypatch
+):
+    now = iter(range(0, 10**6, 25))  # each look at the clock is 25 s after the one before
+    monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    if logged:
+        caplog.set_level("INFO", logger="trak_lite._progress")
+    states = [nn.Linear(4, 3).state_dict() for _ in range(3)]
+
+    attributor(None).featurize(Rows(FEW, batch_size=8), states)
+
+    lines = capsys.readouterr().err.splitlines()
+    said = [record.getMessage() for record in caplog.records if record.name == "trak_lite._progress"]
+    lines, nowhere = (said, lines) if logged else (lines, said)
+    assert nowhere == []
+    pattern = (
+        r"Featurizing \d \(checkpoint (\d) of 3\): (\d+) of 40 rows, [\d.e-]+ a second, [\d:]+ left"
+        r"; [\d:]+ to the end of all"
+    )
+    found = [re.fullmatch(pattern, line) for line in lines[:-1]]  # nothing is left after the last one
+    assert None not in found
+    assert {int(match[1]) for match in found if match} == {1, 2, 3}
+    assert 5 <= len(found) < 15  # of 15 batches
+
+
+def test_the_time_to_the_end_of_all_counts_rows_that_are_found_and_fits(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Stages.of(2, 150) as stages:
+        for place in stages.each(["a", "b"]):
+            for total, done in ((100, 40), (50, 0)):
+                with KeptProgress(total, done, label=place, progress=None) as work:
+                    for _ in range((total - done) // 10):
+                        clock[0] += 10.0  # one unit a second
+                        work.advance(10)
+                        left = {"a": 150, "b": 0}[place] + (50 if total == 100 else 0) + total - done
+                        left -= 10 * _ + 10
+                        assert stages.time_left == (tqdm.format_interval(left) if left else "")
+
+
+def test_the_fit_of_a_language_model_is_told_before_the_rows_and_only_once(capsys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    tokens = torch.randint(5, (12, 6))
+    data = TensorDataset(tokens, tokens)
+    made = Attributor(model, "causal_language_modeling", None, proj_dim=8, progress=True)
+    states = [{name: value + k for name, value in model.state_dict().items()} for k in (0.0, 0.1)]
+    for again in (False, True):
+        made.featurize(data, states)
+        shown = re.split(r"[\r\n]+", capsys.readouterr().err)
+        told = [line for line in shown if "gradients" in line]
+        message = (
+            "12 rows per checkpoint, and then the fit of Fisher: 36 gradients, 3.0 times as many as rows."
+        )
+        assert told == ([] if again else [message])
+        if not again:
+            assert shown.index(told[0]) < next(k for k, line in enumerate(shown) if "Featurizing" in line)
+            assert any("Fitting the Fisher information of 1 (checkpoint 2 of 2)" in line for line in shown)
+
+
+def test_an_attributor_shows_its_settings_and_the_content_of_its_store(tmp_path):
+    made = attributor(tmp_path / "run.zarr")
+    assert "gradients: chosen by the first samples" in repr(made)
+    assert "run.zarr: no row yet, call featurize(data)" in repr(made)
+    made.featurize(FEW)
+    made.score(TARGETS, "first-five")
+
+    for said in (
+        "Attributor of Linear\n  task: image_classification\n  parameters: 15 in 2 tensors, on cpu\n",
+        "features: 8 (countsketch, proj_dim=8)\n  rows: float16, 24 bytes each per checkpoint\n",
+        "gradients: hook (every kept parameter is covered)\n",
+        "method: GaussNewton(",
+        "run.zarr: 40 train rows, 1 checkpoints, scores: first-five",
+    ):
+        assert said in repr(made)
+    assert "<td>image_classification</td>" in made._repr_html_()
+    for file in (tmp_path / "run.zarr").rglob("zarr.json"):
+        file.write_text("{")
+    assert "Attributor of Linear" in repr(made)  # with the error, which it does not raise
+
+
+def test_scores_show_what_proj_dim_was_and_the_features_that_came_of_it():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))  # 20 and 15 parameters
+    for proj_dim, features in ((8, "2 x 8"), (16, "31 in 2 modules")):
+        made = Attributor(layers, "image_classification", None, proj_dim=proj_dim)
+        made.featurize(FEW)
+        assert f"proj_dim={proj_dim}, features={features}" in repr(made.score(TARGETS))
 
 
 def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured():

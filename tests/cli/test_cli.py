@@ -97,7 +97,8 @@ def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(pa
     assert "\n1 set()\n" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "0 2"
     assert ended.stderr == (
-        "trak-lite: run needs jsonargparse, which is not installed. Install it with pip install 'trak-lite[cli]'.\n"
+        "trak-lite: run needs jsonargparse, which is not installed. Install it with pip install 'trak-lite[cli]' "
+        "(in a checkout: pip install -e '.[cli]').\n"
     )
 
 

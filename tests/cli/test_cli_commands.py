@@ -64,12 +64,31 @@ def test_a_run_says_what_it_did_and_does_nothing_twice(ran, tmp_path, capsys):
     assert "featurized: 120 rows written, 0 found" in first
     assert "Scores('held-out': 40 train rows x 6 targets)" in first
     assert "target 2, most harmful rows: " in first
+    names = f"{tmp_path}/run.zarr --recipe {tmp_path}/recipe.py"
+    assert [line.partition("  (")[0].rstrip() for line in first.splitlines()[-3:]] == [
+        f"next: trak-lite serve {names}",
+        f"      trak-lite report {names}",
+        f"      trak-lite verify --from {names}",
+    ]
     assert "trained" not in again.splitlines()[0]
     assert "featurized: 0 rows written, 120 found" in again
     apart = ["--path", str(tmp_path / "apart.zarr")]
     assert "120 rows written" in done(["featurize", str(tmp_path / "run.yaml"), *apart], capsys)
     assert "40 train rows x 6 targets" in done(["score", str(tmp_path / "run.yaml"), *apart], capsys)
     np.testing.assert_array_equal(scores(tmp_path, path="apart.zarr"), scores(ran))
+
+
+def test_a_plan_measures_and_writes_nothing(ran, copied, tmp_path, capsys):
+    config = write_case(tmp_path)
+    shown = done(["plan", config], capsys)
+    assert f"There is no checkpoint at {tmp_path}/trained: for one checkpoint" in shown
+    assert "40 rows x 1 checkpoints, 6 targets, batches of 32" in shown
+    assert "gradients: hook (" in shown
+    assert {path.name for path in tmp_path.iterdir()} == {"recipe.py", "run.yaml", "copy"}
+
+    before = records(copied / "run.zarr")
+    assert "40 rows x 3 checkpoints" in done(["plan", str(copied / "run.yaml")], capsys)
+    assert records(copied / "run.zarr") == before
 
 
 COLUMNS = """
@@ -98,6 +117,10 @@ def test_columns_of_the_recipe_filter_and_group_what_is_printed(tmp_path, capsys
     lines = [f"  {value:+.2e}  {year} ({count} rows)\n" for value, year, count in means]
     assert again.endswith("mean score over all targets by year:\n" + "".join(lines))
     assert "Unknown columns: ['colour']" in refused(["score", config, "--by", "colour"], capsys)
+    other = ["--path", str(tmp_path / "other.zarr"), "--checkpoints", str(tmp_path / "other")]
+    for unknown in (["--by", "colour"], ["--where", "colour=red"]):
+        assert "Unknown columns: ['colour']" in refused(["run", config, *other, *unknown], capsys)
+    assert not (tmp_path / "other").exists()  # nothing was trained
     assert "--where must be NAME=VALUE" in refused(["score", config, "--where", "web"], capsys)
 
     some = [
@@ -197,6 +220,8 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
 def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):
     lines = done(["inspect", str(ran / "run.zarr")], capsys).splitlines()
     assert lines[0] == f"{ran}/run.zarr: a store of format 3"
+    assert lines[1] == "  40 train rows, 3 checkpoints, scores: held-out"
+    assert lines[2].startswith("  7 tables (none not finished), ")
     assert "  proj_dim: 16" in lines
     assert f'  torch: "{torch.__version__}"' in lines
     assert '  ckpt-2                   40 of 40 rows done, checkpoint "checkpoint-3"' in lines
@@ -204,6 +229,9 @@ def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):
     assert any(line.startswith('run: "run" at "') and "recipe.py" in line for line in lines)
     shown = done(["inspect", empty_store(tmp_path, {"name\x1b[31m": "\x1b[2J"})], capsys)
     assert shown.endswith("tables:\n  none yet\n")
+    assert (
+        "\n  0 train rows, 0 checkpoints, scores: none\n  0 tables (none not finished), 0 entries\n" in shown
+    )
     assert "\x1b" not in shown
 
 

@@ -106,6 +106,28 @@ def test_texts_of_numbers_are_found_in_columns_of_floats():
     assert Column.of([True, False], 2, "flags").matches("True").tolist() == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("values", "labels", "value", "found"),
+    [
+        (["web", None, "book", None], ["None", "book", "web"], None, [1, 3]),
+        (
+            ["web", float("nan"), "book", "web"],
+            ["None", "book", "web"],
+            "None",
+            [1],
+        ),  # as a pandas frame has it
+        ([True, None, False, True], ["False", "None", "True"], True, [0, 3]),
+        ([3, None, 1, 3], ["1.0", "3.0", "nan"], "nan", [1]),
+        ([None, None, None, None], ["None"], None, [0, 1, 2, 3]),
+    ],
+)
+def test_a_missing_value_is_a_label(values, labels, value, found):
+    for labels_given in (values, np.array(values, object)):
+        column = Column.of(labels_given, 4, "values")
+        assert column.texts == labels
+        assert np.flatnonzero(column.matches(value)).tolist() == found
+
+
 def peak_of(call: Callable[[], Any]) -> tuple[Any, int]:
     tracemalloc.start()
     try:
@@ -165,6 +187,10 @@ def test_columns_are_those_of_frames_datasets_and_mappings():
             r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
         ),
         ({"source": ["web", None, 3, "b", "c"]}, "several types, which cannot be sorted"),
+        (
+            {"day": [datetime.date(2024, 1, 1), None, None, None, None]},
+            "several types, which cannot be sorted",
+        ),
         ({"source": ["web", 2, 3, 4, 5]}, "several types, which cannot be sorted"),
         ({"ids": [[1], [1, 2], [3], [4], [5]]}, "'ids' must hold one label for each row, got lists"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 from multiprocessing.context import ForkServerProcess
@@ -13,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import start_script
+
+from trak_lite import cli
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 SMALL = ("--epochs", "5", "--proj-dim", "128", "--show", "2")
@@ -60,6 +63,20 @@ def test_the_gallery_is_a_picture_of_targets_and_rows(whole: tuple[Path, str]) -
 
     assert picture.shape[1] > 1000
     assert picture[..., :3].std() > 0.1
+
+
+def test_the_config_finds_what_the_script_has_made(
+    whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "runs" / "digits"
+    shutil.copytree(whole[0], out)
+    config = DIGITS.parents[1] / "configs" / "digits.yaml"
+    with contextlib.chdir(tmp_path):  # the paths of the config are those of the script
+        assert cli.main(["run", str(config), "--proj_dim=128", "--recipe_arguments.epochs=5"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("featurized: 0 rows written, 7500 found")
+    assert "proj_dim=128" in said
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole[0].iterdir())
 
 
 def bytes_in(folder: Path) -> int:

@@ -55,6 +55,10 @@ class ForeignTask:
     ("task", "message"),
     [
         ("image_clasification", "Did you mean 'image_classification'.*Known names"),
+        (
+            "classification",
+            "mean 'image_classification' or .*'text_classification' or .*'dense_classification'",
+        ),
         ("?", "Known names: .*'binary_classification'"),
         (nn.Linear(1, 1), f"is a {LINEAR}"),
         (nn.Linear, f"is the class {LINEAR}"),

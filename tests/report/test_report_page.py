@@ -297,5 +297,8 @@ def test_a_new_process_imports_packages_when_they_are_needed_and_names_what_is_m
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", IN_A_NEW_PROCESS]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
-    message = "This needs jinja2, which is not installed. Install it with pip install 'trak-lite[report]'."
+    message = (
+        "This needs jinja2, which is not installed. Install it with pip install 'trak-lite[report]' (in a checkout: "
+        "pip install -e '.[report]')."
+    )
     assert ended.stdout.splitlines() == ["False", message, message, "True False"]

@@ -24,6 +24,7 @@ from trak_lite.evaluation import (
     subset_masks,
     summed_scores,
 )
+from trak_lite.evaluation.verdict import Baseline, Estimate
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
 from trak_lite.report import write_report
 from trak_lite.store import open_store
@@ -390,3 +391,44 @@ def test_a_calibration_that_is_not_better_is_not_stored(attributor):
     assert not verdict.calibration.kept
     with pytest.raises(StateError, match=r"was not significantly better .*, so it was not stored"):
         calibrated_scores(scores)
+
+
+def test_a_verdict_says_in_a_sentence_what_follows():
+    def verdict(lds, *leads):
+        baselines = tuple(
+            Baseline(f"baseline {k}", Estimate(0.3, 0.2, 0.4), Estimate(*lead))
+            for k, lead in enumerate(leads)
+        )
+        return Verdict(Estimate(*lds), baselines, 6, 1, 0.5, 4, 0, 0.95, None, None)
+
+    ahead, level, behind = (0.2, 0.1, 0.3), (0.1, -0.1, 0.3), (-0.2, -0.3, -0.1)
+    said = {
+        "No proven relation to retraining: do not act": verdict((0.1, -0.1, 0.3), ahead),
+        "predict retraining better than every baseline: act on sets of rows": verdict(
+            (0.5, 0.4, 0.6), ahead, ahead
+        ),
+        "predict retraining: act on sets of rows": verdict((0.5, 0.4, 0.6)),
+        "without a proven lead over baseline 1: use more subsets": verdict((0.5, 0.4, 0.6), ahead, level),
+        "but baseline 1 does so better: use it": verdict((0.5, 0.4, 0.6), level, behind),
+    }
+    for text, found in said.items():
+        assert text in found.conclusion
+        assert str(found).endswith(found.conclusion)
+        assert found.conclusion in found._repr_html_()
+
+
+def test_scores_of_a_replay_say_which_verification_they_need():
+    from trak_lite.unrolled import SGD, Recipe, unrolled
+
+    data = TensorDataset(torch.randn(20, 4), torch.arange(20) % 3)
+    recipe = Recipe(
+        lambda seed: nn.Linear(4, 3),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"),
+        data,
+        SGD(0.1),
+        batch_size=10,
+        epochs=1,
+    )
+    scores = unrolled(recipe.train(None, progress=False), data, "image_classification", progress=False)
+    with pytest.raises(StateError, match=r"verify_run\(scores, run, targets\).*methods.Unrolled\(run\)"):
+        verify(scores, recipe.train_fn, data, budget=2)

@@ -117,7 +117,7 @@ def test_a_place_is_named(tmp_path):
 def test_a_missing_package_is_named(monkeypatch, url):
     for name in ("obstore", "obstore.store", "fsspec"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedStoreError, match=r"pip install trak-lite\[remote\]"):
+    with pytest.raises(UnsupportedStoreError, match=r"pip install -e '\.\[remote\]\'"):
         RemotePlace(url)
 
 

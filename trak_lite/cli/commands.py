@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
+from trak_lite.data.columns import require_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.evaluation import Verdict
@@ -28,6 +30,7 @@ from trak_lite.methods import as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
 from trak_lite.retraining.verify import verify
+from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings, versions
 from trak_lite.run.tables import scored_names
 from trak_lite.run.workspace import Workspace
@@ -198,6 +201,21 @@ class Job:
             run, self.target_rows, task, name=score["name"], progress=progress, **arguments
         )
 
+    def check_columns(self) -> None:
+        """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed.
+
+        Raises:
+            UnknownNameError: If the recipe and the store have no such column.
+        """
+        names = [*(self.where or ()), *([] if self.by is None else [self.by])]
+        if not names:
+            return
+        known = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
+        if _is_store(self.config.path):
+            with open_store(self.config.path) as store:
+                known |= stored_columns(store)
+        require_columns(names, known)
+
     def shown(self, scores: Scores) -> list[str]:
         """Return scores, the top rows of some targets, and mean scores by group as lines."""
         lines = [str(scores)]
@@ -214,8 +232,12 @@ class Job:
     def recorded(self, command: str) -> Iterator[None]:
         """Write the record of a command into the store at the end of the command.
 
-        A command that fails is recorded only if it created the store: an existing store may have other settings.
+        A command that fails is recorded only if it created the store: an existing store may have other settings. A plan
+        writes nothing.
         """
+        if command == "plan":
+            yield
+            return
         config = self.config
         time = datetime.now(UTC).isoformat(timespec="seconds")
         made_with = versions(self.attributor.device)
@@ -231,11 +253,31 @@ class Job:
 
 def run(job: Job) -> Iterator[str]:
     """Train if there are no checkpoints, featurize and score. Yield the lines to print."""
+    job.check_columns()
     num_trained = job.train()
     if num_trained:
         yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"
     yield from featurize(job)
     yield from job.shown(job.score())
+    store, recipe = (shlex.quote(_short(str(path))) for path in (job.config.path, job.recipe.path))
+    yield f"next: trak-lite serve {store} --recipe {recipe}          (questions in a browser)"
+    yield f"      trak-lite report {store} --recipe {recipe}         (one page of HTML)"
+    yield f"      trak-lite verify --from {store} --recipe {recipe}  (a test against retrained models)"
+
+
+def plan(job: Job) -> Iterator[str]:
+    """Measure what ``run`` would take. Yield the lines to print."""
+    checkpoints = job.config.values["checkpoints"]
+    if isinstance(checkpoints, str) and not _has_entries(checkpoints):
+        yield f"There is no checkpoint at {checkpoints}: for one checkpoint with the weights of build_model()."
+        checkpoints = None
+    yield str(job.attributor.plan(job.train_rows, job.target_rows, checkpoints=checkpoints))
+
+
+def score(job: Job) -> list[str]:
+    """Score the targets. Return the lines to print."""
+    job.check_columns()
+    return job.shown(job.score())
 
 
 def featurize(job: Job) -> Iterator[str]:
@@ -248,9 +290,10 @@ def featurize(job: Job) -> Iterator[str]:
 
 
 COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
+    "plan": plan,
     "run": run,
     "featurize": featurize,
-    "score": lambda job: job.shown(job.score()),
+    "score": score,
     "verify": lambda job: [str(job.verify())],
     "unroll": lambda job: job.shown(job.unroll()),
 }
@@ -323,10 +366,10 @@ def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | 
     scores = stored_scores(Workspace(config.path), settings, name, method, dense=dense)
     render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
+    if recipe is None and (scores.verdict, scores.one_run_verdict):  # damaged ones raise before the note
+        yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
     page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"
-    if recipe is None:
-        yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
 
 
 def _chosen(
@@ -362,6 +405,12 @@ def _is_store(place: str | RemotePlace) -> bool:
     except MissingStoreError:
         return False
     return True
+
+
+def _short(path: str) -> str:
+    """Return a path below the current folder as a relative one."""
+    folder = os.getcwd() + os.sep
+    return path.removeprefix(folder) or path
 
 
 def _has_entries(path: str) -> bool:

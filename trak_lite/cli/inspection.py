@@ -10,7 +10,7 @@ from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict
-from trak_lite.run.tables import all_score_paths
+from trak_lite.run.tables import all_score_paths, stored_content
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
@@ -29,8 +29,12 @@ def inspection(place: str | RemotePlace) -> str:
         settings, parameters = made_with.pop("settings", {}), fingerprint.pop("parameters", None)
         entries = [f"  {_line(name)}" for name in store.entry_names()]
         scored = [path for path in all_score_paths(store) if store.open_table(path).complete]
+        names = store.table_names()
+        left = sum(not store.open_table(name).complete for name in names)
         lines = [
             f"{place}: a store of format {store.manifest.format}",
+            f"  {_line(stored_content(store))}",
+            f"  {len(names)} tables ({left or 'none'} not finished), {len(entries)} entries",
             *_block("made with", made_with),
             *_block("settings", settings),
             *_block("rows are determined by", fingerprint),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO, final
 
+from trak_lite._validate import installing
 from trak_lite._version import __version__
 from trak_lite.cli.inspection import done_lines, inspection
 from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError, printable
@@ -27,6 +28,7 @@ _PROGRAM = "trak-lite"
 _WRONG_USE, _INTERRUPTED = 2, 130
 _EXTRA = ("jsonargparse", "docstring_parser", "yaml", "typeshed_client")
 _WITH_CONFIG: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plan": ("measure on a few batches how long run takes, how much memory and disk", ()),
     "run": ("train if there are no checkpoints, featurize, score", ("where", "by")),
     "featurize": ("compute the features of the train rows", ()),
     "score": ("score every train row for every target", ("where", "by")),
@@ -91,7 +93,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
         raise InvalidInputError(
-            f"{command} needs {error.name}, which is not installed. Install it with pip install 'trak-lite[cli]'."
+            f"{command} needs {error.name}, which is not installed. {installing('cli')}"
         ) from error
     text, own = _WITH_CONFIG[command]
     source = "STORE" if command in _OF_STORE else "CONFIG"

@@ -56,6 +56,8 @@ class Column:
     def of(cls, values: ArrayLike, count: int, what: str) -> Self:
         """Number the labels of ``count`` rows.
 
+        A missing value (None, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of numbers.
+
         Raises:
             InvalidInputError: If there is not one label per row, or the labels cannot be sorted.
         """
@@ -64,12 +66,13 @@ class Column:
             raise InvalidInputError(
                 f"{what} must hold one label for each of {count}, got an array of shape {given.shape}."
             )
+        given = _with_missing_labels(given)
         try:
             distinct, places = np.unique(given, return_inverse=True)
         except TypeError as error:
             raise InvalidInputError(
                 f"The labels in {what} are of several types, which cannot be sorted ({error}). Use one type, such as "
-                "strings, without None."
+                "strings."
             ) from error
         return cls(short_texts(distinct), places.astype(np.int64))
 
@@ -264,6 +267,21 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
             f"{what} must hold one label for each row, got lists ({error}). Leave it out, such as with "
             "dataset.select_columns(names)."
         ) from error
+
+
+def _with_missing_labels(given: NDArray[Any]) -> NDArray[Any]:
+    """Return labels in which missing values have a label of the type of the others, so that they can be sorted."""
+    if given.dtype != object:
+        return given
+    missing = np.array([value is None or (isinstance(value, float) and value != value) for value in given])
+    kinds = {type(value) for value in given[~missing]}
+    if not missing.any():
+        return given
+    if kinds <= {str} or kinds == {bool}:
+        filled = given.copy()
+        filled[~missing], filled[missing] = [str(value) for value in given[~missing]], str(None)
+        return filled
+    return np.where(missing, np.nan, given).astype(np.float64) if kinds <= {int, float} else given
 
 
 def short_texts(labels: NDArray[Any]) -> NDArray[Any]:

@@ -155,6 +155,27 @@ class Verdict(_Stored):
     compared: str = field(default="", compare=False)
     """Which stored outputs of models were used, and how they were compared with the present training."""
 
+    @property
+    def conclusion(self) -> str:
+        """What follows from the intervals, in a sentence."""
+        if self.lds.low <= 0:
+            return (
+                "No proven relation to retraining: do not act on these scores. Use more subsets (budget=), and more "
+                "checkpoints."
+            )
+        ahead = [one.name for one in self.baselines if one.lead.low <= 0]
+        found = "The scores predict retraining"
+        if any(one.lead.high < 0 for one in self.baselines):
+            better = next(one.name for one in self.baselines if one.lead.high < 0)
+            return f"{found}, but {better} does so better: use it, or another method."
+        if ahead:
+            return f"{found}, without a proven lead over {' and '.join(ahead)}: use more subsets (budget=)."
+        lead = " better than every baseline" if self.baselines else ""
+        return (
+            f"{found}{lead}: act on sets of rows. The LDS is about sums over many rows; scores.reliability() tells for "
+            "which targets single rows can be relied on."
+        )
+
     def __str__(self) -> str:
         """Return the verdict on a few lines."""
         ceiling = "" if self.ceiling is None else f", a perfect method about {self.ceiling:.3f}"
@@ -165,11 +186,11 @@ class Verdict(_Stored):
         lines += [f"{one.name}: LDS {one.lds}, the scores lead by {one.lead}" for one in self.baselines]
         if self.calibration is not None:
             lines.append(str(self.calibration))
-        return printable("\n".join([*lines, self.compared] if self.compared else lines))
+        return printable("\n".join([*lines, *([self.compared] if self.compared else []), self.conclusion]))
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks: the score, beside those of the baselines, and how it was measured."""
-        more = [str(one) for one in (self.calibration, self.compared) if one]
+        more = [str(one) for one in (self.calibration, self.compared, self.conclusion) if one]
         return _html(
             f"LDS {self.lds.mean:.3f}",
             ("baseline", "LDS", "the scores lead by"),

@@ -15,7 +15,6 @@ Shapes: N train rows, n drawn samples, K feature width, k columns of one segment
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -249,13 +248,12 @@ class DrawnRows:
     """The n samples of a fit: train rows with drawn labels, each train row as often as the method needs."""
 
     def __init__(
-        self, rows: Rows, task: AbstractModelOutput, model: nn.Module, method: Fisher, number: int
+        self, rows: Rows, task: AbstractModelOutput, model: nn.Module, chosen: int, draws: int, seed: int
     ) -> None:
-        """Choose ``number`` samples, or fewer if the method limits the draws; ``task`` draws labels from ``model``."""
+        """Choose the rows, and draw labels of each so often; ``task`` draws them from ``model``."""
         self.what, self.batch_size = rows.what, rows.batch_size
-        self._rows, self._task, self._model, self._seed = rows, task, model, method.seed
-        self._chosen = spread_rows(len(rows), number)
-        self._draws = min(math.ceil(number / len(self._chosen)), method.max_draws)
+        self._rows, self._task, self._model, self._seed = rows, task, model, seed
+        self._chosen, self._draws = spread_rows(len(rows), chosen), draws
 
     def __len__(self) -> int:
         """Return n."""

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._devices import one_behind
+from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
@@ -25,7 +27,7 @@ from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution
 from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.kronecker.stored import KroneckerFits
-from trak_lite.featurizing.rows import RowPass, RowWork, SampleRows, compute_features
+from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -51,6 +53,7 @@ from trak_lite.run.tables import (
     GRADIENT_NORM,
     checkpoint_path,
     checkpoint_tables,
+    feature_table_spec,
     model_id_of,
     table_path,
 )
@@ -202,7 +205,7 @@ class FeaturizingSession:
         ranks.lockstep = Lockstep.of(run.model)
         self._own, self._train = own, train
         self._unfinished: list[tuple[Checkpoint, str]] = []
-        self._is_first = True
+        self._is_first, self._is_announced = True, False
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
@@ -277,8 +280,12 @@ class FeaturizingSession:
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
         settings, method = self.settings, self.settings.method
-        if digest in known and isinstance(method, Fisher) and not self.fisher_fits(method).has(known[digest]):
-            require_writable(self.store)
+        if isinstance(method, Fisher):
+            fitted = digest in known and self.fisher_fits(method).has(known[digest])
+            if digest in known and not fitted:
+                require_writable(self.store)
+            if not fitted and not self._is_announced:
+                self._announce_fit(rows)
         model_id = self.workspace.model_id(digest, known)
         adam = self._adam_states(settings.normalization)
         written = None
@@ -301,6 +308,39 @@ class FeaturizingSession:
         if not self._is_featurized(path):
             self._unfinished.append((checkpoint, digest))
         return written
+
+    def trial(
+        self, checkpoint: Checkpoint, rows: Rows, plan: Iterable[NDArray[np.int64]], *, of_fit: bool
+    ) -> Iterator[None]:
+        """Compute batches as :meth:`featurize` does in a run of all rows, and write them; yield after each.
+
+        Args:
+            checkpoint: The weights.
+            rows: The train rows.
+            plan: The rows of each batch; with ``of_fit`` the samples of the fit of Fisher.
+            of_fit: Compute gradients for the fit of Fisher instead of rows.
+        """
+        digest, settings = self.load(checkpoint), self.settings
+        adam = self._adam_states(settings.normalization)
+        spec = settings.train_table(len(rows), settings.row_fingerprint(0, digest, adam))
+        passes = self.row_pass(rows, 0, with_norms=any(c.name == GRADIENT_NORM for c in spec.columns))
+        if of_fit and isinstance(settings.method, Fisher):
+            samples, passes = self._fit_pass(rows, settings.method, 0)
+            spec = feature_table_spec(len(samples), settings.layout.width, "float32", {})
+        table = self.workspace.lazy_table("trial", spec)
+        stream = passes.stream(plan, lambda: spec.num_rows)
+        for wanted, copied in one_behind((wanted, HostRows(found, spec)) for wanted, found in stream):
+            copied.put(table, wanted, rows.what)
+            yield
+
+    def _announce_fit(self, rows: Rows) -> None:
+        """Say once what the fit of the method costs, before the rows: it may take longer than they do."""
+        number, self._is_announced = self.settings.num_fit_rows(len(rows)), True
+        announce(
+            f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
+            f"gradients, {number / len(rows):.1f} times as many as rows.",
+            self.run.progress,
+        )
 
     def finish(self, rows: Rows) -> int:
         """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
@@ -397,14 +437,19 @@ class FeaturizingSession:
         if not settings.computer_is_chosen:
             numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
             self._computer_for(rows.what, batch, numbers)
-        computer = settings.fisher_computer()
-        computer.load_model_params(self.model)
-        number = method.num_samples(settings.layout, settings.projector.proj_dim)
-        samples = DrawnRows(rows, settings.task, self.model, method, number)
-        passes = replace(self.row_pass(samples, model_id_of(path)), computer_for=lambda *_: computer)
+        samples, passes = self._fit_pass(rows, method, model_id_of(path))
         table = self.workspace.lazy_table(*fits.drawn_table(path, len(samples)))
         drawn = self.work(table, passes, f"Fitting the Fisher information of {label}")
         fits.fit(path, drawn, len(rows), wait=wait)
+
+    def _fit_pass(self, rows: Rows, method: Fisher, model_id: int) -> tuple[DrawnRows, RowPass]:
+        """Return the samples of a fit of the loaded checkpoint, and the pass over them."""
+        settings = self.settings
+        computer = settings.fisher_computer()
+        computer.load_model_params(self.model)
+        chosen, draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
+        samples = DrawnRows(rows, settings.task, self.model, chosen, draws, method.seed)
+        return samples, replace(self.row_pass(samples, model_id), computer_for=lambda *_: computer)
 
     def kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         """Return the fits of the EK-FAC of a method."""
@@ -505,11 +550,17 @@ class FeaturizingSession:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
         """
         waiting = set(train)
-        for checkpoint in self.candidates(set(waiting)):
-            if not waiting:
-                return
-            digest = self.load(checkpoint)
-            if digest in waiting:
+
+        def needed() -> Iterator[Checkpoint]:
+            for checkpoint in self.candidates(set(waiting)):
+                if not waiting:
+                    return
+                if self.load(checkpoint) in waiting:
+                    yield checkpoint
+
+        with Stages.of(len(waiting)) as stages:
+            for checkpoint in stages.each(needed()):
+                digest = self._digest
                 self.check_train(train[digest])
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)

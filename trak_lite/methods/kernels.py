@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -82,6 +83,12 @@ class Fisher(AbstractKernelMethod):
         narrow segments need as many gradients.
         """
         return self.samples_per_feature * max(proj_dim, *(segment.width for segment in layout.segments))
+
+    def num_draws(self, num_rows: int, layout: FeatureLayout, proj_dim: int) -> tuple[int, int]:
+        """Return how many of N train rows a fit uses, and how many gradients of each it computes."""
+        number = self.num_samples(layout, proj_dim)
+        chosen = min(num_rows, number)
+        return chosen, min(math.ceil(number / chosen), self.max_draws)
 
     def fit_json(self) -> dict[str, Any]:
         """Return the fields that the fit depends on, as JSON values."""

@@ -87,8 +87,10 @@ def resolve_task(
     if isinstance(task, str):
         if task in MODEL_OUTPUTS:
             return MODEL_OUTPUTS[task]()
-        near = difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        # A part of several names ("classification") is none of them: their batches and outputs differ.
+        near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
+        near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise UnknownTaskError(
             f"Unknown task {task!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
         )

@@ -140,6 +140,19 @@ def iterate_checkpoints(
         )
 
 
+def count_checkpoints(
+    checkpoints: CheckpointSource, checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None
+) -> int | None:
+    """Return the number of checkpoints of a source; ``None`` if it might have to make them to be counted."""
+    items = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
+    plain = (str, os.PathLike, Mapping, Checkpoint, type(None))
+    if checkpoint_loader is None and not all(isinstance(item, plain) for item in items):
+        return None
+    if isinstance(checkpoints, Iterable) and not isinstance(checkpoints, (*plain, list, tuple)):
+        return None
+    return sum(1 for _ in iterate_checkpoints(checkpoints, checkpoint_loader))
+
+
 def noted_checkpoint(source: object) -> Checkpoint | None:
     """Return a checkpoint for the file that a store records as the source of its weights; ``None`` if there is none.
 

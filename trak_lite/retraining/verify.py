@@ -71,10 +71,11 @@ def verify(
     """Test scores against models that are retrained on random subsets of the train rows.
 
     The verdict reports the linear datamodeling score (LDS): the rank correlation of summed scores with the retrained
-    models' outputs of a target. It also reports the LDS of cheap baselines. The verdict is stored and printed with the
-    scores. Every retraining is stored. The same call therefore resumes after a kill, and verifying other scores of the
-    same targets (another method, ``calibrate=True``) repeats one stored retraining per seed only, to check that the
-    training is unchanged; with a ``train_id`` it trains nothing. If the outputs differ, all models are trained again.
+    models' outputs of a target. It also reports the LDS of cheap baselines, and a sentence on what follows
+    (``verdict.conclusion``). The verdict is stored and printed with the scores. Every retraining is stored. The same
+    call therefore resumes after a kill, and verifying other scores of the same targets (another method,
+    ``calibrate=True``) repeats one stored retraining per seed only, to check that the training is unchanged; with a
+    ``train_id`` it trains nothing. If the outputs differ, all models are trained again.
     The verdict says what was compared. Several processes share the retrainings. In a distributed run rank 0 trains.
 
     This asks what leaving rows out changes on average over seeds; :func:`verify_run` asks what it changes in one run.

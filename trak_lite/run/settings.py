@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ from trak_lite.store._columns import DTYPES, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 __all__ = ["AttributorSettings", "GradientComputerFactory", "StoredSettings", "Task"]
-__all__ += ["row_kind", "stored_arguments", "versions"]
+__all__ += ["row_kind", "row_widths", "stored_arguments", "versions"]
 
 logger = logging.getLogger(__name__)
 
@@ -196,12 +197,40 @@ class AttributorSettings:
         asked.task = QuestionsModelOutput(base, {**known, _ASKED: given})
         return asked, _ASKED
 
+    def shown(self) -> dict[str, str]:
+        """Return what an attributor with these settings does, as texts by name."""
+        given, row = self._arguments, self.train_table(1, {}).row_bytes
+        computer = "chosen by the first samples" if not self.computer_is_chosen else self.computer_choice
+        return {
+            "task": self.task.name or type(self.task).__name__,
+            "parameters": f"{num_entries(self.parameters):,} in {len(self.parameters)} tensors, on {self.device}",
+            "features": f"{row_widths(self.layout)} ({given['projector'] or 'a custom projector'}, "
+            f"proj_dim={given['proj_dim']})",
+            "rows": f"{self.dtype}, {row:,} bytes each per checkpoint",
+            "gradients": computer,
+            "method": str(self.method),
+        }
+
+    def trial(self) -> AttributorSettings:
+        """Return these settings for a trial, whose choice of a gradient computer changes nothing here."""
+        trial = copy.copy(self)
+        trial._arguments = dict(self._arguments)
+        trial._made_with = {**self._made_with, "settings": trial._arguments}
+        return trial
+
     # ---------------------------------------------------------------- gradients
 
     @property
     def computer_is_chosen(self) -> bool:
         """Whether the gradient computer is chosen; otherwise the first samples decide."""
         return self._make_computer is not None
+
+    @property
+    def computer_choice(self) -> str:
+        """The gradient computer, and why it was chosen if it was."""
+        name = self._arguments["gradient_computer"] or "a custom one"
+        reason = self._made_with.get("gradient_computer_reason")
+        return str(name) if reason is None else f"{name} ({reason})"
 
     def computer(self) -> AbstractGradientComputer:
         """Return a gradient computer with the model's current weights."""
@@ -218,6 +247,12 @@ class AttributorSettings:
             grad_wrt=list(self.parameters),
             **more,
         )
+
+    def num_fit_rows(self, num_rows: int) -> int:
+        """Return the number of gradients that ``featurize`` computes for the fit of a checkpoint; 0 without a fit."""
+        if not isinstance(self.method, Fisher):
+            return 0
+        return math.prod(self.method.num_draws(num_rows, self.layout, self.projector.proj_dim))
 
     def fisher_computer(self) -> AbstractGradientComputer:
         """Return a gradient computer for gradients of the log-likelihood of labels drawn from the model.
@@ -501,6 +536,14 @@ def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShap
     share = max(DEFAULT_ROW_WIDTH // max(modules, 1), 1)
     power_of_two = 1 << (share.bit_length() - 1)
     return max(FEWEST_FEATURES, min(MOST_FEATURES, power_of_two))
+
+
+def row_widths(layout: FeatureLayout) -> int | str:
+    """Return the number of features per row; of several segments ``"segments x width"``, or their widths' sum."""
+    count, widths = len(layout.segments), {segment.width for segment in layout.segments}
+    if count == 1:
+        return layout.width
+    return f"{count} x {widths.pop()}" if len(widths) == 1 else f"{layout.width} in {count} modules"
 
 
 def versions(device: torch.device) -> dict[str, Any]:

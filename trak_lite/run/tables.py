@@ -296,4 +296,15 @@ def drop_targets(store: AbstractFeatureStore, name: str) -> int:
 
 def num_train_rows(manifest: Manifest) -> int:
     """Return the number of rows of the train data; 0 if the manifest does not contain it."""
-    return int(manifest.fingerprint.get("dataset", {}).get("num_rows") or 0)
+    dataset = manifest.fingerprint.get("dataset")
+    count = dataset.get("num_rows") if isinstance(dataset, Mapping) else None
+    return count if isinstance(count, int) else 0
+
+
+def stored_content(store: AbstractFeatureStore) -> str:
+    """Return the numbers of rows and checkpoints, and the scored target sets, as text."""
+    tables = [store.open_table(path) for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
+    left = sum(not table.complete for table in tables)
+    unfinished = f" ({left} not finished)" if left else ""
+    scored = ", ".join(scored_names(store)) or "none"
+    return f"{num_train_rows(store.manifest):,} train rows, {len(tables)} checkpoints{unfinished}, scores: {scored}"

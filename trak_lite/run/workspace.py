@@ -247,6 +247,7 @@ class Workspace:
             compare_fingerprints(compared, given, where=str(self.path or "the store in memory"))
         except ManifestMismatchError as error:
             cause = _cause([key for key, *_ in differing_keys(compared, given)])
+            cause = cause or _other_settings(stored.made_with, self._manifest.made_with)
             error = ManifestMismatchError(f"{cause}{error}")
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
@@ -270,6 +271,23 @@ def _cause(keys: Sequence[str]) -> str:
     if data == ["dataset.indices"]:
         return "The rows are of the same dataset in another order, or of others of its samples. "
     return "The rows are of other samples, or of the same ones in another order. " if data else ""
+
+
+def _other_settings(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return a sentence on the arguments of the attributor that differ; the fingerprint names what follows from them.
+
+    The method is left out: rows do not depend on it.
+    """
+    there, here = stored.get("settings"), given.get("settings")
+    if not isinstance(there, Mapping) or not isinstance(here, Mapping):
+        return ""
+    known = {name for name in there.keys() & here.keys() if name not in ("method", "gradient_computer")}
+    other = [
+        f"{name}={there[name]!r:.80}, not {here[name]!r:.80}"
+        for name in sorted(known)
+        if there[name] != here[name]
+    ]
+    return f"The rows were made with {'; '.join(other)}. " if other else ""
 
 
 @contextmanager

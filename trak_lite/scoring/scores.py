@@ -101,6 +101,13 @@ class Scores:
         Raises:
             StateError: If they were opened without a model, or not computed from stored rows.
         """
+        record = self._record
+        if record.run is None and record.source is None and record.settings.get("method") == "Unrolled":
+            raise StateError(
+                f"The scores {self.name!r} are those of a replay, made without an attributor. To test them in the same "
+                "run: verify_run(scores, run, targets). To test them over seeds, make them with an attributor that has "
+                "featurized the train data: attributor.score(targets, method=methods.Unrolled(run)), then verify(...)."
+            )
         if self._record.run is None and self.source:
             raise StateError(
                 f"The scores {self.name!r} were opened without a model. Open them with one: "

@@ -17,7 +17,7 @@ from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores
 from trak_lite.parallel.ranks import Ranks
-from trak_lite.run.settings import AttributorSettings, StoredSettings
+from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
 from trak_lite.run.tables import (
     ERRORS,
     SCORES,
@@ -45,7 +45,6 @@ from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
-from trak_lite.types import FeatureLayout
 
 __all__ = ["ScoreResult", "drop_scores", "score_source", "source_of_stored", "stored_scores"]
 
@@ -141,6 +140,7 @@ def _record(
 
     ``shown`` are JSON values to show, of scores without a table: a table has attributes.
     """
+    made = source.manifest.made_with.get("settings")
     path, targets, entries = target_folder(source.name, source.method), source.target_identity, None
     if stored:
         path = score_path(source.name, source.method, settings.method)
@@ -155,7 +155,8 @@ def _record(
             **(shown or {}),
             **_name_of_task(targets),
             checkpoints=len(source.train),
-            proj_dim=_widths(settings.layout),
+            proj_dim=made.get("proj_dim") if isinstance(made, Mapping) else None,
+            features=row_widths(settings.layout),
         ),
         source=source,
         run=run,
@@ -171,14 +172,6 @@ def _name_of_task(targets: Any) -> dict[str, str]:
         return {}
     name = task.get("name") if isinstance(task, Mapping) else None
     return {"task": name if isinstance(name, str) and name else "custom"}
-
-
-def _widths(layout: FeatureLayout) -> int | str:
-    """Return the row width, or ``"segments x width"`` for several segments of the same width."""
-    widths = {segment.width for segment in layout.segments}
-    if len(layout.segments) == 1 or len(widths) > 1:
-        return layout.width
-    return f"{len(layout.segments)} x {widths.pop()}"
 
 
 def _finished_table(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, final
 
+from trak_lite._validate import installing
 from trak_lite.errors import InvalidInputError, UnsupportedStoreError
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.objects import AbstractObjects
@@ -117,6 +118,5 @@ def _connect_url(url: str, scheme: str, options: dict[str, object]) -> AbstractO
                 f"{url} cannot be opened: {error}. Expected a scheme such as s3, gs, az or memory."
             ) from error
     raise UnsupportedStoreError(
-        f"{url} needs a package that is not installed ({'; '.join(missing)}). "
-        "Install it with pip install trak-lite[remote]."
+        f"{url} needs a package that is not installed ({'; '.join(missing)}). {installing('remote')}"
     )

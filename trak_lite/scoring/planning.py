@@ -1,0 +1,521 @@
+"""What a run will take, measured on a few batches before it: time, memory and disk, and the settings that would help.
+
+Shapes: N train rows, M targets, K feature width, C checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import wide_dtype
+from trak_lite._progress import duration
+from trak_lite.data.datasets import Rows
+from trak_lite.featurizing.session import Run
+from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise
+from trak_lite.methods import AbstractInverseMethod, AbstractMatrixMethod, AbstractMethod
+from trak_lite.models.checkpoints import Checkpoint
+from trak_lite.parallel.sharing import plan_batches
+from trak_lite.run.settings import AttributorSettings
+from trak_lite.run.workspace import Workspace
+from trak_lite.types import FeatureLayout
+
+__all__ = ["Plan", "Span", "planned"]
+
+_WARM: Final = 3
+"""Batches that choose, check and record the gradient computer, and are counted once per checkpoint."""
+_LONGEST: Final = 3.0  # seconds of one trial after these batches
+_FEWEST, _MOST = 4, 40
+"""Further batches of a trial."""
+_TRIED: Final = (32, 128, 512)
+"""Sizes of batches that are compared."""
+_CLEARLY: Final = 0.8
+"""Another batch size is proposed if it takes at most this share of the time."""
+_PRODUCT_ROWS: Final = 1024
+_MOST_STORED: Final = 1 << 26
+"""Bytes of kernels that a trial stores at most; the time of more is that of these, in proportion."""
+
+
+class Span(NamedTuple):
+    """A duration in seconds with its spread, by the fastest and the slowest tenth of the measured batches."""
+
+    mean: float
+    low: float
+    high: float
+    cpu: float
+    """Processor time of this process."""
+
+    @classmethod
+    def none(cls) -> Span:
+        """Return no time."""
+        return cls(0.0, 0.0, 0.0, 0.0)
+
+    def plus(self, other: Span) -> Span:
+        """Return the sum."""
+        return Span(*(one + two for one, two in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Span:
+        """Return a multiple."""
+        return Span(*(value * factor for value in self))
+
+    def __str__(self) -> str:
+        """Return mean and spread."""
+        if self.high - self.low < 0.1 * self.mean:
+            return duration(self.mean)
+        return f"{duration(self.mean)} ({duration(self.low)} to {duration(self.high)})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will take; see :meth:`trak_lite.Attributor.plan`."""
+
+    num_rows: int
+    """N."""
+    num_targets: int
+    """M."""
+    checkpoints: int
+    """C."""
+    batch_size: int
+    """Samples per pass."""
+    settings: Mapping[str, str]
+    """What the attributor does, as ``print(attributor)`` shows it, with the gradient computer and its reason."""
+    disk: Mapping[str, int]
+    """Bytes by purpose: rows, targets, kernels, scores; ``"fit, while it runs"`` is freed again."""
+    memory: Mapping[str, int | None]
+    """Peak bytes of featurizing and of scoring beyond what is in use now (the model, the data); ``None`` where the
+    system does not tell."""
+    seconds: Mapping[str, Span]
+    """Time by step: ``"rows"``, ``"fit"``, ``"targets"``, ``"scores"``."""
+    advice: tuple[str, ...]
+    """What does not fit, what would be faster, and what was not measured."""
+
+    @property
+    def total(self) -> Span:
+        """Time to the end of all steps."""
+        total = Span.none()
+        for span in self.seconds.values():
+            total = total.plus(span)
+        return total
+
+    def __str__(self) -> str:
+        """Return the plan on a few lines."""
+        steps = ", ".join(f"{name} {span}" for name, span in self.seconds.items() if span.mean)
+        sizes = ", ".join(f"{name} {_size(count)}" for name, count in self.disk.items() if count)
+        peaks = ", ".join(
+            f"{name} {'unknown' if count is None else _size(count)}"
+            for name, count in self.memory.items()
+            if count != 0
+        )
+        lines = [
+            f"{self.num_rows:,} rows x {self.checkpoints} checkpoints, {self.num_targets:,} targets, batches of "
+            f"{self.batch_size}",
+            *(f"{name}: {text}" for name, text in self.settings.items()),
+            f"time: {self.total}: {steps}",
+            f"disk: {sizes}",
+            f"memory, beyond model and data: {peaks}",
+            *self.advice,
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Measured batches."""
+
+    setup: Span
+    """Time that a checkpoint takes once: the choice, checks and recordings."""
+    checks: Span
+    """The part of it that short data take too, which are not recorded."""
+    batch: Span
+    growth: int | None
+    """Peak bytes beyond those in use before."""
+
+
+def planned(
+    run: Run,
+    rows: Rows,
+    targets: Rows | None,
+    checkpoint: Checkpoint,
+    count: int,
+) -> Plan:
+    """Return the plan of featurizing rows and scoring targets with ``count`` checkpoints like ``checkpoint``.
+
+    Nothing is written but a folder beside the store, which is removed.
+    """
+    settings, num_rows = run.settings, len(rows)
+    num_targets = 0 if targets is None else len(targets)
+    advice: list[str] = []
+    chosen = run.settings.trial()
+    trial = _tried(run, chosen, rows, checkpoint, rows.batch_size)
+    per_batch = {rows.batch_size: trial}
+    passes = len(
+        plan_batches(np.arange(num_rows), settings.train_table(num_rows, {}).chunk_rows, rows.batch_size)
+    )
+    seconds = {"rows": trial.setup.plus(trial.batch.times(passes)).times(count)}
+    draws, fit = settings.num_fit_rows(num_rows), None
+    if draws:
+        fit = _tried(run, chosen, rows, checkpoint, rows.batch_size, draws=draws)
+        seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // rows.batch_size))).plus(
+            _gram_time(settings, draws)
+        )
+        seconds["fit"] = seconds["fit"].times(count)
+    if num_targets:
+        seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / rows.batch_size)).times(count)
+    scoring, peak = _scoring(settings, num_rows, num_targets, advice)
+    disk = _disk(settings, num_rows, num_targets, count, draws)
+    if num_targets and disk["kernels"]:
+        scoring = scoring.plus(_storing_time(run, disk["kernels"] // count))
+    seconds["scores"] = scoring.times(count)
+    growths = [one.growth for one in (trial, fit) if one is not None and one.growth is not None]
+    memory = {"featurizing": max(growths, default=None), "scoring": peak}
+    for size in _TRIED:
+        if size != rows.batch_size and size * (_WARM + _FEWEST) <= num_rows:
+            other = _tried(run, chosen, rows, checkpoint, size, longest=0.5)
+            per_batch[size] = other
+            if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
+                break  # larger ones will not be faster
+    advice += _advice(settings, run.workspace, rows.batch_size, per_batch, disk, memory)
+    return Plan(
+        num_rows,
+        num_targets,
+        count,
+        rows.batch_size,
+        {**settings.shown(), "gradients": chosen.computer_choice},
+        disk,
+        memory,
+        seconds,
+        tuple(advice),
+    )
+
+
+def _tried(
+    run: Run,
+    settings: AttributorSettings,
+    rows: Rows,
+    checkpoint: Checkpoint,
+    batch_size: int,
+    *,
+    draws: int = 0,
+    longest: float = _LONGEST,
+) -> _Trial:
+    """Compute some batches of rows, or of a fit, as ``featurize`` does, and write them to a store of their own."""
+    num_rows = draws or len(rows)
+    chunk_rows = settings.train_table(num_rows, {}).chunk_rows
+    first = np.arange(min(num_rows, (_WARM + _MOST) * batch_size))
+    batches = plan_batches(first, chunk_rows, batch_size)
+    with _scratch(run.workspace) as workspace:
+        trial = replace(run, settings=settings, workspace=workspace, progress=False, computers=None)
+        size, rows.batch_size = rows.batch_size, batch_size
+        try:
+            with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
+                marks = [_Mark.now()]
+                starts = _starts(batches, marks, longest)
+                for _ in session.trial(checkpoint, rows, starts, of_fit=bool(draws)):
+                    marks.append(_Mark.now())
+        finally:
+            rows.batch_size = size
+    gaps = [later.minus(earlier) for earlier, later in itertools.pairwise(marks)]
+    batch = _usual(gaps, -(-chunk_rows // batch_size))
+    return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak.growth)
+
+
+def _usual(gaps: Sequence[_Mark], per_chunk: int) -> Span:
+    """Return the time of one batch, with its share of the time that the last batch of a chunk takes more."""
+    later = list(enumerate(gaps))[_WARM:] or [*enumerate(gaps)][-1:]
+    last = [gap for number, gap in later if (number + 1) % per_chunk == 0]
+    inner = [gap for number, gap in later if (number + 1) % per_chunk]
+    if not last or not inner:
+        return _span(inner or last)
+    batch, more = _span(inner), _beyond(last, _span(inner))
+    return batch.plus(more.times(1 / (len(last) * per_chunk)))
+
+
+def _beyond(gaps: Sequence[_Mark], usual: Span) -> Span:
+    """Return what some batches took more than as many usual ones."""
+    wall = max(0.0, sum(gap.wall for gap in gaps) - len(gaps) * usual.mean)
+    return Span(wall, wall, wall, max(0.0, sum(gap.cpu for gap in gaps) - len(gaps) * usual.cpu))
+
+
+def _starts(
+    batches: Sequence[NDArray[np.int64]], marks: Sequence[_Mark], longest: float
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the first batches in order, as a run writes them, until the trial has taken long enough."""
+    for number, rows in enumerate(batches[: _WARM + _MOST]):
+        measured = len(marks) > _WARM and number >= _WARM + _FEWEST
+        if measured and _Mark.now().wall - marks[_WARM].wall > longest:
+            return
+        yield rows
+
+
+class _Mark(NamedTuple):
+    """A moment, in seconds."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> _Mark:
+        return cls(time.perf_counter(), time.process_time())
+
+    def minus(self, earlier: _Mark) -> _Mark:
+        return _Mark(self.wall - earlier.wall, self.cpu - earlier.cpu)
+
+
+def _span(gaps: Sequence[_Mark]) -> Span:
+    """Return the mean of the middle half of some durations, and the spread of all but the extreme tenths."""
+    walls, cpus = sorted(gap.wall for gap in gaps), sorted(gap.cpu for gap in gaps)
+    tenth, middle = len(gaps) // 10, slice(len(gaps) // 4, len(gaps) - len(gaps) // 4)
+    return Span(
+        statistics.fmean(walls[middle]), walls[tenth], walls[-1 - tenth], statistics.fmean(cpus[middle])
+    )
+
+
+@dataclass(slots=True)
+class _Peak:
+    """Memory of a block."""
+
+    growth: int | None = None
+    """Peak bytes beyond those in use before, set at the end; ``None`` where the system does not tell."""
+
+
+@contextmanager
+def _measured_peak(device: torch.device) -> Iterator[_Peak]:
+    """Measure the peak of the memory in a block: of the GPU, or of the resident set on Linux."""
+    peak = _Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.growth = torch.cuda.max_memory_allocated(device) - before
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        resident = _proc_bytes("self/status", "VmRSS")
+    except OSError:  # another system, or a container that forbids it
+        yield peak
+        return
+    yield peak
+    peak.growth = max(0, (_proc_bytes("self/status", "VmHWM") or 0) - (resident or 0))
+
+
+def _proc_bytes(file: str, field: str) -> int | None:
+    """Return a field of a file of /proc that is given in KiB; ``None`` where there is none."""
+    try:
+        text = Path("/proc", file).read_text()
+    except OSError:
+        return None
+    lines = (line.split() for line in text.splitlines())
+    return next((int(line[1]) << 10 for line in lines if line[:1] == [f"{field}:"]), None)
+
+
+@contextmanager
+def _scratch(like: Workspace) -> Iterator[Workspace]:
+    """Yield a workspace that is removed at the end: beside the store, or in memory if the store is there."""
+    if like.place is None:
+        yield Workspace(None)
+        return
+    parent = Path(like.place).parent if isinstance(like.place, str) else None
+    here = parent if parent is not None and parent.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix=".plan-", dir=here) as folder:
+        yield Workspace(f"{folder}/trial.zarr")
+
+
+def _timed(call: Callable[[], None]) -> Span:
+    """Return the time of a call, after one that warms up."""
+    call()
+    begun = _Mark.now()
+    call()
+    gap = _Mark.now().minus(begun)
+    return Span(gap.wall, gap.wall, gap.wall, gap.cpu)
+
+
+def _widths(layout: FeatureLayout) -> dict[int, int]:
+    """Return the number of segments of each width."""
+    found: dict[int, int] = {}
+    for segment in layout.segments:
+        found[segment.width] = found.get(segment.width, 0) + 1
+    return found
+
+
+def _gram_time(settings: AttributorSettings, draws: int) -> Span:
+    """Return the time of the products of a fit of Fisher."""
+    total = Span.none()
+    for width, count in _widths(settings.layout).items():
+        rows = torch.randn(_PRODUCT_ROWS, width, device=settings.device)
+
+        def product(rows: Tensor = rows) -> None:
+            _done(rows.T @ rows)
+
+        total = total.plus(_timed(product).times(count * draws / _PRODUCT_ROWS))
+    return total
+
+
+def _storing_time(run: Run, num_bytes: int) -> Span:
+    """Return the time to store the kernels of a checkpoint and to read them again."""
+    size = min(num_bytes, _MOST_STORED)
+    array = np.ones(size // 8)
+    with _scratch(run.workspace) as workspace, workspace.opened(run.settings.manifest({})):
+        store = workspace.created()
+
+        def stored() -> None:
+            store.cache("trial", "trial", array)
+            store.cached("trial", "trial")
+
+        return _timed(stored).times(num_bytes / size)
+
+
+def _scoring(
+    settings: AttributorSettings, num_rows: int, num_targets: int, advice: list[str]
+) -> tuple[Span, int]:
+    """Return the time of scoring with one checkpoint without gradients, and its peak memory in bytes."""
+    method: AbstractMethod = settings.method
+    if isinstance(method, AbstractInverseMethod | AbstractMatrixMethod):
+        advice.append(f"Not measured: the fit of {method.name}, and its scores.")
+        return Span.none(), 0
+    if not num_targets:
+        return Span.none(), 0
+    layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
+    targets = torch.randn(num_targets, layout.width, device=device)
+    rows = torch.randn(_PRODUCT_ROWS, layout.width, device=device).to(torch.float16)
+    total = _timed(lambda: _done(rows.float() @ targets.T)).times(num_rows / _PRODUCT_ROWS)
+    held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4
+    kernel = method.kernel
+    if kernel is None:
+        return total, held
+    for width, count in _widths(layout).items():
+        part = rows[:, :width].contiguous()
+        one = FeatureLayout.joint(width)
+        if kernel.weighting != "fisher":
+            sums = GramAccumulator(one, device)
+
+            def summed(sums: GramAccumulator = sums, part: Tensor = part) -> None:
+                sums.add(part)
+
+            total = total.plus(_timed(summed).times(count * num_rows / _PRODUCT_ROWS))
+        matrix = torch.eye(width, dtype=wide, device=device)
+        own = targets[:, :width].to(wide)
+
+        def solved(matrix: Tensor = matrix, own: Tensor = own) -> None:
+            _done(factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(own))
+
+        total = total.plus(_timed(solved).times(count))
+    squares = sum(segment.width**2 for segment in layout.segments)
+    widest = max(segment.width for segment in layout.segments)
+    return total, held + (2 * squares + 2 * widest**2) * wide.itemsize
+
+
+def _done(value: Tensor) -> None:
+    """Wait for a result."""
+    if value.device.type != "cpu":
+        value.flatten()[0].item()
+
+
+def _disk(
+    settings: AttributorSettings, num_rows: int, num_targets: int, count: int, draws: int
+) -> dict[str, int]:
+    """Return bytes by purpose."""
+    layout, kernel = settings.method.layout_of(settings.layout), settings.method.kernel
+    inverse = isinstance(settings.method, AbstractInverseMethod)
+    kernels = 0
+    if kernel is not None and kernel.weighting == "fisher":
+        kernels = layout.width * max(segment.width for segment in layout.segments) * 4
+    elif kernel is not None and num_targets:
+        kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
+    return {
+        "rows": count * num_rows * settings.train_table(1, {}).row_bytes,
+        "targets": count * num_targets * settings.target_table(1, {}, preconditioned=inverse).row_bytes,
+        "kernels": count * kernels,
+        "scores": 4 * num_rows * num_targets,
+        "fit, while it runs": draws * layout.width * 4,
+    }
+
+
+def _advice(
+    settings: AttributorSettings,
+    workspace: Workspace,
+    batch_size: int,
+    tried: Mapping[int, _Trial],
+    disk: Mapping[str, int],
+    memory: Mapping[str, int | None],
+) -> Iterator[str]:
+    """Yield what does not fit with a setting that would, and what would be faster."""
+    free = _free_memory(settings.device)
+    fitting = {
+        size: trial
+        for size, trial in tried.items()
+        if free is None or trial.growth is None or trial.growth < free
+    }
+    need = memory["featurizing"]
+    if free is not None and need is not None and need >= free:
+        smaller = max(
+            (size for size in fitting if size < batch_size), default=max(batch_size * free // need, 1)
+        )
+        yield (
+            f"Does not fit: featurizing takes {_size(need)} and {_size(free)} are free. Use batch_size={smaller}, or "
+            "grad_wrt for fewer parameters."
+        )
+    scoring = memory["scoring"] or 0
+    if free is not None and scoring >= free:
+        yield (
+            f"Does not fit: scoring takes {_size(scoring)} and {_size(free)} are free. Use proj_dim="
+            f"{_halved(settings)}{', or layout=' + repr('module') if len(settings.layout.segments) == 1 else ''}."
+        )
+    if workspace.place is None:
+        room = free
+    else:
+        place = Path(workspace.place) if isinstance(workspace.place, str) else None
+        while place is not None and not place.exists():
+            place = place.parent
+        room = None if place is None else shutil.disk_usage(place).free
+    total = sum(disk.values())
+    if room is not None and total >= room:
+        smaller_dtype = {"float32": "float16", "float16": "int8", "int8": "int4"}.get(settings.dtype)
+        first = "" if smaller_dtype is None else f"dtype={smaller_dtype!r} or "
+        dense = ", or score(dense=False, k=...)" if disk["scores"] > total / 2 else ""
+        yield (
+            f"Does not fit: {_size(total)} on disk and {_size(room)} are free. Use {first}proj_dim="
+            f"{_halved(settings)}{dense}."
+        )
+    now = tried[batch_size].batch.mean / batch_size
+    best = min(fitting or tried, key=lambda size: tried[size].batch.mean / size)
+    share = tried[best].batch.mean / best / now
+    if share <= _CLEARLY and best in fitting:
+        yield f"Faster: batch_size={best} takes {share:.0%} of the time per row (and {_size(tried[best].growth)})."
+
+
+def _halved(settings: AttributorSettings) -> int:
+    """Return half of the features per module."""
+    return max(1, (settings.projector.proj_dim or settings.layout.width) // 2)
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Return the bytes that are free on the device; ``None`` if the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _proc_bytes("meminfo", "MemAvailable") if device.type == "cpu" else None
+
+
+def _size(count: int | None) -> str:
+    """Return a number of bytes with its unit."""
+    if count is None:
+        return "unknown memory"
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:,.3g} TiB"
