@@ -26,6 +26,8 @@ from store_cases import (
     folder,
     open_for_writing,
     reading,
+    row_log,
+    sized,
     snapshot,
     staged,
     values,
@@ -127,6 +129,23 @@ def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path):
     table.put(0, values(range(11)))
     store.close()
     check_all(path)
+
+
+def test_a_full_disk_is_freed_also_of_chunks_that_did_not_stay_open(path):
+    """Only so many row logs are open at a time; those of a put over more chunks were reserved as well."""
+    rows = range(0, 160, 4)
+    with writing(path, sized(160)) as table:
+        table.put(1, values([1]))
+        before = os.path.getsize(row_log(path, 0))
+        with (
+            failing_call("posix_fallocate", len(rows), OSError(errno.ENOSPC, "No space left on device")),
+            pytest.raises(StoreFullError),
+        ):
+            table.put(rows, values(rows))
+        assert os.listdir(folder(path, "features", ".stage")) == ["0.rows"]
+        assert os.path.getsize(row_log(path, 0)) == before
+        assert table.done().nonzero()[0].tolist() == [1]
+    finish(path, sized(160))
 
 
 def test_a_limit_on_the_file_size_is_a_full_disk(path, victims):
