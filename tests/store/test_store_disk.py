@@ -148,6 +148,11 @@ def test_a_full_disk_is_freed_also_of_chunks_that_did_not_stay_open(path):
     finish(path, sized(160))
 
 
+def test_the_error_of_a_failed_commit_can_be_shown(path, victims):
+    """Whoever shows it reads what its frames hold: maps of a row log would be of bytes that are gone."""
+    assert victims.run("show_a_failed_commit", path) == [4, 5, 6, 7]
+
+
 def test_a_limit_on_the_file_size_is_a_full_disk(path, victims):
     message, pending = victims.run("fill_disk", path)
     assert "File too large" in message
@@ -566,6 +571,25 @@ def test_a_chunk_is_synced_then_recorded_then_visible(path, steps):
     ]
     folders = [*(folder(path, name) for name in COLUMNS), folder(path, "features", ".stage")]
     assert sorted(steps[8:]) == sorted(("sync", name) for name in folders)
+
+
+def test_names_that_a_kill_left_unsynced_are_synced_before_the_row_log_goes(
+    tmp_path, path, victims, monkeypatch
+):
+    """Otherwise a power cut could take the names of the files, and the rows are nowhere else any more."""
+    assert victims.killed("column_published:3", "write", path, str(tmp_path / "done"), 3)
+    seen, unlink = [], os.unlink
+
+    def gone(name, *, dir_fd):
+        seen.append(f"{path_of(dir_fd)}/{name}")
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(path_of(fd)))
+    monkeypatch.setattr(os, "unlink", gone)
+    with writing(path) as table:
+        assert table.committed_chunks() == [0]
+    log = row_log(path, 0)
+    assert {folder(path, name) for name in ("features", "q", "w")} <= set(seen[: seen.index(log)])
 
 
 def test_a_store_and_a_table_are_synced_before_they_have_a_name(tmp_path, path, steps):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ class _Index(Protocol):
     def look_at(self, chunk: int) -> CommitRecord | None: ...
     def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None: ...
     def refuse_grown(self, chunk: int) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -286,6 +288,8 @@ class RowTable(AbstractRowTable):
             if not committed or (finish and self._index.keeps_rows):
                 stage.prepare(self._known.pop(chunk, None))
             if committed and not stage.complete:
+                if stage.is_left:  # the rows must not go before the names of their files are on the disk
+                    self._index.sync()
                 stage.discard_log()
                 return None
         except BaseException:
@@ -337,7 +341,9 @@ class RowTable(AbstractRowTable):
             if stage.complete:
                 self._commit(stage)
         except BaseException as error:
-            if not (stage.complete and self._index.keeps_rows) or isinstance(error, CorruptStoreError):
+            if not (stage.complete and self._index.keeps_rows):
+                # Frames of a failed commit hold maps of the log; to show what is cut off now would kill the process.
+                traceback.clear_frames(error.__traceback__)
                 stage.forget(log_size, runs)
             self._abandon(stage)
             raise

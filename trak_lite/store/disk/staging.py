@@ -268,6 +268,11 @@ class StagedChunk:
         return bool(self._open) and os.path.samestat(os.fstat(self._log_fd), os.fstat(fd))
 
     @property
+    def is_left(self) -> bool:
+        """Whether an earlier holder has written rows, so that it did not finish what it began."""
+        return os.fstat(self._log_fd).st_size > HOLDER_BYTES
+
+    @property
     def complete(self) -> bool:
         """Whether every row is done."""
         return bool(self.done.all())
@@ -329,7 +334,7 @@ class StagedChunk:
         sync_folder(self._files.stage)
 
     def forget(self, log_size: int, runs: Sequence[Run]) -> None:
-        """Make rows pending again after writing them failed."""
+        """Make rows pending again after writing them failed; no map of the log may be used any more."""
         if self._open:
             os.ftruncate(self._log_fd, log_size)
             self.log_size = log_size
@@ -344,6 +349,7 @@ class StagedChunk:
         """
         done, contents = StagedRows(self._files, self.chunk, mapped=True).pieces()
         if not done.all():
+            self.done = done
             raise CorruptStoreError(
                 f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, "
                 "and put the rows again that pending() lists."
