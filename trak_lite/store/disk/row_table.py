@@ -191,8 +191,11 @@ class RowTable(AbstractRowTable):
         found, record = self.column(column), self._record_of(chunk)
         try:
             return self._stored_rows(found, record)
-        except (CorruptStoreError, IncompleteStoreError):
+        except (CorruptStoreError, IncompleteStoreError) as error:
             newer = self._index.look_at(chunk)
+            if newer is None and isinstance(error, CorruptStoreError):
+                # No damage: the table has grown, and a writer is replacing the files of its last chunk.
+                raise_incomplete(self, chunk, where=self._files.where)
             if newer is None or newer == record:
                 raise
             return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again

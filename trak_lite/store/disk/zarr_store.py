@@ -342,8 +342,8 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _open(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
+            place = stamp(f"{self._root}/{path}")  # before the record, which a growth may replace meanwhile
             record = self._require_table(path)
-            place = stamp(f"{self._root}/{path}")
             try:
                 self._tables[path] = self._opened(path, record)
             except (StoreError, FileNotFoundError):
