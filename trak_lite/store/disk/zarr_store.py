@@ -24,6 +24,7 @@ from trak_lite.errors import (
     InvalidInputError,
     MissingStoreError,
     ReadOnlyStoreError,
+    StateError,
     StoreError,
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
@@ -342,14 +343,13 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _open(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
-            place = stamp(f"{self._root}/{path}")  # before the record, which a growth may replace meanwhile
             record = self._require_table(path)
+            place = stamp(f"{self._root}/{path}")
             try:
                 self._tables[path] = self._opened(path, record)
-            except (StoreError, FileNotFoundError):
-                self._require_table(path)
-                if stamp(f"{self._root}/{path}") == place:
-                    raise  # otherwise the table was replaced while it was being opened: try again
+            except (StateError, StoreError, FileNotFoundError):
+                if self._require_table(path) == record and stamp(f"{self._root}/{path}") == place:
+                    raise  # otherwise the table grew or was replaced while it was being opened: try again
         return self._tables[path]
 
     def _opened(self, path: str, record: Mapping[str, Any]) -> RowTable:
