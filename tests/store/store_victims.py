@@ -1,11 +1,13 @@
 """Processes to be killed: one process imports the store once and forks a victim per order, read as JSON lines."""
 
+import errno
 import importlib.util
 import os
 import resource
 import signal
 import sys
 import time
+import traceback
 import types
 
 if __name__ == "__main__":  # the package without its front door, which imports torch: the store needs none
@@ -15,10 +17,10 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-from store_cases import LONG, NAME, PACKED, SPEC, open_for_writing, open_remote, values
+from store_cases import LONG, NAME, PACKED, SPEC, failing_call, open_for_writing, open_remote, values
 
 from trak_lite.errors import BusyError, StoreError, StoreFullError
-from trak_lite.store import Manifest, check_store, create_store, open_store
+from trak_lite.store import Column, Manifest, TableSpec, check_store, create_store, open_store
 
 SPECS = {"plain": SPEC, "packed": PACKED}
 
@@ -117,6 +119,19 @@ def fill_disk(path):
         table.put(pending, values(pending))
         return [str(error), pending.tolist()]
     return None
+
+
+def show_a_failed_commit(path):
+    """Show the local variables of an error, as a debugger or a log may, after its rows were cut off the row log."""
+    spec = TableSpec(8, (Column("features", 4096, "float32"),), 8)
+    _, table = open_for_writing(path, spec)
+    table.put(0, values(range(4), spec))
+    try:
+        with failing_call("fsync", 1, OSError(errno.ENOSPC, "No space left on device")):
+            table.put(4, values(range(4, 8), spec))
+    except StoreFullError as error:
+        "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+    return table.pending().tolist()
 
 
 def repair(path):

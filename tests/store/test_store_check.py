@@ -422,6 +422,16 @@ def test_a_row_log_torn_at_any_byte_keeps_its_whole_frames(half):
         finish(f"{half}-{cut}", batch=1)
 
 
+def test_a_description_that_a_kill_cut_off_is_no_damage(half):
+    """It is written last, and a kill may end the writing between two pages: zeros follow what was written."""
+    log, (_, (second, rows, _)) = content(row_log(half, 1)), frames(half, 1)
+    for cut in range(second, rows):
+        overwrite(row_log(half, 1), log[:cut] + bytes(rows - cut) + log[rows:])
+        assert done_rows(half) == [4]
+        assert check_store(half).findings == ()
+    finish(half)
+
+
 def test_a_flipped_bit_in_a_row_log_costs_the_rows_of_its_frame(half):
     """Of the line that names the writer, nothing."""
     whole, (_, (second, _, _)) = content(row_log(half, 1)), frames(half, 1)

@@ -26,6 +26,8 @@ from store_cases import (
     folder,
     open_for_writing,
     reading,
+    row_log,
+    sized,
     snapshot,
     staged,
     values,
@@ -127,6 +129,28 @@ def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path):
     table.put(0, values(range(11)))
     store.close()
     check_all(path)
+
+
+def test_a_full_disk_is_freed_also_of_chunks_that_did_not_stay_open(path):
+    """Only so many row logs are open at a time; those of a put over more chunks were reserved as well."""
+    rows = range(0, 160, 4)
+    with writing(path, sized(160)) as table:
+        table.put(1, values([1]))
+        before = os.path.getsize(row_log(path, 0))
+        with (
+            failing_call("posix_fallocate", len(rows), OSError(errno.ENOSPC, "No space left on device")),
+            pytest.raises(StoreFullError),
+        ):
+            table.put(rows, values(rows))
+        assert os.listdir(folder(path, "features", ".stage")) == ["0.rows"]
+        assert os.path.getsize(row_log(path, 0)) == before
+        assert table.done().nonzero()[0].tolist() == [1]
+    finish(path, sized(160))
+
+
+def test_the_error_of_a_failed_commit_can_be_shown(path, victims):
+    """Whoever shows it reads what its frames hold: maps of a row log would be of bytes that are gone."""
+    assert victims.run("show_a_failed_commit", path) == [4, 5, 6, 7]
 
 
 def test_a_limit_on_the_file_size_is_a_full_disk(path, victims):
@@ -547,6 +571,25 @@ def test_a_chunk_is_synced_then_recorded_then_visible(path, steps):
     ]
     folders = [*(folder(path, name) for name in COLUMNS), folder(path, "features", ".stage")]
     assert sorted(steps[8:]) == sorted(("sync", name) for name in folders)
+
+
+def test_names_that_a_kill_left_unsynced_are_synced_before_the_row_log_goes(
+    tmp_path, path, victims, monkeypatch
+):
+    """Otherwise a power cut could take the names of the files, and the rows are nowhere else any more."""
+    assert victims.killed("column_published:3", "write", path, str(tmp_path / "done"), 3)
+    seen, unlink = [], os.unlink
+
+    def gone(name, *, dir_fd):
+        seen.append(f"{path_of(dir_fd)}/{name}")
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(path_of(fd)))
+    monkeypatch.setattr(os, "unlink", gone)
+    with writing(path) as table:
+        assert table.committed_chunks() == [0]
+    log = row_log(path, 0)
+    assert {folder(path, name) for name in ("features", "q", "w")} <= set(seen[: seen.index(log)])
 
 
 def test_a_store_and_a_table_are_synced_before_they_have_a_name(tmp_path, path, steps):

@@ -14,11 +14,13 @@ from store_cases import (
     MANIFEST,
     NAME,
     SPEC,
+    Killed,
     check_all,
     check_rows,
     commit_log,
     content,
     done_rows,
+    dying,
     edit_document,
     failing_call,
     first_call,
@@ -37,6 +39,9 @@ from store_cases import (
 
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError, StateError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
+from trak_lite.store.disk import zarr_store
+from trak_lite.store.disk.chunk_files import ChunkIndex
+from trak_lite.store.disk.row_table import RowTable
 
 MORE = pytest.mark.parametrize("more", [1, 3, 4, 5])
 """Rows by which the table of 11 rows in chunks of 4 grows: within its last chunk, to its end and over it."""
@@ -103,6 +108,44 @@ def test_a_reader_from_before_reads_the_last_chunk_while_it_is_filled(nine):
             writer.put(9, values([9]))
             writer.put(11, values([11]))
         check_rows(table)
+
+
+def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(full):
+    """It knows the checksums of the old ones."""
+    with reading(full) as reader:
+        check_rows(reader)
+        grow(full, 12)
+
+        def look():
+            with pytest.raises(IncompleteStoreError, match=r"Rows 8 to 10 \(chunk 2\)"):
+                reader.read_chunk(2, "features")
+
+        with (
+            ZarrFeatureStore.open(full, "r+") as store,
+            dying("column_published:1", look),
+            pytest.raises(Killed),
+        ):
+            store.open_table(NAME).put(11, values([11]))
+    finish(full, 12)
+
+
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [
+        (zarr_store, "stamp"),
+        (zarr_store, "refuse_undescribed"),
+        (ChunkIndex, "refresh"),
+        (RowTable, "_recover"),
+    ],
+)
+def test_a_table_that_grows_while_it_is_opened_is_opened_as_it_is_then(full, owner, step):
+    """The rows of its last chunk are in a row log then, which a writer with the old size must leave alone."""
+    with (
+        ZarrFeatureStore.open(full, "r+") as store,
+        first_call(owner, step, lambda *_: grow(full, 12)),
+    ):
+        assert store.open_table(NAME).pending().tolist() == [11]
+    finish(full, 12)
 
 
 def test_the_rows_of_the_last_commit_are_logged_and_synced_before_the_table_grows(full, monkeypatch):

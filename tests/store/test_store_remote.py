@@ -107,6 +107,17 @@ def test_a_request_that_fails_leaves_the_rows_staged(bucket, here, there, key, m
     check_rows(there.reader())
 
 
+def test_an_object_that_is_no_record_costs_no_staged_row(bucket, here):
+    table = here.table()
+    bucket.kept[RECORD] = b"garbage"
+    with pytest.raises(CorruptStoreError, match=r"Remove it, then run again: the rows are still staged"):
+        table.put(0, values(range(4)))
+    assert table.pending().tolist() == [*range(4, 11)]
+    del bucket.kept[RECORD]
+    assert here.table().committed_chunks() == [0]
+    here.finish()
+
+
 def test_what_is_not_committed_is_computed_again_elsewhere(here, there):
     """A machine without the staging folder takes every chunk that is committed, and no other row."""
     here.table().put(0, values(range(7)))

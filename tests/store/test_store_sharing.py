@@ -1,5 +1,6 @@
 """Several handles and processes on one store: each row once, locks end with their holder, and who is waited for."""
 
+import errno
 import fcntl
 import gc
 import itertools
@@ -7,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,19 +16,24 @@ from store_cases import (
     LONG,
     SPEC,
     check_all,
+    done_rows,
     finish,
     first_call,
     folder,
     open_for_writing,
     open_remote,
+    overwrite,
     reading,
+    row_log,
+    sized,
     values,
     writing,
 )
 
-from trak_lite.errors import BusyError, HeldHereError, StateError
+from trak_lite.errors import BusyError, HeldHereError, StateError, StoreError
 from trak_lite.parallel import sharing
 from trak_lite.store import TableSpec
+from trak_lite.store.disk.chunk_files import TableFiles
 
 
 @pytest.fixture
@@ -108,6 +115,50 @@ def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now
         os.close(fd)
         with again.claim(0) as pending:
             assert len(pending) == LONG.chunk_rows - 1
+
+
+def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
+    """A file system gives the inode of a deleted log to the next one, for example after the chunk was set aside."""
+    with writing(path) as table:
+        table.put(0, values([0, 1]))
+        with table.claim(0):
+            pass
+        overwrite(row_log(path, 0), b"")
+        with writing(path) as other:
+            other.put(2, values([2]))
+        with table.claim(0) as pending:
+            assert pending.tolist() == [0, 1, 3]
+            assert done_rows(path) == [2]
+            table.put(0, values([0, 1]))
+    finish(path)
+
+
+def test_a_chunk_that_cannot_be_looked_at_is_let_go(path, monkeypatch):
+    """Also while the error is kept, as it is in a notebook."""
+    with writing(path) as table, writing(path) as other:
+        table.put(0, values([0]))
+        with monkeypatch.context() as patched:
+            patched.setattr(table._index, "look_at", mock.Mock(side_effect=OSError(errno.EIO, "broken")))
+            with pytest.raises(StoreError, match="broken") as kept:
+                table.claim(0).__enter__()
+        other.put(1, values([1]))
+        assert kept.value
+    finish(path)
+
+
+def test_rows_are_counted_while_writers_begin_one_chunk_after_the_other(path):
+    spec = sized(400)
+    with writing(path, spec) as table, reading(path) as reader:
+        begun, listed = iter(range(0, 400, 4)), TableFiles.staged_chunks
+
+        def late(files):
+            row = next(begun)
+            table.put(row, values([row]))
+            return listed(files)
+
+        with mock.patch.object(TableFiles, "staged_chunks", late):
+            assert reader.done().any()
+        assert next(begun) < 40
 
 
 def test_a_lock_on_a_log_that_is_gone_is_no_lock(path):

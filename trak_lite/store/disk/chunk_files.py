@@ -298,7 +298,7 @@ class ChunkIndex:
         for column in columns:
             rename(column.staged(chunk), column.visible(chunk))
             failpoint("column_published")
-        sync_folders([*(column.folder for column in columns), self._files.stage])
+        self.sync()
         failpoint("chunk_published")
         self.committed[chunk] = record
         self._close_finished_log()
@@ -308,6 +308,10 @@ class ChunkIndex:
         rows = self._files.rows_in(chunk)
         if rows < self._files.spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
             raise StateError(f"{self._files.where} has grown since it was opened. Open it again to put rows.")
+
+    def sync(self) -> None:
+        """Sync the names of the files of all chunks."""
+        sync_folders([*(column.folder for column in self._files.columns), self._files.stage])
 
     def close(self) -> None:
         """Close the commit log; the next commit starts a new one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from trak_lite.errors import (
     IncompleteStoreError,
     ReadOnlyStoreError,
     StateError,
+    StoreError,
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._columns import Column, StoredRows
@@ -54,6 +56,7 @@ class _Index(Protocol):
     def look_at(self, chunk: int) -> CommitRecord | None: ...
     def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None: ...
     def refuse_grown(self, chunk: int) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -140,9 +143,11 @@ class RowTable(AbstractRowTable):
             for chunk in staged - known:
                 mask[slice(*self.chunk_range(chunk))] |= self._staged_rows(chunk)
             self._index.refresh()
-            if self._files.staged_chunks() <= staged | known and known <= self._index.committed.keys():
+            late = self._files.staged_chunks() - staged - known
+            if self.num_chunks - 1 not in late and known <= self._index.committed.keys():
                 break
-            # Otherwise the table has grown meanwhile, and its last chunk is being filled up: look again.
+            # Otherwise the table has grown meanwhile, and its last chunk is being filled up: look again. Other chunks
+            # never go from the index to the logs, so new ones are no reason to: writers may begin some all the time.
         for chunk in self._index.committed:
             mask[slice(*self.chunk_range(chunk))] = True
         return mask
@@ -186,8 +191,11 @@ class RowTable(AbstractRowTable):
         found, record = self.column(column), self._record_of(chunk)
         try:
             return self._stored_rows(found, record)
-        except (CorruptStoreError, IncompleteStoreError):
+        except (CorruptStoreError, IncompleteStoreError) as error:
             newer = self._index.look_at(chunk)
+            if newer is None and isinstance(error, CorruptStoreError):
+                # No damage: the table has grown, and a writer is replacing the files of its last chunk.
+                raise_incomplete(self, chunk, where=self._files.where)
             if newer is None or newer == record:
                 raise
             return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again
@@ -251,23 +259,22 @@ class RowTable(AbstractRowTable):
 
     def _claim(self, chunk: int) -> NDArray[np.bool_]:
         """Lock a chunk and keep it open; return a mask of its pending rows."""
-        stage = self._staged.pop(chunk, None) or self._take(chunk)
-        if (
-            stage is not None and self._index.look_at(chunk) is not None
-        ):  # by another machine, which has no lock here
-            stage.discard_log()
-            stage = None
+        stage = self._staged.get(chunk) or self._take(chunk)
         if stage is None:
             return np.zeros(0, np.bool_)
         self._staged[chunk] = stage
-        if stage.complete:  # its writer was killed between the last row and the commit
-            try:
+        try:
+            if self._index.look_at(chunk) is not None:  # by another machine, which has no lock here
+                stage.discard_log()
+                del self._staged[chunk]
+                return np.zeros(0, np.bool_)
+            if stage.complete:  # its writer was killed between the last row and the commit
                 self._commit(stage)
-            except BaseException:
-                self._abandon(stage)
-                raise
-        else:
-            self._claimed.add(chunk)
+            else:
+                self._claimed.add(chunk)
+        except BaseException:
+            self._abandon(stage)
+            raise
         return ~stage.done
 
     def _take(self, chunk: int, *, finish: bool = False) -> StagedChunk | None:
@@ -284,6 +291,8 @@ class RowTable(AbstractRowTable):
             if not committed or (finish and self._index.keeps_rows):
                 stage.prepare(self._known.pop(chunk, None))
             if committed and not stage.complete:
+                if stage.is_left:  # the rows must not go before the names of their files are on the disk
+                    self._index.sync()
                 stage.discard_log()
                 return None
         except BaseException:
@@ -311,13 +320,21 @@ class RowTable(AbstractRowTable):
         try:
             for chunk, runs in block.runs.items():
                 self._stage(chunk).reserve(_rows(runs).stop - _rows(runs).start, len(runs))
-        except OSError:
-            for stage in [self._staged[chunk] for chunk in block.runs if chunk in self._staged]:
-                stage.forget(stage.log_size, ())
-                if stage.chunk not in self._claimed and not stage.done.any():
-                    del self._staged[stage.chunk]
-                    stage.discard_log()
+        except (OSError, StoreError):
+            for chunk in block.runs:
+                try:
+                    self._free(chunk)
+                except (OSError, StoreError) as error:  # another writer has it by now, and frees it
+                    logger.info("%s: disk space stays reserved. %s", self._files.describe(chunk), error)
             raise
+
+    def _free(self, chunk: int) -> None:
+        """Free the disk space that was reserved in the row log of a chunk; delete a log without rows."""
+        stage = self._stage(chunk)  # may have been closed, because more chunks than stay open were reserved
+        stage.forget(stage.log_size, ())
+        if chunk not in self._claimed and not stage.done.any():
+            del self._staged[chunk]
+            stage.discard_log()
 
     def _write(self, stage: StagedChunk, runs: Sequence[Run], block: RowBlock) -> None:
         log_size = stage.log_size
@@ -327,7 +344,9 @@ class RowTable(AbstractRowTable):
             if stage.complete:
                 self._commit(stage)
         except BaseException as error:
-            if not (stage.complete and self._index.keeps_rows) or isinstance(error, CorruptStoreError):
+            if not (stage.complete and self._index.keeps_rows):
+                # Frames of a failed commit hold maps of the log; to show what is cut off now would kill the process.
+                traceback.clear_frames(error.__traceback__)
                 stage.forget(log_size, runs)
             self._abandon(stage)
             raise

@@ -76,32 +76,33 @@ def _mark(files: TableFiles, chunk: int) -> bytes:
     return hashlib.sha256(f"{files.identity}/{chunk}".encode()).digest()[:8]
 
 
+def _is_begun(found: bytes, whole: bytes) -> bool:
+    """Return whether these bytes are where a writer was killed: a description is written last, and zeros follow it."""
+    return whole.startswith(found.rstrip(b"\0"))
+
+
 @final
 class StagedRows:
     """The frames of the row log of a chunk, as it is now. Needs no lock and writes nothing."""
 
-    def __init__(
-        self, files: TableFiles, chunk: int, *, start: int = HOLDER_BYTES, mapped: bool = False
-    ) -> None:
+    def __init__(self, files: TableFiles, chunk: int, *, mapped: bool = False) -> None:
         """Read the log.
 
         Args:
             files: Files of the table.
             chunk: Index of the chunk.
-            start: Byte of the log at which to start, the end of a frame.
             mapped: Whether to map the log, whose lock is held, instead of reading it. Other writers shorten their log
                 when a put fails, and touching a map of what is gone would kill the process.
         """
         self._files, self._chunk = files, chunk
         self._mark = _mark(files, chunk)
-        self._start = start
         self._log: bytes | mmap.mmap = b""
         with contextlib.suppress(FileNotFoundError):
             self._log = self._open(mapped=mapped)
         self.frames: list[Frame] = []
         self.damaged = 0
         """Number of bytes of damaged frames. What a killed writer or a power cut has torn at the end does not count."""
-        self.end = start
+        self.end = HOLDER_BYTES
         """Byte of the log at which the next frame starts."""
         self._scan()
 
@@ -110,13 +111,13 @@ class StagedRows:
         with os.fdopen(open_file(self._files.row_log(self._chunk), os.O_RDONLY), "rb") as file:
             status = os.fstat(file.fileno())
             # Rows are written again only after damage: what is longer is no log of this table.
-            size = min(status.st_size, self._start + 8 * spec.chunk_rows * (spec.row_bytes + _MOST_HEAD))
+            size = min(status.st_size, HOLDER_BYTES + 8 * spec.chunk_rows * (spec.row_bytes + _MOST_HEAD))
             if mapped and size and not is_network(status.st_dev):
                 return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
             return file.read(size)
 
     def _scan(self) -> None:
-        place = self._start
+        place = self.end
         while place >= 0:
             frame = self._frame(place)
             if frame is not None:
@@ -130,15 +131,17 @@ class StagedRows:
 
     def _is_torn(self, rest: bytes) -> bool:
         """Return whether a killed writer or a power cut may have left these bytes behind the last frame."""
-        if len(rest) < _FRAME.size or not any(rest[:8]):
-            return True  # the description is written last
+        if len(rest) < _FRAME.size:
+            return True
         mark, count, _ = _FRAME.unpack_from(rest)
+        if mark != self._mark:
+            return _is_begun(mark, self._mark)
         check = _FRAME.size + 8 * count
-        if mark != self._mark or count > self._files.spec.chunk_rows:
+        if count > self._files.spec.chunk_rows:
             return False
         if check + _CHECK.size > len(rest):
             return True
-        return rest[check : check + _CHECK.size] == _CHECK.pack(crc32c(rest[:check]))
+        return _is_begun(rest[check : check + _CHECK.size], _CHECK.pack(crc32c(rest[:check])))
 
     def _frame(self, place: int) -> Frame | None:
         spec, log = self._files.spec, self._log
@@ -214,9 +217,10 @@ class StagedRows:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a staged chunk when its lock was released."""
+    """Progress of a staged chunk when its lock was released; valid as long as the row log is unchanged."""
 
-    log_inode: int
+    log_stamp: tuple[int, ...]
+    """Inode, size and modification time of the log: a later log may get the inode of one that was deleted."""
     log_size: int
     done: NDArray[np.bool_]
 
@@ -264,6 +268,11 @@ class StagedChunk:
         return bool(self._open) and os.path.samestat(os.fstat(self._log_fd), os.fstat(fd))
 
     @property
+    def is_left(self) -> bool:
+        """Whether an earlier holder has written rows, so that it did not finish what it began."""
+        return os.fstat(self._log_fd).st_size > HOLDER_BYTES
+
+    @property
     def complete(self) -> bool:
         """Whether every row is done."""
         return bool(self.done.all())
@@ -271,19 +280,23 @@ class StagedChunk:
     @property
     def progress(self) -> Progress:
         """Progress of the chunk, to be kept after its lock is released."""
-        return Progress(os.fstat(self._log_fd).st_ino, self.log_size, self.done)
+        return Progress(self._stamp(), self.log_size, self.done)
+
+    def _stamp(self) -> tuple[int, ...]:
+        found = os.fstat(self._log_fd)
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def prepare(self, known: Progress | None = None) -> None:
         """Determine which rows are done.
 
         Args:
-            known: Progress when this process last held the lock; only what others have added since is read.
+            known: Progress when this process last held the lock; the log is read if it has changed since.
         """
-        if known is not None and known.log_inode == os.fstat(self._log_fd).st_ino:
+        if known is not None and known.log_stamp == self._stamp():
             self.log_size, self.done = known.log_size, known.done
-        staged = StagedRows(self._files, self.chunk, start=self.log_size, mapped=True)
-        self.done = self.done | staged.done()
-        self.log_size = staged.end
+        else:
+            staged = StagedRows(self._files, self.chunk, mapped=True)
+            self.log_size, self.done = staged.end, staged.done()
         os.ftruncate(self._log_fd, self.log_size)  # what a killed writer left
         write_all(self._log_fd, holder_line(), 0)
 
@@ -321,7 +334,7 @@ class StagedChunk:
         sync_folder(self._files.stage)
 
     def forget(self, log_size: int, runs: Sequence[Run]) -> None:
-        """Make rows pending again after writing them failed."""
+        """Make rows pending again after writing them failed; no map of the log may be used any more."""
         if self._open:
             os.ftruncate(self._log_fd, log_size)
             self.log_size = log_size
@@ -336,6 +349,7 @@ class StagedChunk:
         """
         done, contents = StagedRows(self._files, self.chunk, mapped=True).pieces()
         if not done.all():
+            self.done = done
             raise CorruptStoreError(
                 f"Staged bytes of {self._files.describe(self.chunk)} changed after they were written. Check the disk, "
                 "and put the rows again that pending() lists."

@@ -24,6 +24,7 @@ from trak_lite.errors import (
     InvalidInputError,
     MissingStoreError,
     ReadOnlyStoreError,
+    StateError,
     StoreError,
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
@@ -346,10 +347,9 @@ class ZarrFeatureStore(RecordedFeatureStore):
             place = stamp(f"{self._root}/{path}")
             try:
                 self._tables[path] = self._opened(path, record)
-            except (StoreError, FileNotFoundError):
-                self._require_table(path)
-                if stamp(f"{self._root}/{path}") == place:
-                    raise  # otherwise the table was replaced while it was being opened: try again
+            except (StateError, StoreError, FileNotFoundError):
+                if self._require_table(path) == record and stamp(f"{self._root}/{path}") == place:
+                    raise  # otherwise the table grew or was replaced while it was being opened: try again
         return self._tables[path]
 
     def _opened(self, path: str, record: Mapping[str, Any]) -> RowTable:

@@ -107,6 +107,9 @@ class RemoteIndex:
     def refuse_grown(self, chunk: int) -> None:
         """Do nothing: a table in an object store does not grow."""
 
+    def sync(self) -> None:
+        """Do nothing: an object that was created is kept."""
+
     def close(self) -> None:
         """Do nothing: no file is open."""
 
