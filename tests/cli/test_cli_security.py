@@ -134,6 +134,7 @@ def plant_python(folder: Path) -> list[Path]:
     names = ("recipe.py", ".cache/notes.npy.py", ".entries/notes.py", "torch.py", "ckpt-0/__init__.py")
     files = [folder / "run.zarr" / name for name in names]
     for file in files:
+        file.parent.mkdir(exist_ok=True)
         file.write_text(EVIL + RECIPE)
     return files
 

@@ -287,7 +287,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("pool belong to method='greedy'", "top", {"pool": 5}),
     ("needs groups", "balanced", {}),
     ("for each of 10", "balanced", {"groups": [0] * 9}),
-    ("cannot be sorted", "balanced", {"groups": [None, "a"] * 5}),
+    ("cannot be sorted", "balanced", {"groups": [1j, "a"] * 5}),
     ("data=", "balanced", {"groups": "source"}),
     ("no named columns", "balanced", {"groups": "source", "data": [1]}),
     ("Nearest known: ['source']", "balanced", {"groups": "sourc", "data": NAMED}),
