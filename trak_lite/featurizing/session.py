@@ -31,7 +31,7 @@ from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, c
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.methods import CG, AbstractInverseMethod, AbstractMethod, Fisher, LiSSA
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
@@ -279,9 +279,10 @@ class FeaturizingSession:
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
-        settings, method = self.settings, self.settings.method
-        if isinstance(method, Fisher):
-            fitted = digest in known and self.fisher_fits(method).has(known[digest])
+        settings = self.settings
+        fisher: Fisher | None = settings.method.fisher_fit
+        if fisher is not None:
+            fitted = digest in known and self.fisher_fits(fisher).has(known[digest])
             if digest in known and not fitted:
                 require_writable(self.store)
             if not fitted and not self._is_announced:
@@ -303,8 +304,8 @@ class FeaturizingSession:
                 if model_id == refused:
                     raise
         path = self._path(digest)
-        if isinstance(method, Fisher):
-            self._fit_fisher(path, checkpoint.name, rows, method, wait=wait)
+        if fisher is not None:
+            self._fit_fisher(path, checkpoint.name, rows, fisher, wait=wait)
         if not self._is_featurized(path):
             self._unfinished.append((checkpoint, digest))
         return written
@@ -324,8 +325,8 @@ class FeaturizingSession:
         adam = self._adam_states(settings.normalization)
         spec = settings.train_table(len(rows), settings.row_fingerprint(0, digest, adam))
         passes = self.row_pass(rows, 0, with_norms=any(c.name == GRADIENT_NORM for c in spec.columns))
-        if of_fit and isinstance(settings.method, Fisher):
-            samples, passes = self._fit_pass(rows, settings.method, 0)
+        if of_fit and settings.method.fisher_fit is not None:
+            samples, passes = self._fit_pass(rows, settings.method.fisher_fit, 0)
             spec = feature_table_spec(len(samples), settings.layout.width, "float32", {})
         table = self.workspace.lazy_table("trial", spec)
         stream = passes.stream(plan, lambda: spec.num_rows)
@@ -378,16 +379,16 @@ class FeaturizingSession:
 
     def _is_featurized(self, path: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
-        method = self.settings.method
-        is_fitted = not isinstance(method, Fisher) or self.fisher_fits(method).has(path)
+        fisher: Fisher | None = self.settings.method.fisher_fit
+        is_fitted = fisher is None or self.fisher_fits(fisher).has(path)
         return is_fitted and self.store.open_table(path).complete
 
     def _is_left_alone(self, path: str) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
-        method = self.settings.method
+        fisher: Fisher | None = self.settings.method.fisher_fit
         if has_free_rows(self.store.open_table(path)):
             return True
-        return isinstance(method, Fisher) and self.fisher_fits(method).is_left_alone(path)
+        return fisher is not None and self.fisher_fits(fisher).is_left_alone(path)
 
     def _path(self, digest: str) -> str:
         """Return the table of a checkpoint that is being featurized."""
@@ -414,17 +415,18 @@ class FeaturizingSession:
             StateError: If a fit is missing, and the train data or the weights of a checkpoint are not known.
             ReadOnlyStoreError: If the store cannot be written.
         """
-        if not isinstance(method, Fisher):
+        fisher: Fisher | None = method.fisher_fit
+        if fisher is None:
             return
         paths = {digest: table_path(table) for digest, table in train.items()}
-        fits = self.fisher_fits(method)
+        fits = self.fisher_fits(fisher)
         waiting = {digest: train[digest] for digest in train if not self.agreed(fits.has(paths[digest]))}
         if not waiting:
             return
         rows = self.train_rows(f"{method.name} has to be fitted to")
         self.visit(
             waiting,
-            lambda digest, label: self._fit_fisher(paths[digest], label, rows, method),
+            lambda digest, label: self._fit_fisher(paths[digest], label, rows, fisher),
             purpose="to fit the Fisher information",
         )
 
@@ -472,17 +474,16 @@ class FeaturizingSession:
             )
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
-        absolute = isinstance(method, CG | LiSSA) and method.absolute
         curvature = fits.curvature(digest, device)
-        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute)
+        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=method.absolute)
         products = None
-        if isinstance(method, CG | LiSSA):
+        if method.is_iterative:
             products = CurvatureProducts(
                 self.model,
                 settings.task,
                 self.train_rows(need) if rows is None else rows,
                 settings.parameters,
-                draws=method.draws,
+                draws=method.product_draws,
                 seed=method.ekfac.seed,
                 device=device,
             )
@@ -496,10 +497,10 @@ class FeaturizingSession:
         The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
         yet, which creates the store if needed.
         """
-        if not isinstance(method, AbstractInverseMethod):
+        if method.inverse is None:
             return Solution(gradients, None)
         self.workspace.created()
-        return self.inverse(digest, label, method, rows).solve(gradients)
+        return self.inverse(digest, label, method.inverse, rows).solve(gradients)
 
     # ---------------------------------------------------------------- train rows and checkpoints
 

@@ -104,11 +104,13 @@ class TargetSet:
         self.is_compared = True
         session, method, table = self.session, self.method, train[digest]
         inverse: Inverse | None = None
-        if isinstance(method, AbstractInverseMethod):
-            iterates = isinstance(method, CG | LiSSA)
-            if self._is_there(table) and (iterates or not session.kronecker_fits(method).has(digest)):
+        solver: AbstractInverseMethod | None = method.inverse
+        if solver is not None:
+            if self._is_there(table) and (
+                solver.is_iterative or not session.kronecker_fits(solver).has(digest)
+            ):
                 return
-            inverse = session.inverse(digest, label, method)
+            inverse = session.inverse(digest, label, solver)
         model_id = int(table.spec.fingerprint["model_id"])
         passes, fingerprint = session.target_pass(self.rows, model_id, inverse)
         spec = session.settings.target_table(

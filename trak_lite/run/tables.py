@@ -16,7 +16,7 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.methods import AbstractInverseMethod, AbstractMethod
+from trak_lite.methods import AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
@@ -94,8 +94,8 @@ def target_path(name: str, model_id: int) -> str:
 
 def target_folder(name: str, method: AbstractMethod) -> str:
     """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
-    if isinstance(method, AbstractInverseMethod):
-        return preconditioned_folder(name, identity=method.target_json())
+    if method.inverse is not None:
+        return preconditioned_folder(name, identity=method.inverse.target_json())
     return plain_target_folder(name)
 
 
@@ -149,8 +149,8 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
     """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
-    reads_plain = not isinstance(method, AbstractInverseMethod)
-    kinds = {"targets": method is None or reads_plain, "preconditioned": method is None or not reads_plain}
+    reads_plain = method is None or method.inverse is None
+    kinds = {"targets": reads_plain, "preconditioned": method is None or not reads_plain}
     paths = [path for kind, is_read in kinds.items() if is_read for path in store.table_names(kind)]
     return sorted({path.split("/")[1] for path in paths})
 

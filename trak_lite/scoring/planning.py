@@ -26,7 +26,7 @@ from trak_lite._progress import duration
 from trak_lite.data.datasets import Rows
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise
-from trak_lite.methods import AbstractInverseMethod, AbstractMatrixMethod, AbstractMethod
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
@@ -383,7 +383,7 @@ def _scoring(
 ) -> tuple[Span, int]:
     """Return the time of scoring with one checkpoint without gradients, and its peak memory in bytes."""
     method: AbstractMethod = settings.method
-    if isinstance(method, AbstractInverseMethod | AbstractMatrixMethod):
+    if method.inverse is not None or not method.multiplies_rows:
         advice.append(f"Not measured: the fit of {method.name}, and its scores.")
         return Span.none(), 0
     if not num_targets:
