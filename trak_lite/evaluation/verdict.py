@@ -186,11 +186,11 @@ class Verdict(_Stored):
         lines += [f"{one.name}: LDS {one.lds}, the scores lead by {one.lead}" for one in self.baselines]
         if self.calibration is not None:
             lines.append(str(self.calibration))
-        return printable("\n".join([*lines, *([self.compared] if self.compared else []), self.conclusion]))
+        return printable("\n".join([*lines, self.conclusion, *([self.compared] if self.compared else [])]))
 
     def _repr_html_(self) -> str:
         """Return the HTML for notebooks: the score, beside those of the baselines, and how it was measured."""
-        more = [str(one) for one in (self.calibration, self.compared, self.conclusion) if one]
+        more = [str(one) for one in (self.calibration, self.conclusion, self.compared) if one]
         return _html(
             f"LDS {self.lds.mean:.3f}",
             ("baseline", "LDS", "the scores lead by"),
