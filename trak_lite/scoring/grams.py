@@ -30,9 +30,9 @@ from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Grams"]
+__all__ = ["CACHED_ROWS", "Grams"]
 
-_CACHED_ROWS = 4096
+CACHED_ROWS = 4096
 """Gram matrices of fewer rows are not stored: summing them again takes less time than writing and reading them."""
 
 
@@ -70,7 +70,7 @@ class Grams:
         if flat is not None:
             return split_squares(flat, self.layout, device=self.device)
         matrices = self._summed(table, range(table.num_chunks))
-        if self.stores_all or table.spec.num_rows >= _CACHED_ROWS:
+        if self.stores_all or table.spec.num_rows >= CACHED_ROWS:
             self.store.cache(name, key, _flat(matrices))
         return matrices
 

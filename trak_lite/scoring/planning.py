@@ -25,12 +25,13 @@ from trak_lite._devices import wide_dtype
 from trak_lite._progress import duration
 from trak_lite.data.datasets import Rows
 from trak_lite.featurizing.session import Run
-from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise
+from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise, keeps_rows
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.workspace import Workspace
+from trak_lite.scoring.grams import CACHED_ROWS
 from trak_lite.types import FeatureLayout
 
 __all__ = ["Plan", "Span", "planned"]
@@ -397,17 +398,20 @@ def _scoring(
     if kernel is None:
         return total, held
     for width, count in _widths(layout).items():
+        is_fisher = kernel.weighting == "fisher"
+        side = num_rows if not is_fisher and keeps_rows(width, num_rows) else width
         part = rows[:, :width].contiguous()
         one = FeatureLayout.joint(width)
-        if kernel.weighting != "fisher":
+        if not is_fisher:
             sums = GramAccumulator(one, device)
 
             def summed(sums: GramAccumulator = sums, part: Tensor = part) -> None:
                 sums.add(part)
 
-            total = total.plus(_timed(summed).times(count * num_rows / _PRODUCT_ROWS))
-        matrix = torch.eye(width, dtype=wide, device=device)
-        own = targets[:, :width].to(wide)
+            share = side / width  # the products of N rows take N^2 k operations instead of N k^2
+            total = total.plus(_timed(summed).times(count * share * num_rows / _PRODUCT_ROWS))
+        matrix = torch.eye(side, dtype=wide, device=device)
+        own = targets[:, :side].to(wide)
 
         def solved(matrix: Tensor = matrix, own: Tensor = own) -> None:
             _done(factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(own))
@@ -433,7 +437,7 @@ def _disk(
     kernels = 0
     if kernel is not None and kernel.weighting == "fisher":
         kernels = layout.width * max(segment.width for segment in layout.segments) * 4
-    elif kernel is not None and num_targets:
+    elif kernel is not None and num_targets and num_rows >= CACHED_ROWS:
         kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
     return {
         "rows": count * num_rows * settings.train_table(1, {}).row_bytes,
