@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import CheckpointError, InvalidInputError
-from trak_lite.scoring import planning
+from trak_lite.scoring import grams, planning
 
 GENERATOR = torch.Generator().manual_seed(0)
 TRAIN = TensorDataset(torch.randn(400, 6, generator=GENERATOR), torch.arange(400) % 3)
@@ -39,8 +39,13 @@ def language_model(path):
     return made, TensorDataset(tokens, tokens)
 
 
+@pytest.mark.parametrize("cached_rows", [1, 1000], ids=["kernels stored", "kernels not stored"])
 @pytest.mark.parametrize("settings", [{}, {"dtype": "int4"}, {"layout": "joint", "store_norms": True}])
-def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(settings, tmp_path):
+def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(
+    settings, cached_rows, tmp_path, monkeypatch
+):
+    for module in (grams, planning):
+        monkeypatch.setattr(module, "CACHED_ROWS", cached_rows)
     made = attributor(tmp_path / "run.zarr", **settings)
     states = [perceptron().state_dict() for _ in range(2)]
     states[1]["0.bias"] = states[1]["0.bias"] + 1
@@ -63,7 +68,10 @@ def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(settings
                 sizes[kind] += table.spec.num_rows * table.spec.row_bytes
     assert {kind: plan.disk[kind] for kind in sizes} == sizes
     assert plan.disk["scores"] == scores.numpy().nbytes
-    assert plan.disk["kernels"] == 2 * 8 * sum(segment.width**2 for segment in made.layout.segments)
+    kernels = 2 * 8 * sum(segment.width**2 for segment in made.layout.segments)
+    files = [file.stat().st_size for file in (tmp_path / "run.zarr").glob(".cache/*.safetensors")]
+    assert plan.disk["kernels"] == (kernels if cached_rows == 1 else 0)
+    assert kernels <= sum(files) <= kernels + 1000 * len(files) if cached_rows == 1 else not files
     assert set(plan.seconds) == {"rows", "targets", "scores"}
     for span in plan.seconds.values():
         assert 0 < span.low <= span.mean <= span.high
