@@ -221,7 +221,7 @@ def test_the_kernel_of_fewer_rows_than_features_is_that_of_the_features(method, 
 def test_gram_matrices_of_few_rows_are_summed_again_and_those_of_many_are_stored(tmp_path, monkeypatch):
     found = []
     for most, count in ((N + 1, 0), (N, 3)):
-        monkeypatch.setattr(grams, "_CACHED_ROWS", most)
+        monkeypatch.setattr(grams, "CACHED_ROWS", most)
         made = featurized(tmp_path / f"{most}", layout="module")
         found += [made.score(TARGETS, name).numpy() for name in ("first", "again")]
         assert len([*(tmp_path / f"{most}").glob(".cache/gram-*")]) == count
