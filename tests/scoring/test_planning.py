@@ -49,8 +49,10 @@ def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(
     made = attributor(tmp_path / "run.zarr", **settings)
     states = [perceptron().state_dict() for _ in range(2)]
     states[1]["0.bias"] = states[1]["0.bias"] + 1
+    drawn = torch.get_rng_state()
     plan = made.plan(TRAIN, TARGETS, checkpoints=states)
     assert not list(tmp_path.iterdir())
+    assert torch.equal(torch.get_rng_state(), drawn)  # a training that follows is the same as without a plan
     assert "chosen by the first samples" in repr(made)
 
     made.featurize(TRAIN, states)

@@ -26,7 +26,7 @@ from trak_lite._progress import duration
 from trak_lite.data.datasets import Rows
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise, keeps_rows
-from trak_lite.methods import AbstractInverseMethod, AbstractMethod
+from trak_lite.methods import AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
@@ -356,7 +356,7 @@ def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     """Return the time of the products of a fit of Fisher."""
     total = Span.none()
     for width, count in _widths(settings.layout).items():
-        rows = torch.randn(_PRODUCT_ROWS, width, device=settings.device)
+        rows = torch.ones(_PRODUCT_ROWS, width, device=settings.device)
 
         def product(rows: Tensor = rows) -> None:
             _done(rows.T @ rows)
@@ -390,13 +390,16 @@ def _scoring(
     if not num_targets:
         return Span.none(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
-    targets = torch.randn(num_targets, layout.width, device=device)
-    rows = torch.randn(_PRODUCT_ROWS, layout.width, device=device).to(torch.float16)
+    targets = torch.ones(
+        num_targets, layout.width, device=device
+    )  # no drawn numbers: the caller's generator stays
+    rows = torch.ones(_PRODUCT_ROWS, layout.width, device=device, dtype=torch.float16)
     total = _timed(lambda: _done(rows.float() @ targets.T)).times(num_rows / _PRODUCT_ROWS)
     held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4
     kernel = method.kernel
     if kernel is None:
         return total, held
+    squares = widest = 0
     for width, count in _widths(layout).items():
         is_fisher = kernel.weighting == "fisher"
         side = num_rows if not is_fisher and keeps_rows(width, num_rows) else width
@@ -417,8 +420,7 @@ def _scoring(
             _done(factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(own))
 
         total = total.plus(_timed(solved).times(count))
-    squares = sum(segment.width**2 for segment in layout.segments)
-    widest = max(segment.width for segment in layout.segments)
+        squares, widest = squares + count * side**2, max(widest, side)
     return total, held + (2 * squares + 2 * widest**2) * wide.itemsize
 
 
@@ -433,7 +435,7 @@ def _disk(
 ) -> dict[str, int]:
     """Return bytes by purpose."""
     layout, kernel = settings.method.layout_of(settings.layout), settings.method.kernel
-    inverse = isinstance(settings.method, AbstractInverseMethod)
+    inverse = settings.method.inverse is not None
     kernels = 0
     if kernel is not None and kernel.weighting == "fisher":
         kernels = layout.width * max(segment.width for segment in layout.segments) * 4

@@ -118,7 +118,7 @@ class AbstractRowTable(ABC):
             InvalidInputError: If there is no such chunk.
             BusyError: If another writer holds the chunk; names its host and process.
             ReadOnlyStoreError: If the store was opened for reading.
-            StoreFullError: If the disk has no room for the chunk.
+            StoreFullError: If the disk is full.
         """
 
     @abstractmethod

@@ -259,12 +259,15 @@ class RowTable(AbstractRowTable):
 
     def _claim(self, chunk: int) -> NDArray[np.bool_]:
         """Lock a chunk and keep it open; return a mask of its pending rows."""
-        stage = self._staged.get(chunk) or self._take(chunk)
+        held = self._staged.get(chunk)
+        stage = held or self._take(chunk)
         if stage is None:
             return np.zeros(0, np.bool_)
         self._staged[chunk] = stage
         try:
-            if self._index.look_at(chunk) is not None:  # by another machine, which has no lock here
+            if (
+                held is not None and self._index.look_at(chunk) is not None
+            ):  # by another machine: it has no lock here
                 stage.discard_log()
                 del self._staged[chunk]
                 return np.zeros(0, np.bool_)
