@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import models
 from benchmarks.bench_gradients import log_likelihood
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, milliseconds, ratio
 from trak_lite import Attributor
+from trak_lite.featurizing.rows import compute_features
+from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.modelout_functions import CallableModelOutput
+from trak_lite.projectors import CountSketchProjector
 
 Case = Callable[[Bench], dict[str, Any]]
 FIRST, ALL = 8, 24  # batches; the first ones are checked against autograd at 1, 2, 4, 8
@@ -34,7 +40,40 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int, i
 
 
 def language_cases(small: bool) -> dict[str, Case]:
-    return {name: partial(language, name) for name in MODELS}
+    return {f"passes of {name}": partial(passes, name) for name in MODELS} | {
+        name: partial(language, name) for name in MODELS
+    }
+
+
+def passes(name: str, bench: Bench) -> dict[str, Any]:
+    """Measure a pass to its features and its replay beside a plain pass, on two sequences, with K = 2048."""
+    torch.manual_seed(0)
+    make, make_small, vocabulary, _ = MODELS[name]
+    with bench.device:
+        model = (make_small if bench.small else make)().to(torch.bfloat16).eval()
+    tokens, vocabulary = (16, 50) if bench.small else (TOKENS, vocabulary)
+    batch = (torch.randint(vocabulary, (2, tokens + 1), device=bench.device),)
+    params = list(model.parameters())
+
+    def features(to_come: float) -> Callable[[], Tensor]:
+        computer = HookGradientComputer(model, CallableModelOutput(log_likelihood))
+        projector = CountSketchProjector(2048)
+        settings = {"model_id": 0, "rows": np.arange(2), "what": "benchmark", "to_come": to_come}
+        return lambda: compute_features(computer, projector, batch, **settings)[0]
+
+    def plain_pass() -> None:
+        torch.autograd.grad(log_likelihood(model, batch).sum(), params)
+
+    calls: dict[str, Callable[[], Any]] = {"pass": features(0), "replay": features(math.inf)}
+    for call in calls.values():
+        for _ in range(6):  # the recording and its first comparisons
+            call()
+    times = bench.interleaved({**calls, "plain": plain_pass})
+    return {
+        "ms": milliseconds(times),
+        "to_plain": {way: ratio(times, way, "plain") for way in calls},
+        "batch": [2, tokens],
+    }
 
 
 def language(name: str, bench: Bench) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def replay_cases(small: bool) -> dict[str, Case]:
 def replays(name: str, bench: Bench) -> dict[str, Any]:
     """Measure a pass to its features, its replay with and without a CUDA graph, and a plain pass of the same batch.
 
-    Replays include their comparisons with the pass, on their schedule. ``equal`` compares the features of a graph.
+    Replays include their comparisons with the pass, on their schedule. ``equal`` compares the features of a graph;
+    ``pass_repeats`` says whether the pass itself has the same bits twice, which cuDNN does not promise.
     """
     torch.manual_seed(0)
     make_model, make_batch, output = bench_gradients.CASES[name]
@@ -140,6 +141,7 @@ def replays(name: str, bench: Bench) -> dict[str, Any]:
         "ms": milliseconds(times),
         "to_plain": {way: ratio(times, way, "plain") for way in made},
         "equal": torch.equal(made["graph"][1](), made["pass"][1]()),
+        "pass_repeats": torch.equal(made["pass"][1](), made["pass"][1]()),
         "operations": getattr(kinds["replay"].recording, "num_operations", None),
         "replayed": kinds["replay"].recording is not None,
         "captured": kinds["graph"].graph is not None,

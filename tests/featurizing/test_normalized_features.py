@@ -477,7 +477,7 @@ def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout):
 
 def test_the_fisher_information_is_that_of_scaled_gradients():
     """A diagonal change of coordinates: with all features and little damping the scores do not depend on it."""
-    method = {"name": "Fisher", "samples_per_feature": 40, "max_draws": 4000, "damping": 1e-6}
+    method = {"name": "Fisher", "samples_per_feature": 40, "max_draws": 4000, "damping": 1e-4}
     found = []
     for kind in ("none", "adam"):
         made = attributor(None, kind, projector="none", grad_wrt="head.*", layout="joint", batch_size=512)

@@ -223,7 +223,9 @@ def test_the_callback_refuses_what_it_could_never_featurize(attributor_of, kind,
     with pytest.raises(InvalidInputError, match="the train data is a Tensor of tensors"):
         lightning.FeaturizeCallback(attributor, torch.zeros(3))
     callbacks = [lightning.FeaturizeCallback(Attributor(module, "image_classification", None), ROWS)]
-    trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False)
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False, accelerator="cpu"
+    )
     with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint, so no"):
         trainer.fit(module, DataLoader(ROWS), DataLoader(ROWS))
 

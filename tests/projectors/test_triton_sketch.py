@@ -595,9 +595,15 @@ def test_rows_with_any_strides_on_a_gpu_have_the_bits_of_the_cpu(make):
 @pytest.mark.cuda
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("budget", [1 << 20, 1 << 28])
-def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(monkeypatch, budget):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", [0, 1, 9, 300])
+def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(
+    monkeypatch, budget, dtype, positions
+):
+    """Also factors of 16 bits, whose products are summed in float32."""
     monkeypatch.setattr(kernels_of().sketch, "scratch_bytes", lambda device: budget)
-    block = factors((700, 600), 5, 9, torch.float32)
+    monkeypatch.setattr("trak_lite.projectors.sketch.matrix.fourier_takes_less_time", lambda *_, **__: False)
+    block = factors((700, 600), 5, positions, dtype)
     grads = block.inputs, block.output_grads
     made = sketched(tuple(factor.cuda() for factor in grads), 512, (700, 600))
     assert_close(made.cpu(), sketched(grads, 512, (700, 600)), 1e-5)

@@ -51,10 +51,10 @@ shares: increase :attr:`AbstractMethod.version` of the methods with a kernel if 
 """
 
 _GRAM_ROWS: Final = 256
-"""Rows upcast at a time: enough for a fast matrix product, small compared with a chunk."""
+"""Rows upcast at a time: enough for a fast matrix product on a CPU, small compared with a chunk."""
 
 _COARSE_GRAM_ROWS: Final = 1024
-"""Rows per product with ``exact=False``; each float32 product is added to a float64 sum."""
+"""Rows per product on an accelerator, and with ``exact=False``, where float32 products are added to a float64 sum."""
 
 _PANEL: Final = 256
 """Rows of a product of a matrix with its transpose that are computed at once, up to the diagonal."""
@@ -551,7 +551,7 @@ class GramAccumulator:
             for height, s in zip(heights, layout.segments, strict=True)
         ]
         self._multiplied = 0
-        self._rows = _GRAM_ROWS if exact else _COARSE_GRAM_ROWS
+        self._rows = _GRAM_ROWS if exact and device.type == "cpu" else _COARSE_GRAM_ROWS
         product = dtype if exact else torch.float32
         self._buffer = torch.empty(self._rows, layout.width, dtype=product, device=device)
         self._filled = 0
@@ -616,9 +616,11 @@ def keeps_rows(width: int, num_rows: int) -> bool:
 
 def _add_lower_product_(total: Tensor, rows: Tensor) -> None:
     """Add ``rows @ rows.T`` to ``total``, in panels that end at the diagonal: what is above them is not computed."""
+    # On an accelerator one product takes less time than panels of half as many operations.
+    panel_rows = _PANEL if rows.device.type == "cpu" else max(len(rows), 1)
     with full_float32(rows.device):
-        for start in range(0, len(rows), _PANEL):
-            stop = min(start + _PANEL, len(rows))
+        for start in range(0, len(rows), panel_rows):
+            stop = min(start + panel_rows, len(rows))
             panel, other = total[start:stop, :stop], rows[:stop].T
             if rows.dtype == total.dtype:
                 panel.addmm_(rows[start:stop], other)

@@ -234,13 +234,20 @@ def _pieces(count: int, step: int) -> Iterator[slice]:
 # Estimates for a GPU of the H100's class, from flops and bytes; nothing was measured. Only their ratios matter.
 _BYTES = 2400.0  # bytes that are read or written per nanosecond
 _FLOPS = 50_000.0  # float32 operations of a matrix product per nanosecond
+_FLOPS_OF_HALVES = 400_000.0  # operations of a product of factors of 16 bits
 _LAUNCH = 5000.0  # nanoseconds of a launch
 _FOURIER_LAUNCHES, _KERNEL_LAUNCHES, _FORM_LAUNCHES = 9, 3, 6
 """Launches of :meth:`AllBlocks.convolved`, of the Triton kernel and of :meth:`AllBlocks.formed`, for all samples."""
 
 
 def fourier_takes_less_time(
-    shape: tuple[int, int], positions: int, *, proj_dim: int, samples: int, triton: bool = True
+    shape: tuple[int, int],
+    positions: int,
+    *,
+    proj_dim: int,
+    samples: int,
+    triton: bool = True,
+    halves: bool = False,
 ) -> bool:
     """Return whether Fourier transforms are faster than forming the gradients on an accelerator.
 
@@ -250,6 +257,7 @@ def fourier_takes_less_time(
         proj_dim: K.
         samples: b. The fewer there are, the more a launch counts.
         triton: Formed gradients are summed by the Triton kernel: else by :meth:`AllBlocks.formed`.
+        halves: Gradients are formed by products of factors of 16 bits.
 
     Example:
         >>> [fourier_takes_less_time((3072, 768), 64, proj_dim=2048, samples=samples) for samples in (2, 32)]
@@ -259,7 +267,7 @@ def fourier_takes_less_time(
     blocks = -(-d_out // proj_dim) * -(-d_in // proj_dim)
     entries = d_out * d_in if triton else blocks * proj_dim * (proj_dim + 1)
     taken = blocks * positions * proj_dim  # entries of one factor, for all blocks
-    form = entries * (8 / _BYTES + 2 * positions / _FLOPS)
+    form = entries * (8 / _BYTES + 2 * positions / (_FLOPS_OF_HALVES if halves and triton else _FLOPS))
     if not triton:
         form += 40 * taken / _BYTES
     more_launches = _FOURIER_LAUNCHES - (_KERNEL_LAUNCHES if triton else _FORM_LAUNCHES)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, multiplies_halves, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, in_pieces, triton_kernels
 from trak_lite.projectors.sketch.blocks import AllBlocks, Block, fourier_takes_less_time, moved
@@ -118,7 +118,10 @@ class MatrixSketch(AbstractSketch):
         if on_cpu:
             return fourier_is_cheaper(self.shape, positions, proj_dim=size)
         samples = len(block.inputs)
-        return fourier_takes_less_time(self.shape, positions, proj_dim=size, samples=samples, triton=triton)
+        halves = multiplies_halves(block.output_grads, block.inputs)
+        return fourier_takes_less_time(
+            self.shape, positions, proj_dim=size, samples=samples, triton=triton, halves=halves
+        )
 
     @functools.cached_property
     def _at_once(self) -> AllBlocks:

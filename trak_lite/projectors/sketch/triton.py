@@ -554,8 +554,8 @@ class MatrixKernel:
             return self._formed_in_order(inputs, output_grads, scratch)
         features = []
         for x, g in zip(
-            torch.split(inputs.to(dtype), budget // band),
-            torch.split(output_grads.to(dtype), budget // band),
+            torch.split(inputs, budget // band),
+            torch.split(output_grads, budget // band),
             strict=True,
         ):
             step = min(max(1, budget // (max(1, len(x)) * band)), _MOST_BLOCKS // across)
@@ -609,8 +609,8 @@ class MatrixKernel:
     ) -> None:
         """Form one block of the matrix, ``groups`` groups of rows at a time, and add it."""
         part = self._parts[number]
-        x = inputs[:, :, part.columns].to(sums.dtype)
-        columns = output_grads[:, :, part.rows].to(sums.dtype).transpose(1, 2)
+        x = inputs[:, :, part.columns]
+        columns = output_grads[:, :, part.rows].transpose(1, 2)
         for first in range(0, columns.shape[1], groups * _GROUP):
             piece = form(columns[:, first : first + groups * _GROUP], x, scratch)
             row_stride, entry_stride = piece.stride()[1:]
