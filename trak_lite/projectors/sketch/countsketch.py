@@ -81,7 +81,8 @@ class CountSketchProjector(AbstractProjector):
                 if a few entries dominate the gradients.
             device: Device of the projection; ``None`` for the gradients' device.
             factors: Method for gradients given as factors: ``"form"`` forms some rows at a time, ``"fourier"`` uses
-                Fourier transforms without forming any, ``"auto"`` uses the cheaper one. The map is the same.
+                Fourier transforms without forming any, ``"auto"`` uses the cheaper one. The map is the same. On an
+                accelerator gradients are formed only with Triton and where K rows of one take at most 256 MiB.
 
         Raises:
             InvalidInputError: If a setting is not allowed.
