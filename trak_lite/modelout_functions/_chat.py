@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._positions import IGNORED
+from trak_lite.modelout_functions.language_modeling import IGNORED
 
 __all__ = ["response_labels"]
 

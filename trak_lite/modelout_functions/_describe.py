@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput
-from trak_lite.modelout_functions.callable import CallableModelOutput
+from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput
 
 __all__ = [
     "array_json",
@@ -122,6 +121,18 @@ _FORMER_MODULES: Final = {
     "methods.products.GradDot": "methods.grad_dot",
     "methods.products.LESS": "methods.less",
     "methods.products.TracIn": "methods.tracin",
+    "modelout_functions._base.CallableModelOutput": "modelout_functions.callable",
+    "modelout_functions.classification.BinaryClassificationModelOutput": "modelout_functions.binary",
+    "modelout_functions.classification.MultiLabelModelOutput": "modelout_functions.binary",
+    "modelout_functions.contrastive.CLIPModelOutput": "modelout_functions.clip",
+    "modelout_functions.language_modeling.DenseClassificationModelOutput": "modelout_functions.dense",
+    "modelout_functions.language_modeling.PositionwiseModelOutput": "modelout_functions._positions",
+    "modelout_functions.post_training.AnswerDifferenceModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.DPOModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.PolicyGradientModelOutput": "modelout_functions.policy_gradient",
+    "modelout_functions.post_training.RewardModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training._PreferenceModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.reference_columns": "modelout_functions.preferences",
     "projectors.dense.projectors.FastJLProjector": "projectors.dense.fast_jl",
     "projectors.mask.GraSSProjector": "projectors.mask.projectors",
     "projectors.mask.MaskProjector": "projectors.mask.projectors",

@@ -8,27 +8,26 @@ import inspect
 from torch import nn
 
 from trak_lite.errors import UnknownTaskError
-from trak_lite.modelout_functions._base import AbstractModelOutput, TaskFunction
-from trak_lite.modelout_functions.binary import BinaryClassificationModelOutput, MultiLabelModelOutput
-from trak_lite.modelout_functions.callable import CallableModelOutput
+from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput, TaskFunction
 from trak_lite.modelout_functions.classification import (
+    BinaryClassificationModelOutput,
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
+    MultiLabelModelOutput,
     TextClassificationModelOutput,
 )
-from trak_lite.modelout_functions.clip import CLIPModelOutput
-from trak_lite.modelout_functions.contrastive import ContrastiveModelOutput
-from trak_lite.modelout_functions.dense import DenseClassificationModelOutput
+from trak_lite.modelout_functions.contrastive import CLIPModelOutput, ContrastiveModelOutput
 from trak_lite.modelout_functions.diffusion import DiffusionModelOutput
 from trak_lite.modelout_functions.language_modeling import (
     CausalLanguageModelingModelOutput,
+    DenseClassificationModelOutput,
     MaskedLanguageModelingModelOutput,
     SequenceToSequenceModelOutput,
 )
-from trak_lite.modelout_functions.policy_gradient import PolicyGradientModelOutput
-from trak_lite.modelout_functions.preferences import (
+from trak_lite.modelout_functions.post_training import (
     AnswerDifferenceModelOutput,
     DPOModelOutput,
+    PolicyGradientModelOutput,
     RewardModelOutput,
 )
 from trak_lite.modelout_functions.regression import RegressionModelOutput

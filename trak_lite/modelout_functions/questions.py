@@ -28,8 +28,8 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
 )
 from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._positions import pooled
 from trak_lite.modelout_functions._registry import resolve_task
+from trak_lite.modelout_functions.language_modeling import pooled
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["ActivationModelOutput", "QuestionsModelOutput"]

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-__all__ = ["FeatureRows", "Scratch", "empty_buffer", "form", "is_scratch", "scratch_bytes", "sum_dtype"]
+__all__ = [
+    "FeatureRows",
+    "Scratch",
+    "empty_buffer",
+    "form",
+    "in_pieces",
+    "is_scratch",
+    "scratch_bytes",
+    "sum_dtype",
+]
 
 _CPU_SCRATCH_BYTES = 8 << 20  # fits into a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the cost of kernel launches
@@ -116,3 +125,12 @@ def form(output_grads: Tensor, inputs: Tensor, scratch: Scratch) -> Tensor:
     product = torch.mul if inputs.shape[1] == 1 else torch.bmm
     product(output_grads, inputs, out=formed)  # with out=, autocast does not change the dtype
     return formed
+
+
+def in_pieces(
+    features: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor, num_samples: int
+) -> Tensor:
+    """Return the features of two tensors of samples, computed for ``num_samples`` of them at a time, at least one."""
+    pieces = zip(*(torch.split(tensor, max(1, num_samples)) for tensor in (one, other)), strict=True)
+    parts = [features(*piece) for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -17,8 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import scratch_bytes, sum_dtype
-from trak_lite.projectors.sketch.base import in_pieces
+from trak_lite.projectors._scratch import in_pieces, scratch_bytes, sum_dtype
 from trak_lite.types import FactoredBlock, LookupBlock
 
 __all__ = ["AllBlocks", "Block", "convolved", "fourier_takes_less_time", "moved"]

@@ -23,10 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trak_lite.projectors._kernels import as_operation
-from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
-from trak_lite.projectors.sketch.base import in_pieces
 from trak_lite.projectors.sketch.blocks import Block
 
 __all__ = ["DTYPES", "MatrixKernel", "VectorKernel", "why_unusable"]

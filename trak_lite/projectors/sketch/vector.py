@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, in_pieces, triton_kernels
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
