@@ -12,8 +12,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
-from trak_lite.projectors._blocks import block_rows
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    block_rows,
+)
 from trak_lite.projectors._scratch import FeatureRows
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 

@@ -28,8 +28,15 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows, by_module, check_block, sample_pieces, side_by_side
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    block_rows,
+    by_module,
+    check_block,
+    sample_pieces,
+    side_by_side,
+)
 from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import (

@@ -16,8 +16,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, RoutedAccumulator
-from trak_lite.projectors._blocks import by_module, side_by_side
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    RoutedAccumulator,
+    by_module,
+    side_by_side,
+)
 from trak_lite.projectors.identity import NoOpProjector
 from trak_lite.types import FeatureLayout, ParameterShapes, num_entries
 

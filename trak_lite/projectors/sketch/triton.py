@@ -14,7 +14,7 @@ Numerics: float64 gradients are summed in float64, all others in float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -634,50 +634,42 @@ def why_unusable(device: torch.device) -> str | None:
     A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
     """
     try:
-        checks = (_vector_entries_are_right, _tile_entries_are_right, _matrix_entries_are_right)
-        right = all(check(device) for check in checks)
+        # Row i of the identity selects entry i of a vector or matrix.
+        right = all(
+            torch.equal(sketch(torch.eye(len(expected), device=device)).cpu(), expected)
+            for sketch, expected in _expected_entries(device)
+        )
     except Exception as error:  # every compiler and driver raises other exceptions
         return f"they do not run on this device ({type(error).__name__}: {error})"
     return None if right else "they give other features on this device than the torch operations"
 
 
-def _vector_entries_are_right(device: torch.device) -> bool:
-    """Compare with a vector of two segments; row i of the identity selects entry i."""
-    width, offsets, key = 8, [3, 0, 7], 5
-    num_entries = 20
-    kernel = VectorKernel(
-        width=width, segment=2, offsets=offsets, sign_key=key, fold_offsets=[0], fold_key=0, device=device
-    )
-    entries = torch.arange(num_entries, device="cpu")
-    buckets = (entries + torch.tensor(offsets, device="cpu")[entries // width]) % width
-    expected = torch.zeros(num_entries, width, device="cpu")
-    expected[entries, buckets] = hash_signs(key, 0, num_entries, device=torch.device("cpu"))
-    return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
+def _expected_entries(device: torch.device) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """Yield sketches, and the matrix of each: vectors of two segments and of one folded tile, a matrix of one block."""
+    host = torch.device("cpu")
 
+    def matrix(buckets: Tensor, signs: Tensor, size: int) -> Tensor:
+        expected = torch.zeros(len(buckets), size, device=host)
+        expected[torch.arange(len(buckets), device=host), buckets] = signs
+        return expected
 
-def _tile_entries_are_right(device: torch.device) -> bool:
-    """Compare with a vector of one tile, whose ring is folded."""
-    size, offset, folds, num_entries = 4, 3, [1, 2], 6
-    kernel = VectorKernel(
-        width=8, segment=1, offsets=[offset], sign_key=5, fold_offsets=folds, fold_key=6, device=device
-    )
-    entries = torch.arange(num_entries, device="cpu")
-    places = (entries + offset) % 8
-    buckets = (places % size + torch.tensor(folds, device="cpu")[places // size]) % size
-    signs, fold_signs = (hash_signs(key, 0, 8, device=torch.device("cpu")) for key in (5, 6))
-    expected = torch.zeros(num_entries, size, device="cpu")
-    expected[entries, buckets] = signs[:num_entries] * fold_signs[places]
-    return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
+    def vector(offsets: list[int], folds: list[int], segment: int) -> VectorKernel:
+        keys = {"sign_key": 5, "fold_key": 6}
+        return VectorKernel(
+            width=8, segment=segment, offsets=offsets, fold_offsets=folds, device=device, **keys
+        )
 
+    entries, offsets = torch.arange(20, device=host), torch.tensor([3, 0, 7], device=host)
+    buckets = (entries + offsets[entries // 8]) % 8
+    yield vector(offsets.tolist(), [0], 2), matrix(buckets, hash_signs(5, 0, 20, device=host), 8)
 
-def _matrix_entries_are_right(device: torch.device) -> bool:
-    """Compare with a matrix of one block."""
-    size, shifts = 70, torch.tensor([66, 2, 69], device="cpu")
-    signs = hash_signs(5, 0, 5, device=device)
-    shifts = shifts.to(device)
-    part = Block(slice(0, 3), slice(0, 5), shifts, signs[:3], signs, shifts.tolist(), signs[:3].tolist(), 0)
-    entries, signs = torch.arange(15, device="cpu"), signs.cpu()
-    rows, columns = entries // 5, entries % 5
-    expected = torch.zeros(15, size, device="cpu")
-    expected[entries, (shifts[rows] + columns) % size] = signs[rows] * signs[columns]
-    return torch.equal(MatrixKernel(5, size, [part]).dense(torch.eye(15, device=device)).cpu(), expected)
+    folds = torch.tensor([1, 2], device=host)
+    places = (entries[:6] + 3) % 8
+    signs = hash_signs(5, 0, 6, device=host) * hash_signs(6, 0, 8, device=host)[places]
+    yield vector([3], folds.tolist(), 1), matrix((places % 4 + folds[places // 4]) % 4, signs, 4)
+
+    shifts, signs = torch.tensor([66, 2, 69], device=host), hash_signs(5, 0, 5, device=device)
+    block = Block(slice(0, 3), slice(0, 5), shifts, signs[:3], signs, shifts.tolist(), signs[:3].tolist(), 0)
+    rows, columns, signs = entries[:15] // 5, entries[:15] % 5, signs.cpu()
+    expected = matrix((shifts[rows] + columns) % 70, signs[rows] * signs[columns], 70)
+    yield MatrixKernel(5, 70, [block]).dense, expected
