@@ -261,6 +261,11 @@ def test_a_class_that_carries_a_lock_is_described_without_it():
         (tasks.CLIPModelOutput, "modelout_functions.clip.CLIPModelOutput"),
         (tasks.DPOModelOutput, "modelout_functions.preferences.DPOModelOutput"),
         (tasks.MultiLabelModelOutput, "modelout_functions.binary.MultiLabelModelOutput"),
+        (
+            tasks.TextClassificationModelOutput,
+            "modelout_functions.classification.TextClassificationModelOutput",
+        ),
+        (projectors.NoOpProjector, "projectors.identity.NoOpProjector"),
         (tasks.reference_columns, "modelout_functions.preferences.reference_columns"),
     ],
 )

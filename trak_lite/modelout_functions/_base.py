@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,19 +16,10 @@ from torch.func import functional_call
 from trak_lite._devices import Float32Products, model_pass
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.types import Batch, OutputTerms
-
-__all__ = [
-    "AbstractModelOutput",
-    "CallableModelOutput",
-    "ModelCall",
-    "TaskFunction",
-    "UniformNoise",
-    "evaluating",
-]
 
 UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 """``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
@@ -312,3 +305,77 @@ class CallableModelOutput(AbstractModelOutput):
                 "number per sample and no mean or sum over the batch."
             )
         return linear_terms(precise(output, what="The model output function's result"))
+
+
+MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {}
+"""Built-in model output functions by task name, entered by the ``__init__`` of this room."""
+
+TASK_TO_MODELOUT = MODEL_OUTPUTS
+"""Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
+
+_ACCEPTED = (
+    "a task name, an AbstractModelOutput (instance or class), or a function f(model_call, batch) -> (B,)"
+)
+
+
+def resolve_task(
+    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
+) -> AbstractModelOutput:
+    """Return the model output function of a task.
+
+    Args:
+        task: A name in :data:`MODEL_OUTPUTS`, an instance or class of :class:`AbstractModelOutput`, or a
+            function.
+
+    Raises:
+        UnknownTaskError: For an unknown name (the message gives the nearest known one), a class that needs
+            arguments, or any other type, such as a model.
+
+    Example:
+        >>> resolve_task("regression").settings()
+        {'output': 'prediction'}
+    """
+    if isinstance(task, str):
+        if task in MODEL_OUTPUTS:
+            return MODEL_OUTPUTS[task]()
+        # A part of several names ("classification") is none of them: their batches and outputs differ.
+        near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
+        near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise UnknownTaskError(
+            f"Unknown task {task!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
+        )
+    if isinstance(task, AbstractModelOutput) and type(task) is not AbstractModelOutput:
+        return task
+    if isinstance(task, type):
+        if not issubclass(task, AbstractModelOutput) or task is AbstractModelOutput:
+            raise UnknownTaskError(
+                f"The task is the class {_type_name(task)}. Expected {_ACCEPTED}.{_hint(task)}"
+            )
+        parameters = inspect.signature(task).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+        if needed:
+            raise UnknownTaskError(
+                f"The task class {_type_name(task)} needs the arguments {needed}. Pass an instance instead of the "
+                "class."
+            )
+        return task()
+    if callable(task) and not isinstance(task, nn.Module | AbstractModelOutput):
+        return CallableModelOutput(task)
+    raise UnknownTaskError(
+        f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
+    )
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _hint(cls: type) -> str:
+    """Return a hint for the error message if the mistake is a known one."""
+    if issubclass(cls, nn.Module):
+        return " Pass the model as the argument `model`."
+    if callable(getattr(cls, "get_output", None)):
+        return " Derive it from trak_lite.modelout_functions.AbstractModelOutput; its methods need no change."
+    return ""

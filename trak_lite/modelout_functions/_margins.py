@@ -19,8 +19,6 @@ from torch import Tensor
 from trak_lite.modelout_functions._inputs import nan_unless
 from trak_lite.types import OutputTerms
 
-__all__ = ["class_margins", "linear_terms", "margin_terms", "multiclass_terms", "two_class_margins"]
-
 
 def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
     r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis.

@@ -19,15 +19,6 @@ from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of
 from trak_lite.modelout_functions._margins import linear_terms
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "LossModelOutput",
-    "fisher_task",
-    "sampled_answers",
-    "sampled_classes",
-    "sampled_values",
-    "with_labels",
-]
-
 LossWeight: TypeAlias = Literal["out_to_loss_grad", "loss_curvature"]
 
 

@@ -9,8 +9,9 @@ Source: Rafailov et al. (arXiv:2305.18290), section 4; Ouyang et al. (arXiv:2203
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -49,6 +50,7 @@ __all__ = [
     "PolicyGradientModelOutput",
     "RewardModelOutput",
     "reference_columns",
+    "response_labels",
 ]
 
 _CHOSEN, _REJECTED = "chosen_", "rejected_"
@@ -374,3 +376,76 @@ def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> t
     answer = model_call(**{name: value for name, value in fields.items() if name not in own})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels
+
+
+_MARKED = re.compile(r"\{%-?\s*generation\b")
+"""Templates mark the assistant's tokens with this block."""
+
+
+def response_labels(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any
+) -> dict[str, Tensor]:
+    """Return the tokens of a conversation, and labels that are -100 outside the assistant's answers.
+
+    If the chat template marks the answers (``{% generation %}``), these tokens are labelled. Otherwise an answer is
+    what the template adds to the conversation before it, after the prompt for an answer: the end of the turn is part of
+    it.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        messages: The conversation: mappings with ``role`` and ``content``, at least one with the role ``assistant``.
+        **template_options: Further arguments of ``tokenizer.apply_chat_template``, for example ``tools``.
+
+    Returns:
+        ``input_ids`` and ``labels``, each ``(T,)`` int64, as one sample of ``task="causal_language_modeling"``.
+
+    Raises:
+        InvalidInputError: If no message is the assistant's, or the tokens of an answer cannot be found because the
+            template changes earlier messages.
+    """
+    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers:
+        raise InvalidInputError("The conversation has no message of the assistant. Expected at least one.")
+    template = template_options.get("chat_template") or tokenizer.get_chat_template(
+        tools=template_options.get("tools")
+    )
+    if _MARKED.search(template):
+        found = _rendered(tokenizer, messages, template_options, return_assistant_tokens_mask=True)
+        ids, answered = found["input_ids"], [bool(one) for one in found["assistant_masks"]]
+    else:
+        ids = _rendered(tokenizer, messages, template_options)["input_ids"]
+        answered = [False] * len(ids)
+        for place in answers:
+            start, stop = _answer_span(tokenizer, messages, place, ids, template_options)
+            answered[start:stop] = [True] * (stop - start)
+    tokens = torch.tensor(ids, dtype=torch.int64, device="cpu")
+    labels = tokens.masked_fill(~torch.tensor(answered, dtype=torch.bool, device="cpu"), IGNORED)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], **more: Any
+) -> Any:
+    """Return what the chat template gives for a conversation: at least ``input_ids``, a list."""
+    return tokenizer.apply_chat_template(
+        list(messages), **{**options, "tokenize": True, "return_dict": True, **more}
+    )
+
+
+def _answer_span(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    place: int,
+    ids: Sequence[int],
+    options: Mapping[str, Any],
+) -> tuple[int, int]:
+    """Return the first token of the answer ``messages[place]``, and the first one after it."""
+    before = _rendered(tokenizer, messages[:place], options, add_generation_prompt=True)["input_ids"]
+    after = _rendered(tokenizer, messages[: place + 1], options)["input_ids"]
+    if len(after) <= len(before) or list(ids[: len(after)]) != after or after[: len(before)] != before:
+        raise InvalidInputError(
+            f"The tokens of message {place} cannot be found: the chat template changes earlier messages, or merges "
+            "tokens across messages. Use a template that marks answers with {% generation %}, or make the labels "
+            "yourself: -100 outside the answers."
+        )
+    return len(before), len(after)

@@ -25,21 +25,6 @@ from trak_lite.types import (
     num_entries,
 )
 
-__all__ = [
-    "AbstractFeatureAccumulator",
-    "AbstractProjector",
-    "ProjectionType",
-    "RoutedAccumulator",
-    "block_rows",
-    "by_module",
-    "check_block",
-    "check_grad_dim",
-    "named_gradients",
-    "project_named",
-    "sample_pieces",
-    "side_by_side",
-]
-
 _PIECE_BYTES = 64 << 20  # size of the temporaries of a block that exist at once
 
 

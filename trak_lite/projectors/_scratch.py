@@ -12,17 +12,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FeatureRows",
-    "Scratch",
-    "empty_buffer",
-    "form",
-    "in_pieces",
-    "is_scratch",
-    "scratch_bytes",
-    "sum_dtype",
-]
-
 _CPU_SCRATCH_BYTES = 8 << 20  # fits into a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the cost of kernel launches
 _MOST_VIEWS = 1 << 16
