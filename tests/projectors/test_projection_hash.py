@@ -11,12 +11,14 @@ import pytest
 import torch
 from projection_cases import assert_close, factors, formed, lookups
 
-from trak_lite.projectors.random.entries import GaussianEntries, RademacherEntries, normal_quantiles
 from trak_lite.projectors.random.hash import (
+    GaussianEntries,
+    RademacherEntries,
     Stream,
     hash_signs,
     hash_words_,
     key32,
+    normal_quantiles,
     parameter_key,
 )
 from trak_lite.projectors.sketch.base import Keys

@@ -31,8 +31,13 @@ from trak_lite.projectors._base import (
 )
 from trak_lite.projectors._scratch import FeatureRows, empty_buffer, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
-from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
-from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.projectors.random.hash import (
+    AbstractEntries,
+    GaussianEntries,
+    RademacherEntries,
+    Stream,
+    parameter_key,
+)
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.principal_axes import DEFAULT_MAX_SIDE, PrincipalAxes, matrix_shapes
 from trak_lite.types import (
