@@ -7,7 +7,7 @@ import inspect
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,8 @@ from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
-from trak_lite.modelout_functions._margins import linear_terms
+from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
 from trak_lite.types import Batch, OutputTerms
-
-UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
-"""``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
 
 
 class ModelCall:
@@ -305,6 +302,47 @@ class CallableModelOutput(AbstractModelOutput):
                 "number per sample and no mean or sum over the batch."
             )
         return linear_terms(precise(output, what="The model output function's result"))
+
+
+LossWeight: TypeAlias = Literal["out_to_loss_grad", "loss_curvature"]
+
+
+@final
+class LossModelOutput(AbstractModelOutput):
+    r"""Another task's output f, weighted so that the outer product of its gradient is a curvature term.
+
+    ``"out_to_loss_grad"``: :math:`q f` with q held constant, whose gradient is :math:`-\nabla L`; if the task defines
+    :meth:`AbstractModelOutput.log_likelihood`, that task's :math:`q f`.
+    ``"loss_curvature"``: :math:`\sqrt{w} f`; the outer product of its gradient is a sample's term of the Gauss-Newton
+    matrix of L as a function of f.
+
+    The caller must call ``prepare`` of the wrapped task.
+    """
+
+    def __init__(self, task: AbstractModelOutput, *, weight: LossWeight = "out_to_loss_grad") -> None:
+        likelihood = task.log_likelihood() if weight == "out_to_loss_grad" else None
+        self.task = task if likelihood is None else likelihood
+        self.weight = weight
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return the weighted f, with q = 1 and w = 0; see :meth:`AbstractModelOutput.evaluate`."""
+        terms = self.task.evaluate(model_call, batch)
+        weight = terms.out_to_loss_grad if self.weight == "out_to_loss_grad" else terms.loss_curvature.sqrt()
+        return linear_terms(terms.output * weight.detach())
+
+
+def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
+    """Return a task whose output has the gradient of the log-likelihood.
+
+    Raises:
+        InvalidInputError: If the task cannot draw labels.
+    """
+    if not task.can_sample:
+        raise InvalidInputError(
+            f"method='Fisher' draws labels from the model, and {type(task).__name__} does not define their "
+            "distribution. Use method='GaussNewton' or 'TRAK', or define sample_labels."
+        )
+    return LossModelOutput(task)
 
 
 MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {}

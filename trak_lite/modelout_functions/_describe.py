@@ -128,6 +128,7 @@ _FORMER_MODULES: Final = {
     "modelout_functions.supervised.RegressionModelOutput": "modelout_functions.regression",
     "modelout_functions.supervised.TextClassificationModelOutput": "modelout_functions.classification",
     "modelout_functions.supervised._Classifier": "modelout_functions.classification",
+    "modelout_functions._base.LossModelOutput": "modelout_functions._sampling",
     "modelout_functions._base.resolve_task": "modelout_functions._registry",
     "projectors.dense.projectors.FastJLProjector": "projectors.dense.fast_jl",
     "projectors.mask.GraSSProjector": "projectors.mask.projectors",

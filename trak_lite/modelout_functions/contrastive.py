@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from trak_lite._validate import one_of, positive_int
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise, evaluating
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     columns_of,
@@ -32,8 +32,7 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
     tensor_of,
 )
-from trak_lite.modelout_functions._margins import multiclass_terms
-from trak_lite.modelout_functions._sampling import sampled_classes
+from trak_lite.modelout_functions._margins import UniformNoise, multiclass_terms, sampled_classes
 from trak_lite.modelout_functions.language_modeling import pooled
 from trak_lite.types import Batch, OutputTerms
 

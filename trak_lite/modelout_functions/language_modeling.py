@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     fields_of,
@@ -27,8 +27,14 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
     split_labels,
 )
-from trak_lite.modelout_functions._margins import class_margins, linear_terms, margin_terms
-from trak_lite.modelout_functions._sampling import sampled_classes, with_labels
+from trak_lite.modelout_functions._margins import (
+    UniformNoise,
+    class_margins,
+    linear_terms,
+    margin_terms,
+    sampled_classes,
+    with_labels,
+)
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = [

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from trak_lite._validate import one_of, real_at_least
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import (
-    AbstractModelOutput,
-    CallableModelOutput,
-    ModelCall,
-    UniformNoise,
-    evaluating,
-)
+from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput, ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import (
     columns_of,
     labels_tensor,
@@ -39,8 +33,13 @@ from trak_lite.modelout_functions._inputs import (
     refuse_invalid,
     token_column,
 )
-from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._sampling import sampled_answers, sampled_classes, with_labels
+from trak_lite.modelout_functions._margins import (
+    UniformNoise,
+    linear_terms,
+    sampled_answers,
+    sampled_classes,
+    with_labels,
+)
 from trak_lite.modelout_functions.language_modeling import IGNORED, aligned_tokens, label_terms
 from trak_lite.types import Batch, OutputTerms
 

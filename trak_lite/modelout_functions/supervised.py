@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     logits_and_labels,
@@ -28,15 +28,14 @@ from trak_lite.modelout_functions._inputs import (
     split_labels,
 )
 from trak_lite.modelout_functions._margins import (
+    UniformNoise,
     linear_terms,
     margin_terms,
     multiclass_terms,
-    two_class_margins,
-)
-from trak_lite.modelout_functions._sampling import (
     sampled_answers,
     sampled_classes,
     sampled_values,
+    two_class_margins,
     with_labels,
 )
 from trak_lite.types import Batch, OutputTerms
