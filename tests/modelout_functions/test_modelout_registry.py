@@ -258,6 +258,15 @@ def test_a_class_that_carries_a_lock_is_described_without_it():
         (methods.GradDot, "methods.grad_dot.GradDot"),
         (projectors.MaskProjector, "projectors.mask.projectors.MaskProjector"),
         (projectors.FastJLProjector, "projectors.dense.fast_jl.FastJLProjector"),
+        (tasks.CLIPModelOutput, "modelout_functions.clip.CLIPModelOutput"),
+        (tasks.DPOModelOutput, "modelout_functions.preferences.DPOModelOutput"),
+        (tasks.MultiLabelModelOutput, "modelout_functions.binary.MultiLabelModelOutput"),
+        (
+            tasks.TextClassificationModelOutput,
+            "modelout_functions.classification.TextClassificationModelOutput",
+        ),
+        (projectors.NoOpProjector, "projectors.identity.NoOpProjector"),
+        (tasks.reference_columns, "modelout_functions.preferences.reference_columns"),
     ],
 )
 def test_a_description_holds_the_name_that_stores_have(held, stored):

@@ -41,7 +41,7 @@ def buffers(monkeypatch):
         count["most"] = max(count["most"], count["now"])
         return buffer
 
-    for module in ("random.entries", "dense.matrices"):
+    for module in ("random.hash", "dense.matrices"):
         monkeypatch.setattr(f"trak_lite.projectors.{module}.empty_buffer", counted)
     return count
 

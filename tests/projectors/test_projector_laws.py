@@ -463,7 +463,7 @@ def test_factors_and_rows_of_tables_may_come_in_pieces_of_any_size(name, shape, 
     if len(shape) == 2:
         blocks += [lookups(shape, positions, 20, torch.float32) for positions in (7, 400)]
     expected = [accumulated(projector, [block], **settings) for block in blocks]
-    for limit, budget in (("_scratch._CPU_SCRATCH_BYTES", 3000), ("_blocks._PIECE_BYTES", 4000)):
+    for limit, budget in (("_scratch._CPU_SCRATCH_BYTES", 3000), ("_base._PIECE_BYTES", 4000)):
         monkeypatch.setattr(f"trak_lite.projectors.{limit}", budget)
     for block, whole in zip(blocks, expected, strict=True):
         is_table, parts = isinstance(block, LookupBlock), [slice(17, 20), slice(0, 17)]

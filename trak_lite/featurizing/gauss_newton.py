@@ -38,7 +38,7 @@ from trak_lite.errors import (
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.modelout_functions._sampling import LossModelOutput
+from trak_lite.modelout_functions._base import LossModelOutput
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import Batch, ParameterShapes
 

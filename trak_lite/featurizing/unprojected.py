@@ -24,8 +24,7 @@ from trak_lite.featurizing.kronecker.precondition import Accumulator
 from trak_lite.featurizing.kronecker.units import precise, sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator
-from trak_lite.projectors._blocks import check_block
+from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
 from trak_lite.types import (
     FeatureLayout,
     GradientBlock,

@@ -12,7 +12,7 @@ from trak_lite._validate import one_of, positive_int, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.modelout_functions._sampling import LossModelOutput
+from trak_lite.modelout_functions._base import LossModelOutput
 
 __all__ = ["CG", "EKFAC", "AbstractInverseMethod", "AbstractIterativeMethod", "LiSSA"]
 

@@ -10,7 +10,7 @@ from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractKernelMethod
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.modelout_functions._sampling import fisher_task
+from trak_lite.modelout_functions._base import fisher_task
 from trak_lite.types import FeatureLayout
 
 __all__ = ["TRAK", "Fisher", "GaussNewton"]

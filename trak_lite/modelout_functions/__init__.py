@@ -8,34 +8,62 @@ against the requirements. Source: TRAK (arXiv:2303.14186), sections 2, 3 and 5.1
 
 from __future__ import annotations
 
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
-from trak_lite.modelout_functions._chat import response_labels
-from trak_lite.modelout_functions._registry import MODEL_OUTPUTS, TASK_TO_MODELOUT, resolve_task
-from trak_lite.modelout_functions.binary import BinaryClassificationModelOutput, MultiLabelModelOutput
-from trak_lite.modelout_functions.callable import CallableModelOutput
-from trak_lite.modelout_functions.classification import (
-    ImageClassificationModelOutput,
-    IterativeImageClassificationModelOutput,
-    TextClassificationModelOutput,
+from trak_lite.modelout_functions._base import (
+    MODEL_OUTPUTS,
+    TASK_TO_MODELOUT,
+    AbstractModelOutput,
+    CallableModelOutput,
+    ModelCall,
+    resolve_task,
 )
-from trak_lite.modelout_functions.clip import CLIPModelOutput
-from trak_lite.modelout_functions.contrastive import ContrastiveModelOutput
-from trak_lite.modelout_functions.dense import DenseClassificationModelOutput
+from trak_lite.modelout_functions.contrastive import CLIPModelOutput, ContrastiveModelOutput
 from trak_lite.modelout_functions.diffusion import DiffusionModelOutput
 from trak_lite.modelout_functions.language_modeling import (
     CausalLanguageModelingModelOutput,
+    DenseClassificationModelOutput,
     MaskedLanguageModelingModelOutput,
     SequenceToSequenceModelOutput,
 )
-from trak_lite.modelout_functions.policy_gradient import PolicyGradientModelOutput
-from trak_lite.modelout_functions.preferences import (
+from trak_lite.modelout_functions.post_training import (
     AnswerDifferenceModelOutput,
     DPOModelOutput,
+    PolicyGradientModelOutput,
     RewardModelOutput,
     reference_columns,
+    response_labels,
 )
 from trak_lite.modelout_functions.questions import ActivationModelOutput, QuestionsModelOutput
-from trak_lite.modelout_functions.regression import RegressionModelOutput
+from trak_lite.modelout_functions.supervised import (
+    BinaryClassificationModelOutput,
+    ImageClassificationModelOutput,
+    IterativeImageClassificationModelOutput,
+    MultiLabelModelOutput,
+    RegressionModelOutput,
+    TextClassificationModelOutput,
+)
+
+MODEL_OUTPUTS.update(
+    (cls.name, cls)
+    for cls in (
+        ImageClassificationModelOutput,
+        IterativeImageClassificationModelOutput,
+        TextClassificationModelOutput,
+        BinaryClassificationModelOutput,
+        MultiLabelModelOutput,
+        RegressionModelOutput,
+        CausalLanguageModelingModelOutput,
+        MaskedLanguageModelingModelOutput,
+        SequenceToSequenceModelOutput,
+        DPOModelOutput,
+        RewardModelOutput,
+        AnswerDifferenceModelOutput,
+        PolicyGradientModelOutput,
+        DenseClassificationModelOutput,
+        DiffusionModelOutput,
+        ContrastiveModelOutput,
+        CLIPModelOutput,
+    )
+)
 
 __all__ = [
     "MODEL_OUTPUTS",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,10 @@ from torch.func import functional_call
 from trak_lite._devices import Float32Products, model_pass
 from trak_lite._eval_caches import drop_eval_caches
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnknownTaskError
+from trak_lite.modelout_functions._inputs import precise, shape_texts
+from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
 from trak_lite.types import Batch, OutputTerms
-
-__all__ = ["AbstractModelOutput", "ModelCall", "TaskFunction", "UniformNoise", "evaluating"]
-
-UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
-"""``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
 
 
 class ModelCall:
@@ -81,6 +80,10 @@ class ModelCall:
                 for module, parameters, buffers in before:
                     module._parameters.update(parameters)
                     module._buffers.update(buffers)
+
+
+TaskFunction: TypeAlias = Callable[[ModelCall, Batch], Tensor]
+"""A model output function as a plain callable: ``f(model_call, batch)`` returns one number per sample."""
 
 
 @contextmanager
@@ -260,5 +263,157 @@ def _definer(cls: type, name: str) -> int:
     return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
 
 
-TaskFunction: TypeAlias = Callable[[ModelCall, Batch], Tensor]
-"""A model output function as a plain callable: ``f(model_call, batch)`` returns one number per sample."""
+@final
+class CallableModelOutput(AbstractModelOutput):
+    """Computes f by ``function(model_call, batch) -> (B,)``. The loss is L = -f, so q = 1 and w = 0.
+
+    The function calls the model through ``model_call(*inputs)``. Its value for a sample must not depend on
+    the other samples of the batch. For another loss write a class with :meth:`AbstractModelOutput.evaluate`.
+    """
+
+    has_curvature: bool = False
+
+    def __init__(self, function: TaskFunction) -> None:
+        """Store the function.
+
+        Args:
+            function: Returns f of every sample, given a :class:`ModelCall` and a batch.
+
+        Raises:
+            InvalidInputError: If it cannot be called.
+        """
+        if not callable(function):
+            raise InvalidInputError(
+                f"The model output function is a {type(function).__name__}. Expected a callable "
+                "f(model_call, batch)."
+            )
+        self.function = function
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        output = self.function(model_call, batch)
+        expected = (batch_size(batch),)
+        if not isinstance(output, Tensor) or output.shape != expected:
+            shape = output.shape if isinstance(output, Tensor) else ()
+            returned, wanted = shape_texts(shape, expected)
+            seen = f"shape {returned}" if isinstance(output, Tensor) else type(output).__name__
+            raise InvalidInputError(
+                f"The model output function returned {seen}. Expected a tensor of shape {wanted}, one "
+                "number per sample and no mean or sum over the batch."
+            )
+        return linear_terms(precise(output, what="The model output function's result"))
+
+
+LossWeight: TypeAlias = Literal["out_to_loss_grad", "loss_curvature"]
+
+
+@final
+class LossModelOutput(AbstractModelOutput):
+    r"""Another task's output f, weighted so that the outer product of its gradient is a curvature term.
+
+    ``"out_to_loss_grad"``: :math:`q f` with q held constant, whose gradient is :math:`-\nabla L`; if the task defines
+    :meth:`AbstractModelOutput.log_likelihood`, that task's :math:`q f`.
+    ``"loss_curvature"``: :math:`\sqrt{w} f`; the outer product of its gradient is a sample's term of the Gauss-Newton
+    matrix of L as a function of f.
+
+    The caller must call ``prepare`` of the wrapped task.
+    """
+
+    def __init__(self, task: AbstractModelOutput, *, weight: LossWeight = "out_to_loss_grad") -> None:
+        likelihood = task.log_likelihood() if weight == "out_to_loss_grad" else None
+        self.task = task if likelihood is None else likelihood
+        self.weight = weight
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return the weighted f, with q = 1 and w = 0; see :meth:`AbstractModelOutput.evaluate`."""
+        terms = self.task.evaluate(model_call, batch)
+        weight = terms.out_to_loss_grad if self.weight == "out_to_loss_grad" else terms.loss_curvature.sqrt()
+        return linear_terms(terms.output * weight.detach())
+
+
+def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
+    """Return a task whose output has the gradient of the log-likelihood.
+
+    Raises:
+        InvalidInputError: If the task cannot draw labels.
+    """
+    if not task.can_sample:
+        raise InvalidInputError(
+            f"method='Fisher' draws labels from the model, and {type(task).__name__} does not define their "
+            "distribution. Use method='GaussNewton' or 'TRAK', or define sample_labels."
+        )
+    return LossModelOutput(task)
+
+
+MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {}
+"""Built-in model output functions by task name, entered by the ``__init__`` of this room."""
+
+TASK_TO_MODELOUT = MODEL_OUTPUTS
+"""Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
+
+_ACCEPTED = (
+    "a task name, an AbstractModelOutput (instance or class), or a function f(model_call, batch) -> (B,)"
+)
+
+
+def resolve_task(
+    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
+) -> AbstractModelOutput:
+    """Return the model output function of a task.
+
+    Args:
+        task: A name in :data:`MODEL_OUTPUTS`, an instance or class of :class:`AbstractModelOutput`, or a
+            function.
+
+    Raises:
+        UnknownTaskError: For an unknown name (the message gives the nearest known one), a class that needs
+            arguments, or any other type, such as a model.
+
+    Example:
+        >>> resolve_task("regression").settings()
+        {'output': 'prediction'}
+    """
+    if isinstance(task, str):
+        if task in MODEL_OUTPUTS:
+            return MODEL_OUTPUTS[task]()
+        # A part of several names ("classification") is none of them: their batches and outputs differ.
+        near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
+        near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise UnknownTaskError(
+            f"Unknown task {task!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
+        )
+    if isinstance(task, AbstractModelOutput) and type(task) is not AbstractModelOutput:
+        return task
+    if isinstance(task, type):
+        if not issubclass(task, AbstractModelOutput) or task is AbstractModelOutput:
+            raise UnknownTaskError(
+                f"The task is the class {_type_name(task)}. Expected {_ACCEPTED}.{_hint(task)}"
+            )
+        parameters = inspect.signature(task).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+        if needed:
+            raise UnknownTaskError(
+                f"The task class {_type_name(task)} needs the arguments {needed}. Pass an instance instead of the "
+                "class."
+            )
+        return task()
+    if callable(task) and not isinstance(task, nn.Module | AbstractModelOutput):
+        return CallableModelOutput(task)
+    raise UnknownTaskError(
+        f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
+    )
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _hint(cls: type) -> str:
+    """Return a hint for the error message if the mistake is a known one."""
+    if issubclass(cls, nn.Module):
+        return " Pass the model as the argument `model`."
+    if callable(getattr(cls, "get_output", None)):
+        return " Derive it from trak_lite.modelout_functions.AbstractModelOutput; its methods need no change."
+    return ""

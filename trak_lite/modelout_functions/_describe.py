@@ -26,19 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput
-from trak_lite.modelout_functions.callable import CallableModelOutput
-
-__all__ = [
-    "array_json",
-    "code_bytes",
-    "describe_task",
-    "is_foreign",
-    "name_of",
-    "sha256",
-    "source_bytes",
-    "tensor_json",
-]
+from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput
 
 _MAX_DEPTH = 32
 """Maximum nesting depth of described objects."""
@@ -122,9 +110,30 @@ _FORMER_MODULES: Final = {
     "methods.products.GradDot": "methods.grad_dot",
     "methods.products.LESS": "methods.less",
     "methods.products.TracIn": "methods.tracin",
+    "modelout_functions._base.CallableModelOutput": "modelout_functions.callable",
+    "modelout_functions.contrastive.CLIPModelOutput": "modelout_functions.clip",
+    "modelout_functions.language_modeling.DenseClassificationModelOutput": "modelout_functions.dense",
+    "modelout_functions.language_modeling.PositionwiseModelOutput": "modelout_functions._positions",
+    "modelout_functions.post_training.AnswerDifferenceModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.DPOModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.PolicyGradientModelOutput": "modelout_functions.policy_gradient",
+    "modelout_functions.post_training.RewardModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training._PreferenceModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.reference_columns": "modelout_functions.preferences",
+    "modelout_functions.post_training.response_labels": "modelout_functions._chat",
+    "modelout_functions.supervised.BinaryClassificationModelOutput": "modelout_functions.binary",
+    "modelout_functions.supervised.ImageClassificationModelOutput": "modelout_functions.classification",
+    "modelout_functions.supervised.IterativeImageClassificationModelOutput": "modelout_functions.classification",
+    "modelout_functions.supervised.MultiLabelModelOutput": "modelout_functions.binary",
+    "modelout_functions.supervised.RegressionModelOutput": "modelout_functions.regression",
+    "modelout_functions.supervised.TextClassificationModelOutput": "modelout_functions.classification",
+    "modelout_functions.supervised._Classifier": "modelout_functions.classification",
+    "modelout_functions._base.LossModelOutput": "modelout_functions._sampling",
+    "modelout_functions._base.resolve_task": "modelout_functions._registry",
     "projectors.dense.projectors.FastJLProjector": "projectors.dense.fast_jl",
     "projectors.mask.GraSSProjector": "projectors.mask.projectors",
     "projectors.mask.MaskProjector": "projectors.mask.projectors",
+    "projectors.per_module.NoOpProjector": "projectors.identity",
     "scoring.uncertainty.Reliability": "scoring.source",
     "unrolled.runs.Recipe": "unrolled.recipe",
     "unrolled.subsets.SubsetTraining": "unrolled.runs",

@@ -19,30 +19,6 @@ from trak_lite._validate import real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = [
-    "Labelled",
-    "class_labels",
-    "columns_of",
-    "deferring_checks",
-    "fields_of",
-    "is_transformed",
-    "is_unread",
-    "labels_tensor",
-    "logits_and_labels",
-    "logits_of",
-    "nan_unless",
-    "one_column",
-    "positive_real",
-    "precise",
-    "prefixed",
-    "real_column",
-    "refuse_invalid",
-    "shape_texts",
-    "split_labels",
-    "tensor_of",
-    "token_column",
-]
-
 LABEL_KEYS = ("labels", "label")
 
 # torch has no public function for this. Use the private one if it exists.

@@ -8,18 +8,28 @@ is not a multiple of :math:`\nabla f`. The loss used instead is n times the loss
 :math:`L = n \log(1 + e^{-f/n})`. By convexity it is a lower bound of the summed loss; the two are equal
 if all margins are equal, and for n = 1. :math:`q = \sigma(-f/n)` is the error at the mean margin.
 
+The functions at the end draw labels from a model's predictive distribution: the Fisher information is
+:math:`E[\nabla \log p(y')\,\nabla \log p(y')^\top]` with :math:`y'` drawn from the model, which for these losses is the
+Gauss-Newton matrix (Martens, arXiv:1412.1193, section 9).
+
 Source: TRAK (arXiv:2303.14186), section 3.3.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
-from trak_lite.modelout_functions._inputs import nan_unless
-from trak_lite.types import OutputTerms
+from trak_lite._devices import float64_device, in_float64
+from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless
+from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["class_margins", "linear_terms", "margin_terms", "multiclass_terms", "two_class_margins"]
+UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
+"""``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
 
 
 def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
@@ -86,3 +96,50 @@ def linear_terms(output: Tensor) -> OutputTerms:
     """Return the terms of L = -f: q is 1, w is 0."""
     value = output.detach()
     return OutputTerms(output, torch.ones_like(value), torch.zeros_like(value))
+
+
+# Labels
+
+
+def with_labels(batch: Batch, labels: Tensor) -> Batch:
+    """Return the batch with its labels, as found by :func:`split_labels`, replaced."""
+    fields = fields_of(batch)
+    if fields is None:
+        *inputs, _ = batch
+        return (*inputs, labels)
+    key = next(key for key in LABEL_KEYS if key in fields)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{key: labels})
+    return {**fields, key: labels}
+
+
+@torch.no_grad()
+def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
+    """Return one class per position, int64 ``(B, ...)``, drawn from the softmax of logits ``(B, ..., C)``."""
+    drawn = noise(logits.shape[1:-1]).to(float64_device(logits.device))
+    if logits.dim() == 2:
+        return _classes_of(logits, drawn)
+    # One sample at a time: with a large vocabulary the cumulative sums in float64 dominate memory.
+    return torch.stack([_classes_of(row, u) for row, u in zip(logits, drawn, strict=True)])
+
+
+def _classes_of(logits: Tensor, uniform: Tensor) -> Tensor:
+    sums = in_float64(logits.softmax(-1)).cumsum(-1)
+    below = sums < uniform.unsqueeze(-1) * sums[..., -1:]
+    return below.sum(-1).to(logits.device)
+
+
+@torch.no_grad()
+def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
+    """Return a label of 0 or 1 per logit of class 1, both ``(B, ...)``, in the dtype of the logits."""
+    likely = in_float64(logits.sigmoid())
+    return (noise(logits.shape[1:]).to(likely.device) < likely).to(logits)
+
+
+@torch.no_grad()
+def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
+    """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
+    drawn = noise(means.shape[1:]).to(float64_device(means.device))
+    # Cast first, then move: the means' device may not support float64.
+    values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype).to(means.device)
+    return values

@@ -14,7 +14,7 @@ from torch import Tensor
 from trak_lite._random import seeded_normals, seeded_uniforms
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, UniformNoise
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
     columns_of,
     fields_of,
@@ -24,8 +24,7 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
     tensor_of,
 )
-from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._sampling import sampled_values
+from trak_lite.modelout_functions._margins import UniformNoise, linear_terms, sampled_values
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["DiffusionModelOutput"]

@@ -1,31 +1,215 @@
-"""Model output functions of language models. Shapes: B samples, T positions, V vocabulary."""
+"""Sums over the labelled positions of a sample: tokens of a text, pixels of an image, queries of a detector.
+
+:class:`CausalLanguageModelingModelOutput` says what f, q and w are.
+
+Shapes: B samples, ``*P`` positions (T of tokens), C classes (V tokens of a vocabulary).
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import ModelCall
-from trak_lite.modelout_functions._inputs import fields_of, split_labels
-from trak_lite.modelout_functions._positions import (
-    IGNORED,
-    PositionOutput,
-    PositionwiseModelOutput,
-    aligned_tokens,
-    token_inputs,
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._inputs import (
+    class_labels,
+    fields_of,
+    is_unread,
+    logits_of,
+    nan_unless,
+    shape_texts,
+    split_labels,
 )
-from trak_lite.modelout_functions._sampling import with_labels
-from trak_lite.types import Batch
+from trak_lite.modelout_functions._margins import (
+    UniformNoise,
+    class_margins,
+    linear_terms,
+    margin_terms,
+    sampled_classes,
+    with_labels,
+)
+from trak_lite.types import Batch, OutputTerms
 
 __all__ = [
     "IGNORED",
     "CausalLanguageModelingModelOutput",
+    "DenseClassificationModelOutput",
     "MaskedLanguageModelingModelOutput",
+    "PositionOutput",
+    "PositionwiseModelOutput",
     "SequenceToSequenceModelOutput",
+    "aligned_tokens",
+    "label_terms",
+    "pooled",
+    "token_inputs",
 ]
+
+IGNORED = -100
+"""Label of a position that is not predicted (padding, a prompt), as in PyTorch and Hugging Face."""
+
+PositionOutput: TypeAlias = Literal["margin", "log_prob"]
+
+
+class PositionwiseModelOutput(AbstractModelOutput):
+    """Sum over the labelled positions of a sample of log p, or of the margin."""
+
+    ignore_index: int = IGNORED
+    _setting_names: ClassVar[tuple[str, ...]] = ("output",)
+
+    def __init__(self, *, output: PositionOutput = "log_prob") -> None:
+        """Store the definition of f.
+
+        Raises:
+            InvalidInputError: For any other value.
+        """
+        self.output = one_of(("margin", "log_prob"), output=output)
+        self.has_curvature = self.output == "margin"
+
+    @abstractmethod
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run the model; return logits ``(B, *P, C)`` and the int64 labels ``(B, *P)`` that they predict."""
+
+    def _relabelled(self, model_call: ModelCall, batch: Batch, labels: Tensor) -> Batch:
+        """Return the batch with labels ``(B, *P)`` in place of those of :meth:`_logits_and_labels`."""
+        return with_labels(batch, labels)
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
+        logits, labels = self._logits_and_labels(model_call, batch)
+        terms, count = label_terms(logits, labels, ignored=self.ignore_index, output=self.output)
+        total = terms.flatten(1).sum(1)
+        if self.output == "log_prob":
+            return linear_terms(total)
+        return margin_terms(total, count.to(total.dtype))
+
+    def position_outputs(self, model_call: ModelCall, batch: Batch) -> Tensor:
+        """Return the term of f of every position ``(B, *P)``, 0 where nothing is predicted."""
+        logits, labels = self._logits_and_labels(model_call, batch)
+        return label_terms(logits, labels, ignored=self.ignore_index, output=self.output)[0]
+
+    def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Draw the label of every labelled position; see :meth:`AbstractModelOutput.sample_labels`.
+
+        The model's inputs remain those of the data.
+        """
+        logits, labels = self._logits_and_labels(model_call, batch)
+        drawn = torch.where(labels == self.ignore_index, labels, sampled_classes(logits, noise))
+        return self._relabelled(model_call, batch, drawn)
+
+    def log_likelihood(self) -> Self:
+        """Return the sum of log p, whose gradient is that of minus the summed cross-entropy."""
+        return type(self)(**{**self.settings(), "output": "log_prob"})
+
+
+def label_terms(
+    logits: Tensor, labels: Tensor, *, ignored: int = IGNORED, output: str = "log_prob"
+) -> tuple[Tensor, Tensor]:
+    """Return log p, or the margin, of every label and the number of labelled positions.
+
+    Args:
+        logits: ``(B, *P, C)``.
+        labels: ``(B, *P)`` int64.
+        ignored: Label of positions that are not predicted.
+        output: ``"log_prob"`` or ``"margin"``.
+
+    Returns:
+        ``(B, *P)``, 0 where the label is ignored; and ``(B,)``. In a sample without labels every entry is NaN, also its
+        gradient.
+
+    Raises:
+        InvalidInputError: If a sample has no labelled position (when run eagerly).
+    """
+    predicted = labels != ignored
+    count = predicted.flatten(1).sum(1)
+    if not is_unread(count) and not bool((count > 0).all()):
+        sample = int((count == 0).nonzero()[0])
+        raise InvalidInputError(
+            f"sample {sample} has no token to predict: all its labels that the logits align with are "
+            f"{ignored}. Expected at least one label that is not; drop the sample or check the masking."
+        )
+    # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
+    margins = class_margins(logits, labels.masked_fill(~predicted, 0))
+    some = (count > 0).reshape(-1, *[1] * (labels.dim() - 1))
+    terms = F.logsigmoid(margins) if output == "log_prob" else margins
+    # A sample without labelled positions keeps all terms, so that its gradient becomes NaN as well.
+    terms = terms.masked_fill(~predicted & some, 0.0)
+    return terms * nan_unless(some, terms), count
+
+
+def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """Return the mean, the sum, the first or the last of states over the positions that count.
+
+    Args:
+        states: ``(B, T, d)``.
+        mask: ``(B, T)``, not 0 at positions that count; ``None`` if all do.
+        how: ``"mean"``, ``"sum"``, ``"first"`` or ``"last"``.
+
+    Returns:
+        ``(B, d)``.
+    """
+    kept = torch.ones_like(states[..., 0]) if mask is None else (mask != 0).to(states.dtype)
+    if how in ("mean", "sum"):
+        total = (states * kept.unsqueeze(-1)).sum(1)
+        return total if how == "sum" else total / kept.sum(1, keepdim=True).clamp(min=1.0)
+    places = torch.arange(1, states.shape[1] + 1, device=states.device)
+    ranks = kept * (places if how == "last" else places.flip(0))
+    place = ranks.argmax(1).reshape(-1, 1, 1).expand(-1, 1, states.shape[2])
+    return states.gather(1, place).squeeze(1)
+
+
+def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Return positional inputs, keyword inputs and labels of a batch of token sequences.
+
+    Raises:
+        InvalidInputError: If the batch has no labels, or more than two positional inputs.
+    """
+    args, kwargs, labels = split_labels(batch)
+    if len(args) > 2:
+        raise InvalidInputError(
+            f"The batch has {len(args)} parts before the labels. Expected input_ids and at most "
+            "attention_mask; use dict batches for more."
+        )
+    if len(args) == 2:
+        kwargs = {"attention_mask": args[1]}
+    return args[:1], kwargs, labels
+
+
+def aligned_tokens(
+    answer: Any, labels: Tensor, *, shift: bool, what: str = "labels"
+) -> tuple[Tensor, Tensor]:
+    """Return logits ``(B, T', V)`` and the int64 labels ``(B, T')`` that they predict, both checked.
+
+    Args:
+        answer: The model's output for ``(B, T)`` tokens.
+        labels: ``(B, T)`` integers, -100 at positions that are not predicted.
+        shift: Whether position t of the logits predicts label t + 1, otherwise label t.
+        what: Name of the labels in messages.
+
+    Raises:
+        InvalidInputError: If logits or labels have a wrong shape or dtype, or a label is out of range.
+    """
+    logits = logits_of(answer)
+    if logits.dim() != 3 or (shift and logits.shape[1] < 2):
+        raise InvalidInputError(
+            f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, T, V)"
+            + (" with at least 2 positions, as position t predicts label t + 1." if shift else ".")
+        )
+    labels = class_labels(
+        labels,
+        shape=logits.shape[:2],
+        num_classes=logits.shape[2],
+        ignored=(IGNORED,),
+        start=int(shift),
+        what=what,
+    )
+    return (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
 
 
 @final
@@ -173,3 +357,75 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
                 f"decoder_input_ids to the batch, or pass SequenceToSequenceModelOutput({name}=...)."
             )
         return token
+
+
+@final
+class DenseClassificationModelOutput(PositionwiseModelOutput):
+    """Sum over the labelled positions of a sample of log p, or of the margin.
+
+    For semantic segmentation (one label per pixel: ``class_axis=1``), token classification and the classes of
+    detections (one label per token, query or anchor: ``class_axis=-1``). For a detector that matches its queries to
+    objects, the labels are the matched class of every query: match once beforehand.
+
+    f, q and w are those of :class:`CausalLanguageModelingModelOutput`, with positions in place of tokens.
+
+    Batches: ``(*inputs, labels)`` calls ``model(*inputs)``; a mapping or dataclass calls ``model(**others)``. The model
+    returns logits, a mapping or object with ``logits``, or a mapping with ``out`` (torchvision). Labels are ``(B, *P)``
+    integers, ``ignore_index`` at positions without a label.
+    """
+
+    name: ClassVar[str] = "dense_classification"
+    _setting_names = ("output", "class_axis", "ignore_index", "upsample")
+
+    def __init__(
+        self,
+        *,
+        output: PositionOutput = "log_prob",
+        class_axis: Literal[1, -1] = 1,
+        ignore_index: int = IGNORED,
+        upsample: bool = False,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            output: Definition of f.
+            class_axis: Axis of the classes in the logits: 1 for ``(B, C, *P)``, -1 for ``(B, *P, C)``.
+            ignore_index: Label of positions without a label.
+            upsample: Resize logits ``(B, C, h, w)`` to the size of the labels by bilinear interpolation, as
+                Hugging Face does for segmentation.
+
+        Raises:
+            InvalidInputError: If a setting is out of range.
+        """
+        super().__init__(output=output)
+        if class_axis not in (1, -1):
+            raise InvalidInputError(
+                f"class_axis must be 1 (images) or -1 (tokens, queries), got {class_axis!r}."
+            )
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+            raise InvalidInputError(f"ignore_index must be an integer, got {ignore_index!r}.")
+        if not isinstance(upsample, bool) or (upsample and class_axis != 1):
+            raise InvalidInputError(
+                f"upsample must be True or False, and True only with class_axis=1, got {upsample!r}."
+            )
+        self.class_axis, self.ignore_index, self.upsample = class_axis, ignore_index, upsample
+
+    def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
+        args, kwargs, labels = split_labels(batch)
+        answer = model_call(*args, **kwargs)
+        if isinstance(answer, Mapping) and "logits" not in answer:
+            answer = answer.get("out", answer)
+        logits = logits_of(answer)
+        if logits.dim() < 3:
+            raise InvalidInputError(
+                f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected "
+                f"{'(B, C, *positions)' if self.class_axis == 1 else '(B, *positions, C)'}; for one label per sample "
+                "use 'image_classification'."
+            )
+        if self.upsample and logits.dim() == 4 and labels.dim() == 3:
+            logits = F.interpolate(logits, size=labels.shape[1:], mode="bilinear", align_corners=False)
+        logits = logits.movedim(self.class_axis, -1)
+        labels = class_labels(
+            labels, shape=logits.shape[:-1], num_classes=logits.shape[-1], ignored=(self.ignore_index,)
+        )
+        return logits, labels

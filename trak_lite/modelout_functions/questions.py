@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from trak_lite._validate import known_names, one_of
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, UniformNoise
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
 from trak_lite.modelout_functions._describe import describe_task, tensor_json
 from trak_lite.modelout_functions._inputs import (
     LABEL_KEYS,
@@ -27,9 +27,8 @@ from trak_lite.modelout_functions._inputs import (
     refuse_invalid,
     shape_texts,
 )
-from trak_lite.modelout_functions._margins import linear_terms
-from trak_lite.modelout_functions._positions import pooled
-from trak_lite.modelout_functions._registry import resolve_task
+from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
+from trak_lite.modelout_functions.language_modeling import pooled
 from trak_lite.types import Batch, OutputTerms
 
 __all__ = ["ActivationModelOutput", "QuestionsModelOutput"]

@@ -13,8 +13,6 @@ from torch import nn
 
 from trak_lite.errors import CheckpointError
 
-__all__ = ["adapter_parameters", "completed_adapter"]
-
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
 

@@ -15,9 +15,9 @@ from trak_lite.projectors.dense.original import CudaProjector as CudaProjector
 from trak_lite.projectors.dense.projectors import FastJLProjector as FastJLProjector
 from trak_lite.projectors.dense.projectors import GaussianProjector as GaussianProjector
 from trak_lite.projectors.dense.projectors import RademacherProjector as RademacherProjector
-from trak_lite.projectors.identity import NoOpProjector as NoOpProjector
 from trak_lite.projectors.mask import GraSSProjector as GraSSProjector
 from trak_lite.projectors.mask import MaskProjector as MaskProjector
+from trak_lite.projectors.per_module import NoOpProjector as NoOpProjector
 from trak_lite.projectors.select import PROJECTORS as PROJECTORS
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector as CountSketchProjector
 from trak_lite.projectors.two_sided.projector import TwoSidedProjector as TwoSidedProjector

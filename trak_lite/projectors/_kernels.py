@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["as_operation", "usable_kernels"]
-
 logger = logging.getLogger(__name__)
 
 Launch: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[int]], None]

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "FeatureRows",
-    "Scratch",
-    "empty_buffer",
-    "form",
-    "is_scratch",
-    "multiplies_halves",
-    "scratch_bytes",
-    "sum_dtype",
-]
 
 _CPU_SCRATCH_BYTES = 8 << 20  # fits into a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the cost of kernel launches
@@ -37,25 +27,34 @@ def empty_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> Tenso
 @final
 @dataclass(eq=False)
 class FeatureRows:
-    """Sums of features ``(B, K)``: at first zeros, in the widest dtype of the gradients so far."""
+    """Sums of features ``(B, K)``: at first zeros, one for every dtype of gradients so that their order is free."""
 
     _num_samples: int
     _width: int
     _device: str | torch.device | None
     """``None`` for the device of the first gradients."""
-    _sums: Tensor | None = None
+    _sums: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def of(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the sums, promoted to hold gradients of this dtype that are on this device."""
-        if self._sums is None:
+        """Return the sums of features of this dtype, made at the first call; ``device`` is that of the gradients."""
+        if dtype not in self._sums:
+            self._device = self._device or device
             shape = (self._num_samples, self._width)
-            self._sums = torch.zeros(shape, dtype=dtype, device=self._device or device)
-        self._sums = self._sums.to(torch.promote_types(self._sums.dtype, dtype))
-        return self._sums
+            self._sums[dtype] = empty_buffer(*shape, dtype=dtype, device=torch.device(self._device)).zero_()
+        return self._sums[dtype]
+
+    def add(self, features: Tensor) -> None:
+        """Add features of the whole batch, with at most one operation."""
+        self._device = self._device or features.device
+        features, total = features.to(self._device), self._sums.get(features.dtype)
+        self._sums[features.dtype] = features if total is None else total + features
 
     def whole(self, device: torch.device | None = None) -> Tensor:
-        """Return the sums; without gradients float32 zeros, on ``device`` or the CPU if no device was chosen."""
-        return self.of(torch.float32, device or torch.device("cpu")) if self._sums is None else self._sums
+        """Return all sums; without gradients float32 zeros, on ``device`` or the CPU if no device was chosen."""
+        if not self._sums:
+            self.of(torch.float32, device or torch.device("cpu"))
+        # Of float32 and float64, the sum is float64.
+        return functools.reduce(torch.add, (self._sums[dtype] for dtype in sorted(self._sums, key=str)))
 
 
 @final
@@ -139,3 +138,12 @@ def multiplies_halves(one: Tensor, other: Tensor) -> bool:
     """
     halves = (torch.bfloat16, torch.float16)
     return one.device.type == "cuda" and one.dtype == other.dtype and one.dtype in halves
+
+
+def in_pieces(
+    features: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor, num_samples: int
+) -> Tensor:
+    """Return the features of two tensors of samples, computed for ``num_samples`` of them at a time, at least one."""
+    pieces = zip(*(torch.split(tensor, max(1, num_samples)) for tensor in (one, other)), strict=True)
+    parts = [features(*piece) for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

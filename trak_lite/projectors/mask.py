@@ -15,6 +15,7 @@ the same bits on every device.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,15 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows, by_module, check_block, sample_pieces, side_by_side
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    block_rows,
+    by_module,
+    check_block,
+    sample_pieces,
+    side_by_side,
+)
 from trak_lite.projectors._scratch import FeatureRows, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import (
@@ -120,6 +128,7 @@ class AbstractMaskProjector(AbstractProjector):
 
     def _make_plan(self, model_id: int, parameters: ParameterShapes) -> _Plan:
         """Choose the entries of every segment and the features that they are added to."""
+        key = functools.partial(parameter_key, self.seed, model_id)
         entries: dict[str, tuple[Tensor, Tensor]] = {}
         scales = [torch.empty(0, dtype=torch.float64, device="cpu")]
         rounds: list[_Rounds] = []
@@ -127,18 +136,23 @@ class AbstractMaskProjector(AbstractProjector):
         for segment, shapes in self._segments(parameters).items():
             size = num_entries(shapes)
             count = min(self.mask_dim, size)
-            keys = {name: self._key(model_id, name, _CHOICE) for name in sorted(shapes)}
+            keys = {name: key(name, Stream.MASK, _CHOICE) for name in sorted(shapes)}
             sizes = [num_entries({name: shapes[name]}) for name in keys]
             entries.update(_choose(keys, sizes, count, start=start))
             scales.append(torch.full((count,), math.sqrt(size / count), dtype=torch.float64, device="cpu"))
-            fold_keys = self._key(model_id, segment, _BUCKET), self._key(model_id, segment, _SIGN)
+            fold_keys = key(segment, Stream.MASK, _BUCKET), key(segment, Stream.MASK, _SIGN)
             rounds.append(_rounds(fold_keys, count, min(self.proj_dim, size), start=start))
             start += count
-        fold = _joined(rounds, start) if self.mask_dim > self.proj_dim and rounds else None
-        return _Plan(entries, torch.cat(scales), fold)
-
-    def _key(self, model_id: int, name: str, part: int) -> int:
-        return parameter_key(self.seed, model_id, name, Stream.MASK, part)
+        if not (self.mask_dim > self.proj_dim and rounds):
+            return _Plan(entries, torch.cat(scales), None)
+        most = max(len(index) for index, _ in rounds)  # missing rounds of a segment are filled with zeros
+        index, sign = (
+            np.concatenate([np.pad(part, ((0, most - len(part)), (0, 0))) for part in parts], 1)
+            for parts in zip(*rounds, strict=True)
+        )
+        # A gradient that is not finite must not reach a feature through a sign of 0.
+        index = np.where(sign == 0, start, index)
+        return _Plan(entries, torch.cat(scales), (torch.from_numpy(index), torch.from_numpy(sign)))
 
 
 @final
@@ -297,15 +311,6 @@ def _rounds(keys: tuple[int, int], count: int, width: int, *, start: int) -> _Ro
     index[place, buckets[order]] = order + start
     sign[place, buckets[order]] = hash_signs(keys[1], 0, count, device=torch.device("cpu")).numpy()[order]
     return index, sign
-
-
-def _joined(rounds: Sequence[_Rounds], count: int) -> tuple[Tensor, Tensor]:
-    """Concatenate the features of the segments; missing rounds of a segment are filled with zeros."""
-    most = max(len(index) for index, _ in rounds)
-    sign = np.concatenate([np.pad(s, ((0, most - len(s)), (0, 0))) for _, s in rounds], 1)
-    index = np.concatenate([np.pad(i, ((0, most - len(i)), (0, 0))) for i, _ in rounds], 1)
-    # A gradient that is not finite must not reach a feature through a sign of 0.
-    return torch.from_numpy(np.where(sign == 0, count, index)), torch.from_numpy(sign)
 
 
 def _entries_of_factors(block: FactoredBlock, index: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractProjector
 from trak_lite.projectors.dense.projectors import FastJLProjector, GaussianProjector, RademacherProjector
-from trak_lite.projectors.identity import NoOpProjector
 from trak_lite.projectors.mask import GraSSProjector, MaskProjector
-from trak_lite.projectors.per_module import PerModuleProjector
+from trak_lite.projectors.per_module import NoOpProjector, PerModuleProjector
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.projector import TwoSidedProjector
 

@@ -37,8 +37,8 @@ from trak_lite.modelout_functions import (
     QuestionsModelOutput,
     resolve_task,
 )
+from trak_lite.modelout_functions._base import fisher_task
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.modelout_functions._sampling import fisher_task
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding

@@ -37,7 +37,7 @@ from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers.self_check import structure_of
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import split_labels
-from trak_lite.modelout_functions._sampling import with_labels
+from trak_lite.modelout_functions._margins import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.models.sharded import is_sharded
 from trak_lite.run.settings import AttributorSettings

@@ -20,8 +20,12 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import ProjectionType
 from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors._scratch import empty_buffer
-from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
-from trak_lite.projectors.random.hash import parameter_key
+from trak_lite.projectors.random.hash import (
+    AbstractEntries,
+    GaussianEntries,
+    RademacherEntries,
+    parameter_key,
+)
 
 __all__ = ["AbstractMatrices", "HashedMatrices"]
 

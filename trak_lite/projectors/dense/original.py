@@ -33,8 +33,8 @@ from trak_lite.types import ParameterShapes, num_entries
 __all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
 
 
-class _UnscaledProjector(AbstractDenseProjector):
-    """Dense projection with entries of variance 1; subclasses add arguments of the original."""
+class BasicSingleBlockProjector(AbstractDenseProjector):
+    """The same map as :class:`BasicProjector`, with the original TRAK's name and constructor."""
 
     def __init__(
         self,
@@ -72,12 +72,7 @@ class _UnscaledProjector(AbstractDenseProjector):
 
 
 @final
-class BasicSingleBlockProjector(_UnscaledProjector):
-    """The same map as :class:`BasicProjector`, with the original TRAK's name and constructor."""
-
-
-@final
-class BasicProjector(_UnscaledProjector):
+class BasicProjector(BasicSingleBlockProjector):
     """Dense projection without ``1/sqrt(K)``, with the original TRAK's name and constructor.
 
     Example:
@@ -107,7 +102,7 @@ class BasicProjector(_UnscaledProjector):
 
 
 @final
-class CudaProjector(_UnscaledProjector):
+class CudaProjector(BasicSingleBlockProjector):
     """The same map as :class:`BasicProjector`, with the same entries on CUDA and CPU.
 
     It supports any K, any number of rows and any floating-point dtype, and needs no compiled extension. With
@@ -209,7 +204,19 @@ class ChunkedCudaProjector(AbstractProjector):
         Raises:
             InvalidInputError: If chunk boundaries are not parameter boundaries, in model order.
         """
-        chunks = self._chunks(parameters)
+        chunks: list[dict[str, tuple[int, ...]]] = [{} for _ in self.params_per_chunk]
+        ends = list(accumulate(self.params_per_chunk))
+        start = 0
+        for name, shape in parameters.items():  # to the chunk in which its first entry lies
+            chunks[min(bisect_right(ends, start), len(ends) - 1)][name] = shape
+            start += math.prod(shape)
+        sizes = [num_entries(chunk) for chunk in chunks]
+        if sizes != self.params_per_chunk:
+            raise InvalidInputError(
+                f"Parameters with {num_entries(parameters)} entries do not divide into chunks of "
+                f"{self.params_per_chunk}: cut where parameters end, they give {sizes}. "
+                "Compute params_per_chunk from these parameters."
+            )
         parts = list(zip(self.projector_per_chunk, chunks, strict=True))
         return RoutedAccumulator(parts, num_samples, model_id, self._summed)
 
@@ -234,20 +241,3 @@ class ChunkedCudaProjector(AbstractProjector):
         """Free the matrices of every chunk."""
         for projector in self.projector_per_chunk:
             projector.free_memory()
-
-    def _chunks(self, parameters: ParameterShapes) -> list[dict[str, tuple[int, ...]]]:
-        """Divide the parameters, in order, into the chunks in which their first entries lie."""
-        chunks: list[dict[str, tuple[int, ...]]] = [{} for _ in self.params_per_chunk]
-        ends = list(accumulate(self.params_per_chunk))
-        start = 0
-        for name, shape in parameters.items():
-            chunks[min(bisect_right(ends, start), len(ends) - 1)][name] = shape
-            start += math.prod(shape)
-        sizes = [num_entries(chunk) for chunk in chunks]
-        if sizes != self.params_per_chunk:
-            raise InvalidInputError(
-                f"Parameters with {num_entries(parameters)} entries do not divide into chunks of "
-                f"{self.params_per_chunk}: cut where parameters end, they give {sizes}. "
-                "Compute params_per_chunk from these parameters."
-            )
-        return chunks

@@ -11,11 +11,10 @@ Numerics: float64 gradients are accumulated in float64, all others in float32.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -23,8 +22,14 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector, ProjectionType
-from trak_lite.projectors._blocks import block_rows, check_grad_dim
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    ProjectionType,
+    block_rows,
+    check_grad_dim,
+)
+from trak_lite.projectors._scratch import FeatureRows
 from trak_lite.projectors.dense.fast_jl import MOST_ROWS, fast_jl_matrices
 from trak_lite.projectors.dense.matrices import AbstractMatrices, HashedMatrices
 from trak_lite.types import GradientBlock, ParameterShapes
@@ -106,7 +111,8 @@ class AbstractDenseProjector(AbstractProjector):
             InvalidInputError: If the parameters do not have ``grad_dim`` entries.
         """
         check_grad_dim(self.grad_dim, parameters)
-        return _DenseAccumulator(self, self._matrices, num_samples, model_id, parameters)
+        sums = FeatureRows(num_samples, self.proj_dim, self.device)
+        return _DenseAccumulator(self, self._matrices, num_samples, model_id, parameters, sums)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features, equal for classes that compute the same map."""
@@ -127,31 +133,21 @@ class _DenseAccumulator(AbstractFeatureAccumulator):
     _num_samples: int
     _model_id: int
     _parameters: ParameterShapes
-    _sums: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _sums: FeatureRows
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
         rows = block_rows(block, self._num_samples, self._parameters)
         is_wide = self._matrices.has_float64 and (self._projector.dtype or rows.dtype) == torch.float64
-        total = self._sum(torch.float64 if is_wide else torch.float32, rows.device)
+        total = self._sums.of(torch.float64 if is_wide else torch.float32, rows.device)
         part = total[block.start : block.start + block.num_samples]
         seed = self._projector.seed
         self._matrices.add_product_(part, rows, seed=seed, model_id=self._model_id, name=block.name)
 
     def features(self) -> Tensor:
-        if not self._sums:
-            self._sum(torch.float32, torch.device("cpu"))
-        total = functools.reduce(torch.add, self._sums.values())  # float32 + float64 gives float64
+        total = self._sums.whole()
         scale = 1 / math.sqrt(self._projector.proj_dim) if self._projector.scaled else 1.0
         return (total * scale).to(self._projector.dtype or total.dtype)
-
-    def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the running sum for gradients of this precision, on the device of the first block."""
-        if dtype not in self._sums:
-            first = next((total.device for total in self._sums.values()), device)
-            shape = (self._num_samples, self._projector.proj_dim)
-            self._sums[dtype] = torch.zeros(shape, dtype=dtype, device=self._projector.device or first)
-        return self._sums[dtype]
 
 
 class AbstractScaledProjector(AbstractDenseProjector):

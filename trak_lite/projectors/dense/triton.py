@@ -1,6 +1,6 @@
 """Products with a Rademacher matrix on CUDA; the kernel draws the signs, and no matrix is stored in memory.
 
-The signs are those of :class:`~trak_lite.projectors.random.entries.RademacherEntries`: entry (i, j) is -1 where bit
+The signs are those of :class:`~trak_lite.projectors.random.hash.RademacherEntries`: entry (i, j) is -1 where bit
 ``j % 32`` of word (i, j // 32) is set. Sums are float32 without atomic additions, so a repeated call gives the same
 bits.
 
@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trak_lite.projectors._kernels import as_operation
-from trak_lite.projectors.random.entries import RademacherEntries
-from trak_lite.projectors.random.hash import key32, wrap32
+from trak_lite.projectors.random.hash import RademacherEntries, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, rademacher_word, sign_floats
 
 __all__ = ["DTYPES", "add_signed_product_", "why_unusable"]

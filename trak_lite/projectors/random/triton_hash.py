@@ -13,15 +13,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from trak_lite.projectors.random import entries as _entries
 from trak_lite.projectors.random import hash as _hash
 
 __all__ = ["hash_word", "jit", "mix32", "rademacher_word", "sign_floats"]
 
 _FIRST = tl.constexpr(_hash._MULTIPLIERS[0])
 _SECOND = tl.constexpr(_hash._MULTIPLIERS[1])
-_COLUMN_STEP = tl.constexpr(_entries._COLUMN_STEP)
-_ONE = tl.constexpr(_entries._ONE)
+_COLUMN_STEP = tl.constexpr(_hash._COLUMN_STEP)
+_ONE = tl.constexpr(_hash._ONE)
 
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:

@@ -6,19 +6,17 @@ Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from trak_lite.projectors._kernels import usable_kernels
-from trak_lite.projectors._scratch import Scratch, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["AbstractSketch", "Keys", "form_tables", "in_pieces", "triton_kernels"]
+__all__ = ["AbstractSketch", "Keys", "form_tables", "triton_kernels"]
 
 _KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
 
@@ -86,12 +84,3 @@ def form_tables(sketch: AbstractSketch, block: LookupBlock, scratch: Scratch) ->
     return in_pieces(
         features, block.rows, block.values, scratch_bytes(block.values.device) // (dtype.itemsize * entries)
     )
-
-
-def in_pieces(
-    features: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor, num_samples: int
-) -> Tensor:
-    """Return the features of two tensors of samples, computed for ``num_samples`` of them at a time, at least one."""
-    pieces = zip(*(torch.split(tensor, max(1, num_samples)) for tensor in (one, other)), strict=True)
-    parts = [features(*piece) for piece in pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

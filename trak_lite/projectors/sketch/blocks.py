@@ -17,10 +17,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import empty_buffer, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import in_pieces, scratch_bytes, sum_dtype
 from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["AllBlocks", "Block", "fourier_takes_less_time", "moved"]
+__all__ = ["AllBlocks", "Block", "convolved", "fourier_takes_less_time", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,37 +101,15 @@ class AllBlocks:
     def _across(self) -> int:
         return -(-self._shape[1] // self._size)
 
-    def convolved(self, block: FactoredBlock) -> Tensor:
-        """Return features ``(b, K)`` of factors by Fourier transforms."""
-        size = self._size
-
-        def spectrum(rows: slice, blocks: slice, dtype: torch.dtype) -> Tensor:
-            g = torch.fft.rfft(self._outputs.taken(block.output_grads[rows], blocks, dtype))
-            x = torch.fft.rfft(self._inputs.taken(block.inputs[rows], blocks, dtype))
-            product: Tensor = g.mul_(x)
-            return product.sum((1, 2))
-
-        positions = block.inputs.shape[1]
-        if positions == 0:  # some FFT backends fail for empty input
-            return self._zeros(block)
-        return self._summed(block, size * positions, spectrum, lambda total: torch.fft.irfft(total, n=size))
-
-    def formed(self, block: FactoredBlock) -> Tensor:
-        """Return features ``(b, K)`` of factors by forming every block with its rows in the order of their buckets.
-
-        A row of a block has K + 1 columns, the last of them zero. In memory, entry (s, j) of bucket s is the entry
-        ``s (K + 1) + j = s K + (s + j)``, so the same memory cut into rows of K has it in column ``(s + j) mod K``.
-        """
-        size = self._size
-
-        def whole(rows: slice, blocks: slice, dtype: torch.dtype) -> Tensor:
-            g = self._outputs.taken(block.output_grads[rows], blocks, dtype).flatten(0, 1)
-            x = self._padded.taken(block.inputs[rows], blocks, dtype).flatten(0, 1)
-            entries = empty_buffer(len(g), size, size + 1, dtype=dtype, device=g.device)
-            torch.bmm(g.transpose(1, 2), x, out=entries)  # with out=, autocast does not change the dtype
-            return entries.view(len(block.inputs[rows]), -1, size).sum(1)
-
-        return self._summed(block, size * (size + 1 + 2 * block.inputs.shape[1]), whole, lambda total: total)
+    def spectra(self, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield sums over some blocks of the Fourier transforms ``(b, K // 2 + 1)`` of factors' features."""
+        entries = inputs.shape[0] * inputs.shape[1] * self._size  # of one factor, for one block
+        step = max(1, self._budget(inputs, dtype) // max(1, entries))
+        for first in range(0, len(self._blocks), step):
+            blocks = slice(first, first + step)
+            g = torch.fft.rfft(self._outputs.taken(output_grads, blocks, dtype))
+            x = torch.fft.rfft(self._inputs.taken(inputs, blocks, dtype))
+            yield g.mul_(x).sum((1, 2))
 
     def looked_up(self, block: LookupBlock) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows."""
@@ -149,39 +127,6 @@ class AllBlocks:
             places = (columns - shifts[rows].unsqueeze(3)).remainder_(size)
             features.append(wide.gather(3, places).sum((1, 2)))
         return torch.cat(features) if len(features) > 1 else features[0]
-
-    def _summed(
-        self,
-        block: FactoredBlock,
-        entries: int,
-        compute: Callable[[slice, slice, torch.dtype], Tensor],
-        finish: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return the features of some samples after each other, and of some blocks after each other.
-
-        Args:
-            block: The factors.
-            entries: Memory for one sample and block, in numbers.
-            compute: Computes the sum over some blocks of some samples.
-            finish: Makes features of the sum over all blocks.
-        """
-        dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-        count, num_blocks = len(block.inputs), len(self._blocks)
-        fitting = max(1, self._budget(block.inputs, dtype) // max(1, entries))
-        samples = max(1, min(count, fitting))
-        step = max(1, fitting // samples)
-        features = []
-        for first in range(0, count, samples):
-            rows = slice(first, first + samples)
-            parts = (compute(rows, part, dtype) for part in _pieces(num_blocks, step))
-            features.append(finish(functools.reduce(torch.add, parts)))
-        if not features:
-            return self._zeros(block)
-        return torch.cat(features) if len(features) > 1 else features[0]
-
-    def _zeros(self, block: FactoredBlock) -> Tensor:
-        dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-        return torch.zeros(len(block.inputs), self._size, dtype=dtype, device=block.inputs.device)
 
     def _budget(self, values: Tensor, dtype: torch.dtype) -> int:
         """Return how many numbers one intermediate result may have; a few exist at once."""
@@ -201,17 +146,9 @@ class AllBlocks:
     @functools.cached_property
     def _inputs(self) -> _Side:
         """Columns of every block."""
-        return self._column_side(self._size)
-
-    @functools.cached_property
-    def _padded(self) -> _Side:
-        """Columns of every block, and one that is zero."""
-        return self._column_side(self._size + 1)
-
-    def _column_side(self, length: int) -> _Side:
         first = torch.tensor([block.columns.start for block in self._blocks], device="cpu")
-        index = (first[:, None] + torch.arange(length, device="cpu")).clamp_(max=self._shape[1] - 1)
-        signs = [torch.nn.functional.pad(b.column_signs, (0, length - b.width)) for b in self._blocks]
+        index = (first[:, None] + torch.arange(self._size, device="cpu")).clamp_(max=self._shape[1] - 1)
+        signs = [torch.nn.functional.pad(b.column_signs, (0, self._size - b.width)) for b in self._blocks]
         return self._side(index, torch.stack(signs))
 
     def _side(self, index: Tensor, signs: Tensor) -> _Side:
@@ -227,36 +164,52 @@ class AllBlocks:
         return shifts, signs, self._inputs.signs.view(-1, self._across, self._size)
 
 
-def _pieces(count: int, step: int) -> Iterator[slice]:
-    return (slice(first, first + step) for first in range(0, count, step))
+def convolved(
+    block: FactoredBlock,
+    size: int,
+    spectra: Callable[[Tensor, Tensor, torch.dtype], Iterator[Tensor]],
+    budget: int,
+) -> Tensor:
+    """Return features ``(b, K)`` of factors by Fourier transforms.
+
+    Args:
+        block: The factors.
+        size: K.
+        spectra: Yields parts of the sum of features' Fourier transforms, for inputs, output gradients, a dtype.
+        budget: Bytes of one factor's entries for all positions of some samples, of one block.
+    """
+    count, positions, _ = block.inputs.shape
+    dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
+    if positions == 0 or count == 0:  # some FFT backends fail for empty input
+        return torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
+
+    def features(inputs: Tensor, output_grads: Tensor) -> Tensor:
+        total = functools.reduce(torch.add, spectra(inputs, output_grads, dtype))
+        made: Tensor = torch.fft.irfft(total, n=size)
+        return made
+
+    return in_pieces(
+        features, block.inputs, block.output_grads, budget // (dtype.itemsize * size * positions)
+    )
 
 
-# Estimates for a GPU of the H100's class, from flops and bytes; nothing was measured. Only their ratios matter.
+# Estimates for a GPU of the H100's class, from flops and bytes; only their ratios matter.
 _BYTES = 2400.0  # bytes that are read or written per nanosecond
 _FLOPS = 50_000.0  # float32 operations of a matrix product per nanosecond
 _FLOPS_OF_HALVES = 400_000.0  # operations of a product of factors of 16 bits
-_LAUNCH = 5000.0  # nanoseconds of a launch
-_FOURIER_LAUNCHES, _KERNEL_LAUNCHES, _FORM_LAUNCHES = 9, 3, 6
-"""Launches of :meth:`AllBlocks.convolved`, of the Triton kernel and of :meth:`AllBlocks.formed`, for all samples."""
+_MORE_LAUNCHES = 6 * 5000.0  # nanoseconds: 9 launches for Fourier transforms, 3 for the Triton kernel
 
 
 def fourier_takes_less_time(
-    shape: tuple[int, int],
-    positions: int,
-    *,
-    proj_dim: int,
-    samples: int,
-    triton: bool = True,
-    halves: bool = False,
+    shape: tuple[int, int], positions: int, *, proj_dim: int, samples: int, halves: bool = False
 ) -> bool:
-    """Return whether Fourier transforms are faster than forming the gradients on an accelerator.
+    """Return whether Fourier transforms are faster than the Triton kernel, which needs formed gradients.
 
     Args:
         shape: ``(d_out, d_in)``.
         positions: T.
         proj_dim: K.
         samples: b. The fewer there are, the more a launch counts.
-        triton: Formed gradients are summed by the Triton kernel: else by :meth:`AllBlocks.formed`.
         halves: Gradients are formed by products of factors of 16 bits.
 
     Example:
@@ -264,11 +217,7 @@ def fourier_takes_less_time(
         [False, True]
     """
     d_out, d_in = shape
+    form = d_out * d_in * (8 / _BYTES + 2 * positions / (_FLOPS_OF_HALVES if halves else _FLOPS))
     blocks = -(-d_out // proj_dim) * -(-d_in // proj_dim)
-    entries = d_out * d_in if triton else blocks * proj_dim * (proj_dim + 1)
-    taken = blocks * positions * proj_dim  # entries of one factor, for all blocks
-    form = entries * (8 / _BYTES + 2 * positions / (_FLOPS_OF_HALVES if halves and triton else _FLOPS))
-    if not triton:
-        form += 40 * taken / _BYTES
-    more_launches = _FOURIER_LAUNCHES - (_KERNEL_LAUNCHES if triton else _FORM_LAUNCHES)
-    return samples * 64 * taken / _BYTES + more_launches * _LAUNCH < samples * form
+    transform = blocks * positions * proj_dim * 64 / _BYTES
+    return samples * transform + _MORE_LAUNCHES < samples * form

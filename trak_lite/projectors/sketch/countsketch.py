@@ -17,7 +17,6 @@ import functools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -28,9 +27,9 @@ from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
+    check_block,
 )
-from trak_lite.projectors._blocks import check_block
-from trak_lite.projectors._scratch import Scratch, empty_buffer
+from trak_lite.projectors._scratch import FeatureRows, Scratch
 from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
@@ -81,7 +80,8 @@ class CountSketchProjector(AbstractProjector):
                 if a few entries dominate the gradients.
             device: Device of the projection; ``None`` for the gradients' device.
             factors: Method for gradients given as factors: ``"form"`` forms some rows at a time, ``"fourier"`` uses
-                Fourier transforms without forming any, ``"auto"`` uses the cheaper one. The map is the same.
+                Fourier transforms without forming any, ``"auto"`` uses the cheaper one. The map is the same. On an
+                accelerator gradients are formed only with Triton and where K rows of one take at most 256 MiB.
 
         Raises:
             InvalidInputError: If a setting is not allowed.
@@ -137,7 +137,14 @@ class CountSketchProjector(AbstractProjector):
         device = single.carrier.device
         sketches = self._sketches_of(block.name, shape, model_id, device)
         scratch = self._scratch if device.type == "cpu" else Scratch()
-        return functools.reduce(operator.iadd, map(_applied_to(single, scratch), sketches))
+        if isinstance(single, FactoredBlock):
+            parts = (sketch.factored(single, scratch) for sketch in sketches)
+        elif isinstance(single, LookupBlock):
+            parts = (sketch.looked_up(single, scratch) for sketch in sketches)
+        else:
+            entries = single.dense()  # copies strided rows, once
+            parts = (sketch.dense(entries, scratch) for sketch in sketches)
+        return functools.reduce(operator.iadd, parts)
 
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
@@ -148,23 +155,14 @@ class CountSketchProjector(AbstractProjector):
             self._drawn_for = (model_id, device)
         if (name, shape) not in self._sketches:
             keys = [Keys(self.seed, model_id, name, copy) for copy in range(self.copies)]
-            self._sketches[name, shape] = [self._draw(shape, key, device) for key in keys]
+            is_matrix = len(shape) >= 2 and shape[0] >= 2 and math.prod(shape[1:]) >= _NARROW
+            self._sketches[name, shape] = [
+                MatrixSketch(shape, self.proj_dim, key, device=device, method=self._factors)
+                if is_matrix
+                else VectorSketch(math.prod(shape), self.proj_dim, key, device=device)
+                for key in keys
+            ]
         return self._sketches[name, shape]
-
-    def _draw(self, shape: tuple[int, ...], keys: Keys, device: torch.device) -> AbstractSketch:
-        if len(shape) >= 2 and shape[0] >= 2 and math.prod(shape[1:]) >= _NARROW:
-            return MatrixSketch(shape, self.proj_dim, keys, device=device, method=self._factors)
-        return VectorSketch(math.prod(shape), self.proj_dim, keys, device=device)
-
-
-def _applied_to(block: SingleBlock, scratch: Scratch) -> Callable[[AbstractSketch], Tensor]:
-    """Return a function that applies a sketch to a block."""
-    if isinstance(block, FactoredBlock):
-        return lambda sketch: sketch.factored(block, scratch)
-    if isinstance(block, LookupBlock):
-        return lambda sketch: sketch.looked_up(block, scratch)
-    entries = block.dense()  # copies strided rows, once
-    return lambda sketch: sketch.dense(entries, scratch)
 
 
 @final
@@ -184,8 +182,7 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
         self._order = list(parameters)[::-1]
         self._turns = deque(self._order)
         self._waiting: dict[str, list[tuple[int, Tensor]]] = {}
-        self._device = None if projector.device is None else torch.device(projector.device)
-        self._sums: dict[torch.dtype, Tensor] = {}
+        self._total = FeatureRows(num_samples, projector.proj_dim, projector.device)
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
@@ -202,9 +199,7 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
         """Return ``(B, K)`` in float32, or in float64 if gradients were float64."""
         for name in self._order:  # also blocks of rows that already had been added
             self._merge(name)
-        if not self._sums:
-            self._sum(torch.float32, torch.device("cpu"))
-        total = functools.reduce(torch.add, (self._sums[dtype] for dtype in sorted(self._sums, key=str)))
+        total = self._total.whole()
         if self._projector.copies == 1:
             return total
         # Not by a number: on CUDA torch multiplies by its inverse, which rounds otherwise.
@@ -216,22 +211,7 @@ class _SketchAccumulator(AbstractFeatureAccumulator):
     def _merge(self, name: str) -> None:
         for start, part in self._waiting.pop(name, ()):
             if part.device.type != "cpu" and len(part) == self._num_samples:
-                self._add_whole(part)
+                self._total.add(part)
                 continue
-            total = self._sum(part.dtype, part.device)
+            total = self._total.of(part.dtype, part.device)
             total[start : start + len(part)] += part.to(total.device)
-
-    def _add_whole(self, part: Tensor) -> None:
-        """Add features of the whole batch with at most one launch."""
-        self._device = self._device or part.device
-        part = part.to(self._device)
-        total = self._sums.get(part.dtype)
-        self._sums[part.dtype] = part if total is None else total + part
-
-    def _sum(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the running sum for gradients of this precision, on the device of the first."""
-        if dtype not in self._sums:
-            self._device = self._device or device
-            shape = (self._num_samples, self._projector.proj_dim)
-            self._sums[dtype] = empty_buffer(*shape, dtype=dtype, device=self._device).zero_()
-        return self._sums[dtype]

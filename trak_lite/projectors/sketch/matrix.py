@@ -22,16 +22,24 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Scratch, form, multiplies_halves, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import (
+    Scratch,
+    form,
+    in_pieces,
+    multiplies_halves,
+    scratch_bytes,
+    sum_dtype,
+)
 from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, in_pieces, triton_kernels
-from trak_lite.projectors.sketch.blocks import AllBlocks, Block, fourier_takes_less_time, moved
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.blocks import AllBlocks, Block, convolved, fourier_takes_less_time, moved
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -102,26 +110,30 @@ class MatrixSketch(AbstractSketch):
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors."""
-        on_cpu = block.inputs.device.type == "cpu"
         kernels = triton_kernels(block.inputs)
-        if self._uses_fourier(block, on_cpu=on_cpu, triton=kernels is not None):
-            return self._convolved(block) if on_cpu else self._at_once.convolved(block)
-        if kernels is not None:
-            return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
-        return self._formed(block, scratch) if on_cpu else self._at_once.formed(block)
+        if self._uses_fourier(block, triton=kernels is not None):
+            return self._convolved(block)
+        if kernels is None:
+            return self._formed(block, scratch)
+        return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
 
-    def _uses_fourier(self, block: FactoredBlock, *, on_cpu: bool, triton: bool) -> bool:
-        """Return whether factors are sketched by Fourier transforms."""
+    def _uses_fourier(self, block: FactoredBlock, *, triton: bool) -> bool:
+        """Return whether factors are sketched by Fourier transforms.
+
+        On an accelerator gradients are formed for the Triton kernel only, where a band of rows fits in memory.
+        """
+        positions, size = block.inputs.shape[1], self._proj_dim
+        device = block.inputs.device
+        if device.type != "cpu":
+            row_bytes = self.shape[1] * sum_dtype(block.inputs.dtype, block.output_grads.dtype).itemsize
+            if not triton or min(self.shape[0], size) * row_bytes > scratch_bytes(device):
+                return True
         if self._method != "auto":
             return self._method == "fourier"
-        positions, size = block.inputs.shape[1], self._proj_dim
-        if on_cpu:
+        if device.type == "cpu":
             return fourier_is_cheaper(self.shape, positions, proj_dim=size)
-        samples = len(block.inputs)
-        halves = multiplies_halves(block.output_grads, block.inputs)
-        return fourier_takes_less_time(
-            self.shape, positions, proj_dim=size, samples=samples, triton=triton, halves=halves
-        )
+        samples, halves = len(block.inputs), multiplies_halves(block.output_grads, block.inputs)
+        return fourier_takes_less_time(self.shape, positions, proj_dim=size, samples=samples, halves=halves)
 
     @functools.cached_property
     def _at_once(self) -> AllBlocks:
@@ -201,40 +213,23 @@ class MatrixSketch(AbstractSketch):
     def _made_by(self, kernels: ModuleType) -> MatrixKernel:
         """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
-            parts = [
-                kernels.MatrixPart(
-                    part.rows,
-                    part.columns,
-                    torch.tensor(part.starts, device="cpu"),  # for lists that are made on the CPU
-                    torch.tensor(part.signs, device="cpu"),
-                    part.column_signs,
-                )
-                for part in self._blocks
-            ]
-            self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, parts)
+            self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, self._blocks)
         return self._kernel
 
     def _convolved(self, block: FactoredBlock) -> Tensor:
         """Multiply the Fourier transforms of the sketches of the factors; no gradient is formed."""
-        size = self._proj_dim
-        count, positions, _ = block.inputs.shape
-        dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-        if positions == 0 or count == 0:  # some FFT backends fail for empty input
-            return torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
+        if block.inputs.device.type != "cpu":
+            return convolved(
+                block, self._proj_dim, self._at_once.spectra, scratch_bytes(block.inputs.device) // 4
+            )
+        return convolved(block, self._proj_dim, self._spectra, scratch_bytes(block.inputs.device) * 8)
 
-        def spectrum(part: Block, inputs: Tensor, output_grads: Tensor) -> Tensor:
+    def _spectra(self, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the Fourier transforms ``(b, K // 2 + 1)`` of the features of every block."""
+        for part in self._blocks:
             x, g = self._signed(part, inputs, output_grads, dtype)
-            spread = g.new_zeros(*g.shape[:2], size).index_copy_(2, part.shifts, g)
-            product: Tensor = (torch.fft.rfft(spread) * torch.fft.rfft(x, n=size)).sum(1)
-            return product
-
-        def features(*factors: Tensor) -> Tensor:
-            total = functools.reduce(torch.add, (spectrum(part, *factors) for part in self._blocks))
-            made: Tensor = torch.fft.irfft(total, n=size)
-            return made
-
-        num_samples = 8 * scratch_bytes(block.inputs.device) // (dtype.itemsize * size * positions)
-        return in_pieces(features, block.inputs, block.output_grads, num_samples)
+            spread = g.new_zeros(*g.shape[:2], self._proj_dim).index_copy_(2, part.shifts, g)
+            yield (torch.fft.rfft(spread) * torch.fft.rfft(x, n=self._proj_dim)).sum(1)
 
     @staticmethod
     def _signed(

@@ -14,8 +14,8 @@ Numerics: float64 gradients are summed in float64, all others in float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
 
 import torch
 import triton
@@ -23,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trak_lite.projectors._kernels import as_operation
-from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
+from trak_lite.projectors.sketch.blocks import Block
 
-__all__ = ["DTYPES", "MatrixKernel", "MatrixPart", "VectorKernel", "why_unusable"]
+__all__ = ["DTYPES", "MatrixKernel", "VectorKernel", "why_unusable"]
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Gradient dtypes that the kernels read."""
@@ -47,8 +48,8 @@ _MOST_BLOCKS = 65535
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 """Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
 compiler does not have the option."""
-_GROUP = 128
-"""Smallest number of matrix rows that are formed together; lists of rows can be cut at its multiples."""
+_GROUPS = 1
+"""Groups of rows that the lists of a block are cut into."""
 _WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the index of their sign words
 
 
@@ -478,24 +479,11 @@ def _matrix_sums(
         tl.store(sum_ptrs, total, mask=inside)
 
 
-class MatrixPart(NamedTuple):
-    """A block of a matrix with its hash functions."""
-
-    rows: slice
-    columns: slice
-    shifts: Tensor
-    """``(R,)`` bucket of every row's first column, on any device."""
-    row_signs: Tensor
-    """``(R,)`` float32, on any device."""
-    column_signs: Tensor
-    """``(w,)`` float32, on the device of the gradients."""
-
-
 @final
 class MatrixKernel:
     """Triton implementation of a :class:`~trak_lite.projectors.sketch.matrix.MatrixSketch`."""
 
-    def __init__(self, num_columns: int, proj_dim: int, parts: Sequence[MatrixPart]) -> None:
+    def __init__(self, num_columns: int, proj_dim: int, parts: Sequence[Block]) -> None:
         """Create lists of the rows that have entries in each block of columns of the sums.
 
         Args:
@@ -510,16 +498,12 @@ class MatrixKernel:
         lists, bounds, facts = [], [], []
         num_listed = num_bounds = num_signs = 0
         for part in self._parts:
-            listed, ends, groups = _row_lists(part, proj_dim)
-            width = part.columns.stop - part.columns.start
-            facts.append((num_bounds, groups, part.columns.start, width, num_signs))
+            listed, ends = _row_lists(part, proj_dim)
+            facts.append((num_bounds, _GROUPS, part.columns.start, part.width, num_signs))
             lists.append(listed)
             bounds.append(ends + num_listed)
-            num_listed, num_bounds, num_signs = (
-                num_listed + len(listed),
-                num_bounds + len(ends),
-                num_signs + width,
-            )
+            num_listed, num_bounds = num_listed + len(listed), num_bounds + len(ends)
+            num_signs += part.width
         self._lists = torch.cat(lists).to(device)
         self._bounds = torch.cat(bounds).to(device)
         self._facts = torch.tensor(facts, device=device)
@@ -528,10 +512,11 @@ class MatrixKernel:
     @torch.no_grad()
     def dense(self, rows: Tensor) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)`` of a dtype in :data:`DTYPES`."""
-        sums = self._zeros(len(rows), sum_dtype(rows.dtype), rows.device)
+        dtype = sum_dtype(rows.dtype)
+        sums = torch.zeros(2, len(rows), self._size, dtype=dtype, device=rows.device)
         sample_stride, entry_stride = rows.stride()
         strides = (sample_stride, self._num_columns * entry_stride, entry_stride)
-        self._add_(sums, rows, strides, parts=(0, len(self._parts)))
+        self._add_(sums, rows, strides, (0, len(self._parts)))
         return sums[0] + sums[1]
 
     @torch.no_grad()
@@ -548,125 +533,57 @@ class MatrixKernel:
         """
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
         across = -(-self._num_columns // self._size)
-        band = self._size * self._num_columns
+        band = min(self._size, output_grads.shape[2]) * self._num_columns
         budget = scratch_bytes(inputs.device) // dtype.itemsize
-        if band > budget or across > _MOST_BLOCKS:
-            return self._formed_in_order(inputs, output_grads, scratch)
-        features = []
-        for x, g in zip(
-            torch.split(inputs, budget // band),
-            torch.split(output_grads, budget // band),
-            strict=True,
-        ):
-            step = min(max(1, budget // (max(1, len(x)) * band)), _MOST_BLOCKS // across)
+
+        def features(x: Tensor, g: Tensor) -> Tensor:
+            step = max(1, budget // (max(1, len(x)) * band))  # rows of blocks that are formed at once
             columns = g.transpose(1, 2)
             parts = []
             for first in range(0, columns.shape[1], step * self._size):
                 piece = form(columns[:, first : first + step * self._size], x, scratch)
-                place = first // self._size * across
-                parts.append(self._apart(piece, first, (place, min(place + step * across, len(self._parts)))))
-            features.append(functools.reduce(torch.add, parts))
-        return features[0] if len(features) == 1 else torch.cat(features)
+                start = first // self._size * across
+                stop = min(start + step * across, len(self._parts))
+                for block in range(start, stop, _MOST_BLOCKS):
+                    parts.append(self._apart(piece, first, (block, min(block + _MOST_BLOCKS, stop))))
+            return functools.reduce(torch.add, parts)
+
+        return in_pieces(features, inputs, output_grads, budget // band)
 
     def _apart(self, piece: Tensor, first_row: int, parts: tuple[int, int]) -> Tensor:
-        """Return the features ``(b, K)`` of whole blocks of the matrix in one launch and a sum over the blocks.
+        """Return the features ``(b, K)`` of some blocks of the matrix in one launch and a sum over the blocks.
 
         Args:
-            piece: ``(b, rows, d_in)``, consecutive rows of the matrix.
+            piece: ``(b, rows, d_in)``, consecutive rows of the matrix, with all rows of these blocks.
             first_row: Number of the first of them in the matrix.
             parts: First block, and the block after the last.
         """
         shape = (parts[1] - parts[0], 2, len(piece), self._size)
         sums = torch.empty(shape, dtype=piece.dtype, device=piece.device)
-        origin = first_row * piece.stride(1)
-        self._add_(sums, piece, piece.stride(), parts=parts, origin=origin, apart=True)
+        self._add_(sums, piece, piece.stride(), parts, origin=first_row * piece.stride(1))
         return sums.sum((0, 1))
 
-    def _formed_in_order(self, inputs: Tensor, output_grads: Tensor, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of factored gradients, formed for some rows of one block at a time."""
-        dtype = sum_dtype(inputs.dtype, output_grads.dtype)
-        height = max(part.rows.stop - part.rows.start for part in self._parts)
-        width = max(part.columns.stop - part.columns.start for part in self._parts)
-        budget = scratch_bytes(inputs.device) // (dtype.itemsize * width)
-        step = max(1, budget // min(height, _GROUP))
-        features = []
-        for x, g in zip(torch.split(inputs, step), torch.split(output_grads, step), strict=True):
-            sums = self._zeros(len(x), dtype, x.device)
-            groups = max(1, budget // (max(1, len(x)) * _GROUP))
-            for number in range(len(self._parts)):
-                self._form_(sums, number, x, g, groups, scratch)
-            features.append(sums[0] + sums[1])
-        return torch.cat(features)
-
-    def _form_(
-        self,
-        sums: Tensor,
-        number: int,
-        inputs: Tensor,
-        output_grads: Tensor,
-        groups: int,
-        scratch: Scratch,
-    ) -> None:
-        """Form one block of the matrix, ``groups`` groups of rows at a time, and add it."""
-        part = self._parts[number]
-        x = inputs[:, :, part.columns]
-        columns = output_grads[:, :, part.rows].transpose(1, 2)
-        for first in range(0, columns.shape[1], groups * _GROUP):
-            piece = form(columns[:, first : first + groups * _GROUP], x, scratch)
-            row_stride, entry_stride = piece.stride()[1:]
-            origin = (part.rows.start + first) * row_stride + part.columns.start * entry_stride
-            self._add_(
-                sums,
-                piece,
-                piece.stride(),
-                origin=origin,
-                parts=(number, number + 1),
-                groups=(first // _GROUP, first // _GROUP + groups),
-            )
-
-    def _zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(2, count, self._size, dtype=dtype, device=device)
-
     def _add_(
-        self,
-        sums: Tensor,
-        grads: Tensor,
-        strides: Sequence[int],
-        *,
-        parts: tuple[int, int],
-        groups: tuple[int, int] = (0, 1 << 30),
-        origin: int = 0,
-        apart: bool = False,
+        self, sums: Tensor, grads: Tensor, strides: Sequence[int], parts: tuple[int, int], origin: int = 0
     ) -> None:
-        """Add some groups of rows of some blocks in one launch.
+        """Add some blocks in one launch.
 
         Args:
-            sums: ``(2, b, K)``, the extended sums; ``(blocks, 2, b, K)`` if ``apart``.
+            sums: ``(2, b, K)``, the extended sums; or ``(blocks, 2, b, K)``, those of each block, overwritten.
             grads: The gradient, or a piece of it.
             strides: Strides of samples, matrix rows and matrix columns.
             parts: First block, and the block after the last.
-            groups: First group of rows in each block, and the group after the last.
             origin: Index in the whole matrix of the first entry of ``grads``.
-            apart: Overwrite the sums of each block separately.
         """
         read = [grads, self._lists, self._bounds, self._facts, self._signs]
-        numbers = (sums.shape[-2], self._size, *strides, origin, *parts, *groups)
-        (_launch_apart if apart else _launch_matrix_sums)(sums, read, numbers)
+        numbers = (sums.shape[-2], self._size, *strides, origin, *parts, 0, _GROUPS)
+        _launch_matrix_sums(sums, read, numbers)
 
 
 @as_operation
 def _launch_matrix_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
-    _matrix_sums_of(sums, read, numbers, programs=1, apart=False)
-
-
-@as_operation
-def _launch_apart(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
-    _matrix_sums_of(sums, read, numbers, programs=len(sums), apart=True)
-
-
-def _matrix_sums_of(
-    sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int], *, programs: int, apart: bool
-) -> None:
+    apart = sums.dim() == 4
+    programs = len(sums) if apart else 1
     num_rows, size = sums.shape[-2:]
     column_blocks = triton.cdiv(size, _MATRIX_COLUMNS)
     many, few = _MATRIX_STEPS
@@ -690,24 +607,22 @@ def _matrix_sums_of(
     )
 
 
-def _row_lists(part: MatrixPart, proj_dim: int) -> tuple[Tensor, Tensor, int]:
+def _row_lists(part: Block, proj_dim: int) -> tuple[Tensor, Tensor]:
     """Return the rows of a matrix block with entries in each block of columns of the extended sums, in order.
 
     Returns:
-        The concatenated lists, encoded for :func:`_row_terms`; the start of each block of columns and group of rows
-        in them, and the end; the number of groups.
+        The concatenated lists, encoded for :func:`_row_terms`; the start of each block of columns in them, and the end.
     """
-    shifts = part.shifts.cpu()
-    width = part.columns.stop - part.columns.start
+    # From lists on the CPU: reading tensors would wait for the device.
+    shifts = torch.tensor(part.starts, device="cpu")
     starts = torch.arange(0, proj_dim, _MATRIX_COLUMNS, device="cpu")
     stops = (starts + _MATRIX_COLUMNS).clamp(max=proj_dim)
     starts, stops = (torch.cat([side, side + proj_dim])[:, None] for side in (starts, stops))
-    tiles, rows = ((shifts < stops) & (shifts + width > starts)).nonzero(as_tuple=True)
-    groups = -(-len(shifts) // _GROUP)
-    counts = torch.bincount(tiles * groups + rows // _GROUP, minlength=len(starts) * groups)
-    negative = (part.row_signs.cpu() < 0)[rows].long()
+    tiles, rows = ((shifts < stops) & (shifts + part.width > starts)).nonzero(as_tuple=True)
+    counts = torch.bincount(tiles, minlength=len(starts))
+    negative = (torch.tensor(part.signs, device="cpu") < 0)[rows].long()
     listed = (rows + part.rows.start << 32) + 2 * shifts[rows] + negative
-    return listed, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), groups
+    return listed, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 # ---- both
@@ -719,49 +634,42 @@ def why_unusable(device: torch.device) -> str | None:
     A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
     """
     try:
-        checks = (_vector_entries_are_right, _tile_entries_are_right, _matrix_entries_are_right)
-        right = all(check(device) for check in checks)
+        # Row i of the identity selects entry i of a vector or matrix.
+        right = all(
+            torch.equal(sketch(torch.eye(len(expected), device=device)).cpu(), expected)
+            for sketch, expected in _expected_entries(device)
+        )
     except Exception as error:  # every compiler and driver raises other exceptions
         return f"they do not run on this device ({type(error).__name__}: {error})"
     return None if right else "they give other features on this device than the torch operations"
 
 
-def _vector_entries_are_right(device: torch.device) -> bool:
-    """Compare with a vector of two segments; row i of the identity selects entry i."""
-    width, offsets, key = 8, [3, 0, 7], 5
-    num_entries = 20
-    kernel = VectorKernel(
-        width=width, segment=2, offsets=offsets, sign_key=key, fold_offsets=[0], fold_key=0, device=device
-    )
-    entries = torch.arange(num_entries, device="cpu")
-    buckets = (entries + torch.tensor(offsets, device="cpu")[entries // width]) % width
-    expected = torch.zeros(num_entries, width, device="cpu")
-    expected[entries, buckets] = hash_signs(key, 0, num_entries, device=torch.device("cpu"))
-    return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
+def _expected_entries(device: torch.device) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """Yield sketches, and the matrix of each: vectors of two segments and of one folded tile, a matrix of one block."""
+    host = torch.device("cpu")
 
+    def matrix(buckets: Tensor, signs: Tensor, size: int) -> Tensor:
+        expected = torch.zeros(len(buckets), size, device=host)
+        expected[torch.arange(len(buckets), device=host), buckets] = signs
+        return expected
 
-def _tile_entries_are_right(device: torch.device) -> bool:
-    """Compare with a vector of one tile, whose ring is folded."""
-    size, offset, folds, num_entries = 4, 3, [1, 2], 6
-    kernel = VectorKernel(
-        width=8, segment=1, offsets=[offset], sign_key=5, fold_offsets=folds, fold_key=6, device=device
-    )
-    entries = torch.arange(num_entries, device="cpu")
-    places = (entries + offset) % 8
-    buckets = (places % size + torch.tensor(folds, device="cpu")[places // size]) % size
-    signs, fold_signs = (hash_signs(key, 0, 8, device=torch.device("cpu")) for key in (5, 6))
-    expected = torch.zeros(num_entries, size, device="cpu")
-    expected[entries, buckets] = signs[:num_entries] * fold_signs[places]
-    return torch.equal(kernel(torch.eye(num_entries, device=device)).cpu(), expected)
+    def vector(offsets: list[int], folds: list[int], segment: int) -> VectorKernel:
+        keys = {"sign_key": 5, "fold_key": 6}
+        return VectorKernel(
+            width=8, segment=segment, offsets=offsets, fold_offsets=folds, device=device, **keys
+        )
 
+    entries, offsets = torch.arange(20, device=host), torch.tensor([3, 0, 7], device=host)
+    buckets = (entries + offsets[entries // 8]) % 8
+    yield vector(offsets.tolist(), [0], 2), matrix(buckets, hash_signs(5, 0, 20, device=host), 8)
 
-def _matrix_entries_are_right(device: torch.device) -> bool:
-    """Compare with a matrix of one block."""
-    size, shifts = 70, torch.tensor([66, 2, 69], device="cpu")
-    signs = hash_signs(5, 0, 5, device=device)
-    part = MatrixPart(slice(0, 3), slice(0, 5), shifts.to(device), signs[:3], signs)
-    entries, signs = torch.arange(15, device="cpu"), signs.cpu()
-    rows, columns = entries // 5, entries % 5
-    expected = torch.zeros(15, size, device="cpu")
-    expected[entries, (shifts[rows] + columns) % size] = signs[rows] * signs[columns]
-    return torch.equal(MatrixKernel(5, size, [part]).dense(torch.eye(15, device=device)).cpu(), expected)
+    folds = torch.tensor([1, 2], device=host)
+    places = (entries[:6] + 3) % 8
+    signs = hash_signs(5, 0, 6, device=host) * hash_signs(6, 0, 8, device=host)[places]
+    yield vector([3], folds.tolist(), 1), matrix((places % 4 + folds[places // 4]) % 4, signs, 4)
+
+    shifts, signs = torch.tensor([66, 2, 69], device=host), hash_signs(5, 0, 5, device=device)
+    block = Block(slice(0, 3), slice(0, 5), shifts, signs[:3], signs, shifts.tolist(), signs[:3].tolist(), 0)
+    rows, columns, signs = entries[:15] // 5, entries[:15] % 5, signs.cpu()
+    expected = matrix((shifts[rows] + columns) % 70, signs[rows] * signs[columns], 70)
+    yield MatrixKernel(5, 70, [block]).dense, expected

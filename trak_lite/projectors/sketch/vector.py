@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from trak_lite.projectors._scratch import Scratch, form, scratch_bytes, sum_dtype
+from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, in_pieces, triton_kernels
+from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ class VectorSketch(AbstractSketch):
 
     def adjoint(self, features: Tensor) -> Tensor:
         """Return the transposed map applied to feature rows ``(m, K)``, ``(m, n)``."""
-        ring = self._unfolded(features)
+        ring = features
+        if len(self._fold_offsets) > 1:  # the transpose of _folded
+            blocks = [features.roll(-offset, 1) for offset in self._fold_offsets]
+            ring = torch.cat(blocks, 1) * self._fold_signs.to(features.dtype)
         tiles = [ring[:, :0]]  # a parameter may be empty
         for tile, offset in enumerate(self._offsets):
             start = tile * self._width
@@ -100,13 +103,6 @@ class VectorSketch(AbstractSketch):
             tiles.append(ring.roll(-offset, 1)[:, :length])
         signs = hash_signs(self._sign_key, 0, self._num_entries, device=self._device)
         return torch.cat(tiles, 1) * signs.to(features.dtype)
-
-    def _unfolded(self, features: Tensor) -> Tensor:
-        """Return the transpose of :meth:`_folded` applied to feature rows, ``(m, W)``."""
-        if len(self._fold_offsets) == 1:
-            return features
-        blocks = [features.roll(-offset, 1) for offset in self._fold_offsets]
-        return torch.cat(blocks, 1) * self._fold_signs.to(features.dtype)
 
     def _made_by(self, kernels: ModuleType) -> VectorKernel:
         """Return the kernel of this sketch, created at the first call."""

@@ -118,7 +118,11 @@ class PrincipalAxes:
             raise InvalidInputError(
                 f"Principal axes {infinite[:3]} hold NaN or infinity. Fit the axes again."
             )
-        self.digest = _digest(self._header(), self._columns)
+        digest = hashlib.sha256(json.dumps(self._header()).encode())
+        for key in sorted(self._columns):
+            digest.update(key.encode())
+            digest.update(self._columns[key].numpy().tobytes())
+        self.digest = digest.hexdigest()
         """SHA-256 of the sizes and the bytes of the axes."""
 
     @classmethod
@@ -193,8 +197,17 @@ class PrincipalAxes:
                 f"{os.fspath(path)} has format {metadata.get('format')!r}, expected {_FORMAT!r}. Pass a file that "
                 "PrincipalAxes.save wrote."
             )
-        sizes = _sizes(metadata.get("sizes", ""), path)
-        axes = cls(sizes["shapes"], columns, k_in=sizes["k_in"], k_out=sizes["k_out"])
+        text = metadata.get("sizes", "")
+        try:
+            sizes = parse_json(text.encode())
+            shapes = {name: (int(d_out), int(d_in)) for name, (d_out, d_in) in sizes["shapes"].items()}
+            k_in, k_out = int(sizes["k_in"]), int(sizes["k_out"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"{os.fspath(path)} does not contain the sizes of its matrices: {text[:80]!r}. Pass a file that "
+                "PrincipalAxes.save wrote."
+            ) from error
+        axes = cls(shapes, columns, k_in=k_in, k_out=k_out)
         if axes.digest != metadata.get("digest"):
             raise InvalidInputError(
                 f"The axes in {os.fspath(path)} have the digest {axes.digest}, expected {metadata.get('digest')}: the "
@@ -289,24 +302,3 @@ def _axes_shapes(shapes: Mapping[str, tuple[int, int]], k_in: int, k_out: int) -
         for suffix, size in zip(counts, shape, strict=True)
         if size > counts[suffix]
     }
-
-
-def _sizes(text: str, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the sizes in a file's metadata: ``k_in``, ``k_out`` and the ``(d_out, d_in)`` of every matrix."""
-    try:
-        sizes = parse_json(text.encode())
-        shapes = {name: (int(d_out), int(d_in)) for name, (d_out, d_in) in sizes["shapes"].items()}
-        return {"k_in": int(sizes["k_in"]), "k_out": int(sizes["k_out"]), "shapes": shapes}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"{os.fspath(path)} does not contain the sizes of its matrices: {text[:80]!r}. Pass a file that "
-            "PrincipalAxes.save wrote."
-        ) from error
-
-
-def _digest(header: Mapping[str, Any], columns: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(header).encode())
-    for key in sorted(columns):
-        digest.update(key.encode())
-        digest.update(columns[key].numpy().tobytes())
-    return digest.hexdigest()

@@ -21,12 +21,23 @@ from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors._base import AbstractFeatureAccumulator, AbstractProjector
-from trak_lite.projectors._blocks import block_rows, check_block, sample_pieces, side_by_side
+from trak_lite.projectors._base import (
+    AbstractFeatureAccumulator,
+    AbstractProjector,
+    block_rows,
+    check_block,
+    sample_pieces,
+    side_by_side,
+)
 from trak_lite.projectors._scratch import FeatureRows, empty_buffer, sum_dtype
 from trak_lite.projectors.dense.projectors import integer_seed
-from trak_lite.projectors.random.entries import AbstractEntries, GaussianEntries, RademacherEntries
-from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.projectors.random.hash import (
+    AbstractEntries,
+    GaussianEntries,
+    RademacherEntries,
+    Stream,
+    parameter_key,
+)
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.principal_axes import DEFAULT_MAX_SIDE, PrincipalAxes, matrix_shapes
 from trak_lite.types import (
