@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class SampleCode:
     """B."""
     base: int = _BASE
     """Number of powers of two per digit."""
+    _scales: dict[Any, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    """Results of :meth:`row_scales`, for one pass."""
 
     @classmethod
     def for_gradients(cls, count: int, dtypes: Sequence[torch.dtype]) -> SampleCode:
@@ -96,7 +99,10 @@ class SampleCode:
             >>> SampleCode(2).row_scales(BatchAxis(0, 2), (4,), torch.float32, torch.device("cpu"))[0].log2().T
             tensor([[32., 32., 31., 31.]])
         """
-        found = []
+        key = axis, tuple(shape), dtype, device
+        if key in self._scales:
+            return self._scales[key]
+        found = self._scales[key] = []
         for exponents in self._exponents(device):
             along = exponents.repeat_interleave(axis.multiple)
             if not axis.sample_major:

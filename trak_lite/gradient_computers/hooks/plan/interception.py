@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """``sorted_indices`` of the packed sequence that a recurrent module reads."""
         self.looks_away = False
         """Whether to ignore operations, because FSDP2 runs them around a module."""
+        self.depth = 0
+        """Running calls of the model, one in the other."""
 
     @abstractmethod
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -52,6 +54,10 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Handle the finished call of a module with a rule; return its result."""
+
+    def model_runs(self, by: int, *_: Any) -> None:
+        """Count a call of the model that starts (1) or ends (-1)."""
+        self.depth += by
 
     def hide(self, module: nn.Module) -> None:
         """Prepare the parameters of a module with a rule for its forward pass."""
@@ -67,7 +73,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
         watched = self.watched
-        for value in args:  # every operation of the model comes here, often without arguments by name
+        for value in args:  # every operation of a pass comes here, often without arguments by name
             if id(value) in watched or (isinstance(value, tuple | list) and self.touches(value)):
                 break
         else:
@@ -93,14 +99,16 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         return False
 
     def install(self, tree: ModelTree) -> list[Any]:
-        """Hook modules with rules, recurrent and sharded modules; return the handles."""
+        """Hook the model, and modules with rules, recurrent and sharded ones; return the handles."""
         handles = watch_borders(tree, self)
+        handles.append(tree.model.register_forward_pre_hook(partial(self.model_runs, 1)))
+        handles.append(tree.model.register_forward_hook(partial(self.model_runs, -1), always_call=True))
         for module in tree.modules:
             rule = rule_for(module)
             if rule is not None:
                 refuse_sharded_parts(module)
                 handles.append(module.register_forward_pre_hook(self._enter))
-                leave = self._leave(rule)  # prepended: runs before FSDP2 frees the parameters
+                leave = partial(self._leave, rule)  # prepended: runs before FSDP2 frees the parameters
                 handles.append(
                     module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
                 )
@@ -114,17 +122,15 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
             with torch._C.DisableTorchFunction():
                 self.hide(module)
 
-    def _leave(self, rule: GradientRule) -> Callable[..., Any]:
-        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-            self.inside.pop()
-            with torch._C.DisableTorchFunction():
-                self.show(module)
+    def _leave(
+        self, rule: GradientRule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        self.inside.pop()
+        with torch._C.DisableTorchFunction():
+            self.show(module)
             if self.inside or not torch.is_grad_enabled():
                 return out
-            with torch._C.DisableTorchFunction():
-                return self.ruled_module(module, rule, args, kwargs, out)
-
-        return leave
+            return self.ruled_module(module, rule, args, kwargs, out)
 
     def _note_order(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
