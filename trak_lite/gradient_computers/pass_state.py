@@ -166,7 +166,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, types.FunctionType):
         if _package_of(value.__module__) == "torch":
             return id(value)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        empty = types.CellType()
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
         names = value.__code__.co_names
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         # ``Class.count`` and ``module.count``
@@ -195,10 +196,3 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
 def _is_of_users(found: Any) -> bool:
     package = _package_of(found.__module__ if isinstance(found, type) else found.__name__)
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -59,13 +60,11 @@ class Step:
         self.writes = [variable.number for variable in _variables(written)]
 
 
+@dataclass(slots=True)
 class Variable:
     """A tensor, in place of which arguments hold its number."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 @final

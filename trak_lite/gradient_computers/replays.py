@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from trak_lite._devices import in_float64
@@ -26,6 +26,7 @@ from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
+from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -46,24 +47,22 @@ _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
 
 
-class ReplayedComputer(Protocol):
+class ReplayedComputer(CheckedComputer, Protocol):
     """Interface of a gradient computer whose passes can be replayed."""
 
-    model: nn.Module
     modelout_fn: AbstractModelOutput
     self_check: bool
     checks: SelfCheck
-    autocast_dtype: torch.dtype | None
 
     @property
     def differentiates_the_model(self) -> bool:
         """Whether the gradients are those of the model with its own weights."""
 
-    def structure(self, batch: Batch, /) -> Any:
-        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch."""
+    def structure(self, batch: Batch, /) -> tuple[Any, int]:
+        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch.
 
-    def largest_gap(self, structure: Any, /) -> int:
-        """Return the largest number of batches from one comparison to the next; 0 if they cannot be replayed."""
+        And the largest number of batches from one comparison to the next; 0 if they cannot be replayed.
+        """
 
 
 class _Pass(NamedTuple):
@@ -88,29 +87,30 @@ class _Pass(NamedTuple):
         return computer.self_check and computer.checks.is_due(kind.structure, len(self.leaves[0]))
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Kind:
     """What is known of the batches of one layout."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.first = self.last = 0
-        """Numbers of its first and its last batch among those of all kinds."""
-        self.seconds = float("inf")
-        """Shortest pass after the first, whose plan has to be made."""
-        self.recording: Recording | None = None
-        self.graph: Callable[..., list[Tensor]] | None = None
-        """Runs in place of the recording."""
-        self.may_be_captured = True
-        self.is_unsteady = False
-        """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
-        self.structure: Any = None
-        self.conditions: Any = None
-        self.gap = 0
-        """Largest number of batches from one comparison to the next."""
-        self.confirmed = False
-        self.num_replayed = 0
-        self.num_other_paths = 0
-        self.refusal: str | None = None
+    count: int = 0
+    first: int = 0
+    """Number of its first batch among those of all kinds."""
+    last: int = 0
+    seconds: float = float("inf")
+    """Shortest pass after the first, whose plan has to be made."""
+    recording: Recording | None = None
+    graph: Callable[..., list[Tensor]] | None = None
+    """Runs in place of the recording."""
+    may_be_captured: bool = True
+    is_unsteady: bool = False
+    """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
+    structure: Any = None
+    conditions: Any = None
+    gap: int = 0
+    """Largest number of batches from one comparison to the next."""
+    confirmed: bool = False
+    num_replayed: int = 0
+    num_other_paths: int = 0
+    refusal: str | None = None
 
 
 @final
@@ -176,7 +176,7 @@ class Replays:
             return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
-            kind.structure = computer.structure(batch)
+            kind.structure, kind.gap = computer.structure(batch)
             return self._recorded(kind, own, is_scratch)
         computer.checks.refuse_failed(kind.conditions)
         due = own.is_due(kind) or kind.count % kind.gap == 0
@@ -195,8 +195,7 @@ class Replays:
     def confirm(self, complete: bool) -> None:
         """Compare the last batch that was replayed, if it was not, with its pass: nothing has changed until then.
 
-        Args:
-            complete: ``False`` only forgets the batch, which holds the projector.
+        If not ``complete``, only forget the batch, which holds the projector.
 
         Raises:
             SelfCheckError: As in :meth:`run`.
@@ -272,7 +271,6 @@ class Replays:
     def _recorded(self, kind: _Kind, own: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
         """Run a pass and record it, if its plan says that every batch runs like it."""
         computer, leaves, work = own
-        kind.gap = computer.largest_gap(kind.structure)
         if not (kind.gap and computer.differentiates_the_model):
             self._refuse(kind, computer, "the model moves rows by their values")
             return work()
@@ -358,8 +356,14 @@ class Replays:
     def _is_unsteady(kind: _Kind, own: _Pass, found: Sequence[Tensor]) -> bool:
         """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
         if not kind.is_unsteady and found[0].device.type != "cpu":
-            with own.computer.checks.uncounted():
+            checks, own.computer.checks = (
+                own.computer.checks,
+                SelfCheck(),
+            )  # it is no further batch of the schedule
+            try:
                 kind.is_unsteady = not all(map(_same_bits, found, own.without_checks()))
+            finally:
+                own.computer.checks = checks
         return kind.is_unsteady
 
     @staticmethod

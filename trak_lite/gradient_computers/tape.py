@@ -42,20 +42,8 @@ _READS = {
 """Operations that return values of tensors to Python."""
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 """Operations whose result is their argument, once autograd is out of the way."""
-_UNSEEN_READS = frozenset(
-    [
-        "__array__",
-        "__dlpack__",
-        "__format__",
-        "__repr__",
-        "apply_",
-        "data_ptr",
-        "map2_",
-        "map_",
-        "numpy",
-        "tolist",
-    ]
-)
+_UNSEEN_READS = {"__array__", "__dlpack__", "__format__", "__repr__", "data_ptr", "numpy", "tolist"}
+_UNSEEN_READS |= {"apply_", "map2_", "map_"}
 _CONSTRUCTORS = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"})
 """Functions that read the tensors in a list without an operation."""
 _READ_SIZES = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})

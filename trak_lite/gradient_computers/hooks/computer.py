@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -137,14 +137,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._plans: dict[Any, Plan] = {}
         self._paths: dict[Any, Any] = {}
         """By structure, the key of the plan that the last batch ran with."""
-        self._replays = Replays()
+        self._replays = Replays() if type(self) is HookGradientComputer else None
         self._sharded: ShardedModel | None = None
         """The model's shards; set in the first pass of a sharded model."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         super().load_model_params(model)
-        self._replays = Replays()
+        self._replays = self._replays and Replays()
         self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
         self._paths.clear()
         self._sharded = None
@@ -159,43 +159,17 @@ class HookGradientComputer(AbstractStreamingComputer):
         again._plans, again._paths = {}, {}
         return again
 
-    def run(
-        self,
-        batch: Batch,
-        projector: object,
-        setting: Sequence[Hashable],
-        work: Callable[[], Sequence[Tensor]],
-        is_scratch: Callable[[Tensor], bool],
-        to_come: float | None = None,
-    ) -> Sequence[Tensor]:
-        """Return what ``work`` computes, by a replay if the operations of such a batch are recorded.
-
-        A replay has the bits of the pass, which is checked in the next batch, on the schedule of the self-check, and by
-        :meth:`confirm`.
-        """
-        if type(self) is not HookGradientComputer:
-            return work()
-        return self._replays.run(self, batch, projector, setting, work, is_scratch, to_come)
-
-    def confirm(self, complete: bool = True) -> None:
-        """Compare the last batch that was replayed with its pass."""
-        with self._products():
-            self._replays.confirm(complete)
-
-    def structure(self, batch: Batch) -> Any:
-        """Return the key of the plan and the checks of the last batch of this structure."""
-        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
-        return self._paths.get(structure, structure)
-
-    def largest_gap(self, structure: Any) -> int:
-        """Return the largest number of batches of a structure from one compared with the pass to the next.
+    def structure(self, batch: Batch) -> tuple[Any, int]:
+        """Return the key of the checks of such a batch, and the most batches from one compared to the next.
 
         0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
         """
-        plan = self._plans.get(structure)
+        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+        key = self._paths.get(structure, structure)
+        plan = self._plans.get(key)
         if plan is None or plan.routed or self._sharded is not None:
-            return 0
-        return 8 if plan.flattened or plan.chooses_in_python else 64
+            return key, 0
+        return key, 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
@@ -216,7 +190,10 @@ class HookGradientComputer(AbstractStreamingComputer):
                 try:
                     terms.append(self._checked_run(key, plan, part))
                 except UnexpectedPathError as error:
-                    if not self._may_take_other_paths(plan):
+                    # Otherwise a path may depend on sums over samples.
+                    if self._sharded is not None or not (
+                        plan.chooses_in_python and plan.reads_only_quantifiers
+                    ):
                         raise
                     _put(self._plans, key, plan)
                     key, plan, own = self._run_on_other_path(error, structure, key, part)
@@ -237,10 +214,6 @@ class HookGradientComputer(AbstractStreamingComputer):
             made = self._plan_in_step(self._sharded, read, batch)
             return known or made
         return known or make_plan(self.model, read, batch, self._output)
-
-    def _may_take_other_paths(self, plan: Plan) -> bool:
-        """Whether a batch on another path is planned again; otherwise a path may depend on sums over samples."""
-        return self._sharded is None and plan.chooses_in_python and plan.reads_only_quantifiers
 
     def _run_on_other_path(
         self, error: UnexpectedPathError, structure: Any, failed: Any, part: _Part
@@ -376,7 +349,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         size, kept = batch_size(part.batch), part.kept
         in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
         positions: list[int] = []
-        if self._compares():
+        if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
             often = plan.flattened or in_python
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
@@ -417,12 +390,6 @@ class HookGradientComputer(AbstractStreamingComputer):
                 handle.remove()
         plan.doubt()  # the second pass does not assume a number of rows
         return self._run(plan, part, sink)
-
-    def _compares(self) -> bool:
-        """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""
-        return (
-            self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model))
-        )
 
 
 def _put(cache: dict[Any, Any], key: Any, value: Any) -> None:

@@ -63,13 +63,7 @@ class GradientPass(AbstractInterceptor):
     """
 
     def __init__(self, plan: Plan, kept: Mapping[str, nn.Parameter], ledger: GradientLedger) -> None:
-        """Prepare a pass.
-
-        Args:
-            plan: The model's plan from :func:`make_plan`.
-            kept: Parameters to keep gradients for, by name; they require grad.
-            ledger: Counts the uses of the same parameters, and passes their blocks on.
-        """
+        """Prepare a pass; ``kept`` are the parameters of plan and ledger by name, which require grad."""
         super().__init__()
         self.watched = {id(p): p for p in kept.values()}
         self.escaped: dict[str, Tensor] = {}
@@ -113,7 +107,7 @@ class GradientPass(AbstractInterceptor):
                 raise self._another_path(function)
             return result
         # Save tensors even inside a checkpoint, which would otherwise recompute its whole part for this gradient.
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             result = function(*args, **kwargs)
         for tensor in differentiable(written(function, args, result)):
             if tensor.requires_grad and id(tensor) not in self.watched:
@@ -122,17 +116,11 @@ class GradientPass(AbstractInterceptor):
                 self.watched[id(tensor)] = tensor
         return result
 
-    def hide(self, module: nn.Module) -> None:
+    def hide(self, module: nn.Module, hidden: bool) -> None:
         """Exclude the module's parameters from autograd during its forward pass."""
         # Code outside torch's operations may read the parameters, so they cannot be detached per operation.
         for parameter in module.parameters():
-            parameter.requires_grad_(False)
-
-    def show(self, module: nn.Module) -> None:
-        """Undo :meth:`hide`."""
-        if not self.inside:
-            for parameter in module.parameters():
-                parameter.requires_grad_(id(parameter) in self.watched)
+            parameter.requires_grad_(not hidden and id(parameter) in self.watched)
 
     def _another_path(self, function: Any) -> UnsupportedModelError:
         kind = UnsupportedModelError if self._in_backward else UnexpectedPathError
@@ -265,7 +253,11 @@ class GradientPass(AbstractInterceptor):
 
         def arrived(grads: Sequence[Tensor | None]) -> None:
             if not self._in_backward:
-                raise _too_early(site)
+                raise UnsupportedModelError(
+                    f"The model itself computes a gradient through {describe(site.function)}, which uses "
+                    f"{list(site.names)[:3]}, before f is known (torch.autograd.grad in the forward pass). This "
+                    "gradient is not a gradient of f. Use gradient_computer='functional' or 'iterative'."
+                )
             with torch._C.DisableTorchFunction():
                 if self._tagging:
                     if tags is not None:
@@ -392,10 +384,8 @@ def _on_gradients(
 ) -> None:
     """Call ``arrived`` with the gradients of results, after hooks of the model on the results have changed them.
 
-    Args:
-        outputs: The differentiable results of one operation, which the model may write into later.
-        arrived: Called in the backward pass, in which autograd disables gradients.
-        call: The operation; ``None`` for modules and recurrent layers.
+    The results are those of one operation (``call``), of a module, or of a recurrent layer. The model may write into
+    them later.
     """
     if len(outputs) > 1:
         torch.autograd.graph.register_multi_grad_hook(
@@ -476,10 +466,6 @@ def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: 
     return saved
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _only(grads: Sequence[Tensor | None]) -> Tensor:
     """Return the gradient of an operation's only result."""
     (grad,) = grads
@@ -519,11 +505,3 @@ def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> No
                 f"An input of {describe(function)} was changed in place after the operation read it, so its "
                 "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
             )
-
-
-def _too_early(site: Site) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"The model itself computes a gradient through {describe(site.function)}, which uses {list(site.names)[:3]}, "
-        "before f is known (torch.autograd.grad in the forward pass). This gradient is not a gradient of f. Use "
-        "gradient_computer='functional' or 'iterative'."
-    )

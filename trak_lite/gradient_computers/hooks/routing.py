@@ -66,16 +66,12 @@ class RowTags:
         layout = row_layout(call, outputs[0]) if call is not None and len(outputs) == 1 else None
         axis = site.output_axes[0] if layout is not None and len(site.output_axes) == 1 else None
         trailing = trailing if layout is None else layout.trailing
-        if axis is not None and axis.axis < outputs[0].dim() - trailing:
-            axis = axis.for_shape(outputs[0].shape, count)
-        else:
-            axis = None
+        shape = outputs[0].shape
+        axis = None if axis is None or axis.axis >= len(shape) - trailing else axis.for_shape(shape, count)
         return cls(site, tuple(tensor.dtype for tensor in outputs), trailing, axis)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Store sketches of the gradients of one weighted pass; does nothing if the site is not routed."""
-        if not self.site.routed:
-            return
+        """Store sketches of the gradients of one weighted pass."""
         self.passes.append([None if grad is None else sketch(self.rows(grad)) for grad in grads])
 
     def rows(self, grad: Tensor) -> Tensor:
@@ -89,10 +85,8 @@ class RowTags:
         if self.axis is None or not values:
             return False
         plain = sketch(self.rows(grad))
-        lead = grad.shape[: grad.dim() - self.trailing]
-        for tagged, scale in zip(
-            values, code.row_scales(self.axis, lead, plain.dtype, plain.device), strict=True
-        ):
+        scales = code.row_scales(self.axis, grad.shape[: grad.dim() - self.trailing], plain)
+        for tagged, scale in zip(values, scales, strict=True):
             # A difference that is not finite is not zero either. Rounding is left to the search for owners.
             if tagged is None or bool((tagged * scale - plain).any()):
                 return False
@@ -155,7 +149,7 @@ def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
         trailing = len(shape)
     elif (
         kind == _GROUPED
-    ):  # of each group of rows with its own matrix of a stack: experts that rows are sorted by
+    ):  # each group of rows times its own matrix of a stack: experts that rows are sorted by
         x, weight, offsets, bias = call.bind("input", "mat2", "offs", "bias")
         known = isinstance(x, Tensor) and isinstance(weight, Tensor) and offsets is not None and bias is None
         known = known and x.dim() == 2 and weight.dim() == 3 and x.dtype == result.dtype
@@ -184,11 +178,7 @@ def routed_contributions(
 ) -> tuple[str, list[tuple[Tensor, Contribution]]]:
     """Return the name of the method, and the operation's contribution to each parameter that it read.
 
-    Args:
-        call: The operation.
-        grads: Gradients of its differentiable results.
-        tags: Those of the weighted passes.
-        code: The code of the weights.
+    ``tags`` are from the weighted passes with the weights of ``code``.
     """
     grad = grads[0]
     layout = row_layout(call, grad) if grad is not None and len(grads) == 1 else None

@@ -59,11 +59,8 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """Count a call of the model that starts (1) or ends (-1)."""
         self.depth += by
 
-    def hide(self, module: nn.Module) -> None:
-        """Prepare the parameters of a module with a rule for its forward pass."""
-
-    def show(self, module: nn.Module) -> None:
-        """Undo :meth:`hide`."""
+    def hide(self, module: nn.Module, hidden: bool) -> None:
+        """Prepare the parameters of a module with a rule for its forward pass, or undo that."""
 
     def renamed(self, old: Tensor, new: Tensor) -> None:
         """Track ``new`` in place of ``old``, an input of a sharded module."""
@@ -72,17 +69,9 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
-        watched = self.watched
-        for value in args:  # every operation of a pass comes here, often without arguments by name
-            if id(value) in watched or (isinstance(value, tuple | list) and self.touches(value)):
-                break
-        else:
-            if not kwargs:
-                return func(*args)
-            if not self.touches(kwargs.values()):
-                return func(*args, **kwargs)
         kwargs = kwargs or {}
-        if self.looks_away or not torch.is_grad_enabled():
+        reads = self.touches(args) or (kwargs and self.touches(kwargs.values()))
+        if not reads or self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         body = undispatched(func)
         if body is not None and not self.inside:
@@ -120,14 +109,14 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self.inside.append(module)
         if torch.is_grad_enabled():
             with torch._C.DisableTorchFunction():
-                self.hide(module)
+                self.hide(module, True)
 
     def _leave(
         self, rule: GradientRule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         self.inside.pop()
         with torch._C.DisableTorchFunction():
-            self.show(module)
+            self.hide(module, bool(self.inside))
             if self.inside or not torch.is_grad_enabled():
                 return out
             return self.ruled_module(module, rule, args, kwargs, out)

@@ -77,12 +77,8 @@ def examine(
 ) -> Examined:
     """Examine an operation before it runs.
 
-    Args:
-        function: The operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        value_free: Whether an argument is the same for all batches of equal size.
-        read: Whether Python has read tensor values, which arguments that are no tensors may contain.
+    ``value_free`` tells whether an argument is the same for all batches of equal size, and ``read`` whether Python has
+    read tensor values, which arguments that are no tensors may contain.
     """
     call = _Call(function, args, kwargs, value_free)
     return Examined(

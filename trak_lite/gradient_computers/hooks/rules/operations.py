@@ -117,9 +117,7 @@ def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
 def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor | None]) -> OperationRule:
     """Return the rule of ``a op b``.
 
-    Args:
-        derivative: ``derivative(call, (a, b), place, grad)`` returns the derivative with respect to one operand times
-            the gradient.
+    ``derivative(call, (a, b), place, grad)`` returns the derivative with respect to one operand times the gradient.
     """
 
     def rule(call: OperationCall, grad: Tensor) -> _Parts:
@@ -135,18 +133,12 @@ def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor 
     return rule
 
 
-def _of_sum(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    alpha = conjugate(call.kwargs.get("alpha", 1))
-    scaled: Tensor = grad * alpha if place == 1 and alpha != 1 else grad
-    return scaled
+def _of_sum(*signs: int) -> Callable[[OperationCall, Any, int, Tensor], Tensor]:
+    def derivative(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
+        factor = signs[place] * (conjugate(call.kwargs.get("alpha", 1)) if place else 1)
+        return grad if factor == 1 else grad * factor
 
-
-def _of_difference(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    return -_of_sum(call, operands, place, grad) if place == 1 else grad
-
-
-def _of_reflected_difference(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    return grad if place == 1 else -grad
+    return derivative
 
 
 def _of_product(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
@@ -288,9 +280,9 @@ _TABLE: list[tuple[str, OperationRule, Sequence[Any]]] = [
     ("group norm", group_norm_rule, (torch.group_norm,)),
     ("batch norm", batch_norm_rule, (torch.batch_norm,)),
     ("instance norm", instance_norm_rule, (torch.instance_norm,)),
-    ("elementwise", _elementwise(_of_sum), (torch.add, T.add, T.add_)),
-    ("elementwise", _elementwise(_of_difference), (torch.sub, T.sub, T.sub_)),
-    ("elementwise", _elementwise(_of_reflected_difference), (T.__rsub__,)),
+    ("elementwise", _elementwise(_of_sum(1, 1)), (torch.add, T.add, T.add_)),
+    ("elementwise", _elementwise(_of_sum(1, -1)), (torch.sub, T.sub, T.sub_)),
+    ("elementwise", _elementwise(_of_sum(-1, 1)), (T.__rsub__,)),
     ("elementwise", _elementwise(_of_product), (torch.mul, T.mul, T.mul_, torch.multiply)),
     ("elementwise", _elementwise(_of_quotient), (torch.div, T.div, T.div_, torch.true_divide)),
     ("expansion", expand_rule, (T.expand, T.expand_as)),

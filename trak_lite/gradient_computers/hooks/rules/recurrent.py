@@ -142,11 +142,7 @@ def is_recurrence(kind: str, args: Sequence[Any]) -> bool:
 def run_recurrent(kind: str, args: Sequence[Any], *, order: Tensor | None, tap: Tap) -> tuple[Tensor, ...]:
     """Run ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` or ``torch.rnn_relu``.
 
-    Args:
-        kind: A value of :data:`RECURRENT`.
-        args: The operation's arguments.
-        order: The sample of each row of a packed sequence.
-        tap: Called for each tensor whose gradient is needed.
+    ``order`` is the sample of each row of a packed sequence. ``tap`` is called for each tensor that needs a gradient.
 
     Raises:
         UnsupportedModelError: If dropout is active between layers.
