@@ -674,13 +674,13 @@ def test_rows_are_close_up_to_rounding_of_their_own_size(one, other, equal):
     assert _close(torch.tensor(one), torch.tensor(other), 1e-4) == equal
 
 
-def elsewhere(is_unsteady, kind, computer, found, work):
+def elsewhere(is_unsteady, kind, own, found):
     """Call with results that say that they are on another device."""
 
     class There(torch.Tensor):
         device = torch.device("cuda")
 
-    return is_unsteady(kind, computer, [one.as_subclass(There) for one in found], work)
+    return is_unsteady(kind, own, [one.as_subclass(There) for one in found])
 
 
 # ---- on a GPU

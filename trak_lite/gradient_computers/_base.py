@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from trak_lite.gradient_computers.parameters import (
     select_parameters,
 )
 from trak_lite.gradient_computers.randomness import refuse_random
+from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
@@ -81,6 +82,8 @@ class AbstractGradientComputer(ABC):
     """Whether the computer supports models sharded by FSDP2."""
     float32_products: Float32Products = "ieee"
     """How float32 products are computed on an accelerator while gradients are streamed and projected."""
+    _replays: Replays | None = None
+    """Runs recorded operations in place of a pass; set by computers whose passes can be recorded."""
 
     @abstractmethod
     def __init__(
@@ -142,12 +145,7 @@ class AbstractGradientComputer(ABC):
         return {}
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
-        """Record the data rows of the next batch, for the error message if a later self-check fails.
-
-        Args:
-            what: Name of the data in messages.
-            rows: Row numbers of the batch's samples in the data, ``(B,)``.
-        """
+        """Record the rows ``(B,)`` of the next batch in the data ``what``, for the error of a later self-check."""
         return
 
     def run(
@@ -161,7 +159,8 @@ class AbstractGradientComputer(ABC):
     ) -> Sequence[Tensor]:
         """Return the tensors that ``work`` computes from a batch by :meth:`stream_gradients`.
 
-        A computer may run recorded operations instead of ``work`` if these give the same bits.
+        A computer may run recorded operations instead of ``work`` if these give the same bits. That is checked in the
+        next batch, on the schedule of the self-check, and by :meth:`confirm`.
 
         Args:
             batch: The batch, on the model's device.
@@ -171,8 +170,9 @@ class AbstractGradientComputer(ABC):
             is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
             to_come: Number of batches that will follow, if it is known.
         """
-        del batch, projector, setting, is_scratch, to_come
-        return work()
+        if self._replays is None:
+            return work()
+        return self._replays.run(cast("Any", self), batch, projector, setting, work, is_scratch, to_come)
 
     def confirm(self, complete: bool = True) -> None:
         """Compare the last recorded operations that :meth:`run` ran with ``work``; call it after the last batch.
@@ -183,7 +183,13 @@ class AbstractGradientComputer(ABC):
         Raises:
             UnsupportedModelError: If they differ; the attribute ``rows`` of the error names the rows that may be wrong.
         """
-        del complete
+        if self._replays is not None:
+            with self._products():
+                self._replays.confirm(complete)
+
+    def _products(self) -> AbstractContextManager[None]:
+        """Return the context for the model and the computations on its gradients: how float32 products are computed."""
+        return float32_products(next(self.model.parameters()).device, self.float32_products)
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink`` as they are computed, in any order.
@@ -271,11 +277,6 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self._tree: ModelTree | None = None
         """The model, during a pass."""
         self._error_of_sink: Exception | None = None
-
-    @property
-    def parameters(self) -> ParameterShapes:
-        """Shapes of the kept parameters by canonical name, in model order."""
-        return {name: tuple(p.shape) for name, p in self._kept(ModelTree(self.model)).items()}
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use this model for all later calls; every call reads its current parameter values."""
@@ -377,7 +378,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         try:
             reshard(tree)
             refuse_batch_statistics(tree)
-            kept = self._kept(tree)
+            kept = select_parameters(self.model, self.grad_wrt, tree.parameters)
             if count:
                 with self._products():
                     self._refuse_random(tree, batch)
@@ -395,9 +396,6 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         if checked and not (self._is_repeatable or any(tree.modes)):
             refuse_random(self, map_tensors(Tensor.detach, take_rows(batch, slice(0, 8))))
             self._is_repeatable = True
-
-    def _kept(self, tree: ModelTree) -> dict[str, nn.Parameter]:
-        return select_parameters(self.model, self.grad_wrt, tree.parameters)
 
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
@@ -423,10 +421,6 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Yield the row ranges that go through the model in one pass."""
         step = self.chunk_size or count
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-    def _products(self) -> AbstractContextManager[None]:
-        """Return the context for the model and the computations on its gradients: how float32 products are computed."""
-        return float32_products(next(self.model.parameters()).device, self.float32_products)
 
     def _call(self, *weights: Mapping[str, Tensor], modules: Sequence[nn.Module] | None = None) -> ModelCall:
         """Return a call of the model under this computer's settings; the arguments are those of ``ModelCall``."""

@@ -101,12 +101,7 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
 def differentiating_only(
     parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """Let only the kept parameters require grad inside the block, so that autograd forms no other gradient.
-
-    Args:
-        parameters: All parameters of the model.
-        kept: Some of them, by name.
-    """
+    """Let only the kept ones of all parameters require grad inside the block; autograd forms no other gradient."""
     flags = [(p, p.requires_grad) for p in parameters]
     wanted = {id(p) for p in kept.values()}
     try:

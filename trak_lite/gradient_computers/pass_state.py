@@ -30,6 +30,8 @@ _DEPTH: Final = 8
 _LEVELS: Final = 3
 """Levels of dicts, lists and objects in an attribute of a module whose contents are compared before every replay."""
 _MOST_HELD: Final = 256
+_NUMBERS = bool, int, float, complex
+_ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
@@ -55,12 +57,7 @@ def identities(
             alive.append(value)
             if name not in _OF_EVERY_MODULE and type(value) not in _ATOMS:
                 _hold_contents(value, alive, seen, _LEVELS)
-        places += (
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            len(module._backward_hooks),
-            len(module._backward_pre_hooks),
-        )
+        places += map(len, _hooks_of(module))
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is None:
                 continue
@@ -69,6 +66,11 @@ def identities(
             alive.append(tensor)
             places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
     return *map(id, alive), *places
+
+
+def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
+    backward = module._backward_hooks, module._backward_pre_hooks
+    return module._forward_hooks, module._forward_pre_hooks, *backward
 
 
 def _hold_contents(value: Any, alive: list[Any], seen: set[int], levels: int) -> None:
@@ -80,8 +82,10 @@ def _hold_contents(value: Any, alive: list[Any], seen: set[int], levels: int) ->
         contents: Any = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
         contents = value
+    elif hasattr(value, "__dict__") and _package_of(type(value).__module__) != "torch":
+        contents = vars(value).values()
     else:
-        contents = vars(value).values() if hasattr(value, "__dict__") and not _is_torchs(type(value)) else ()
+        return
     if len(contents) > _MOST_HELD:
         return
     for one in contents:
@@ -90,20 +94,15 @@ def _hold_contents(value: Any, alive: list[Any], seen: set[int], levels: int) ->
             _hold_contents(one, alive, seen, levels - 1)
 
 
-def _is_torchs(found: Any) -> bool:
-    return str(found.__module__).partition(".")[0] == "torch"
+def _package_of(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 def python_state(model: nn.Module, task: AbstractModelOutput, device: torch.device) -> Any:
     """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators."""
     for module in model.modules():
-        hooks = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        if any(hooks) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
+        own = [p for p in module._parameters.values() if p is not None]
+        if any(_hooks_of(module)) or any(p._backward_hooks for p in own):
             return None
     seen: dict[int, Any] = {}
     described = functools.partial(_described, seen=seen)
@@ -131,7 +130,7 @@ def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
     yield task
     classes = {base for module in model.modules() for base in type(module).__mro__}
     for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        if not _is_torchs(found) and found.__module__ != "builtins":
+        if _package_of(found.__module__) not in ("torch", "builtins"):
             for name, value in vars(found).items():
                 yield from _functions_of(value)
                 if not name.startswith("__") and isinstance(value, (*_ATOMS, list, dict, set, Tensor)):
@@ -146,20 +145,6 @@ def _functions_of(value: Any) -> Iterator[Any]:
         yield value.__func__
     elif isinstance(value, types.FunctionType):
         yield value
-
-
-_ATOMS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-)
 
 
 def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
@@ -179,9 +164,10 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, types.MethodType):
         return described(value.__func__), described(value.__self__)
     if isinstance(value, types.FunctionType):
-        if value.__module__ is not None and value.__module__.partition(".")[0] == "torch":
+        if _package_of(value.__module__) == "torch":
             return id(value)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        empty = types.CellType()
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
         names = value.__code__.co_names
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         # ``Class.count`` and ``module.count``
@@ -208,13 +194,5 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
 
 
 def _is_of_users(found: Any) -> bool:
-    name = found.__module__ if isinstance(found, type) else found.__name__
-    package = str(name).partition(".")[0]
+    package = _package_of(found.__module__ if isinstance(found, type) else found.__name__)
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -159,9 +159,6 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def naming_graph_failures(model: str = "The model") -> Iterator[None]:
     """Replace torch's errors about the graph of a backward pass by ones that name the cause.
 
-    Args:
-        model: Name of the model's class.
-
     Raises:
         UnsupportedModelError: If the model holds a tensor with an earlier pass's graph, or uses a reentrant checkpoint.
     """

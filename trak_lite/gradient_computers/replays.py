@@ -15,10 +15,10 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from trak_lite._devices import in_float64
@@ -26,6 +26,7 @@ from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
+from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -46,49 +47,70 @@ _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
 
 
-class ReplayedComputer(Protocol):
+class ReplayedComputer(CheckedComputer, Protocol):
     """Interface of a gradient computer whose passes can be replayed."""
 
-    model: nn.Module
     modelout_fn: AbstractModelOutput
     self_check: bool
     checks: SelfCheck
-    autocast_dtype: torch.dtype | None
 
     @property
     def differentiates_the_model(self) -> bool:
         """Whether the gradients are those of the model with its own weights."""
 
-    def structure(self, batch: Batch, /) -> Any:
-        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch."""
+    def structure(self, batch: Batch, /) -> tuple[Any, int]:
+        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch.
 
-    def largest_gap(self, structure: Any, /) -> int:
-        """Return the largest number of batches from one comparison to the next; 0 if they cannot be replayed."""
+        And the largest number of batches from one comparison to the next; 0 if they cannot be replayed.
+        """
 
 
+class _Pass(NamedTuple):
+    """A pass over a batch, for which a replay may stand."""
+
+    computer: ReplayedComputer
+    leaves: Sequence[Tensor]
+    """The tensors of the batch."""
+    work: Callable[[], Sequence[Tensor]]
+
+    def without_checks(self) -> Sequence[Tensor]:
+        """Run it without self-checks, whose operations are no part of it."""
+        checks, self.computer.self_check = self.computer.self_check, False
+        try:
+            return self.work()
+        finally:
+            self.computer.self_check = checks
+
+    def is_due(self, kind: _Kind) -> bool:
+        """Whether samples of it are compared on the schedule of the self-check."""
+        computer = self.computer
+        return computer.self_check and computer.checks.is_due(kind.structure, len(self.leaves[0]))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class _Kind:
     """What is known of the batches of one layout."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.first = self.last = 0
-        """Numbers of its first and its last batch among those of all kinds."""
-        self.seconds = float("inf")
-        """Shortest pass after the first, whose plan has to be made."""
-        self.recording: Recording | None = None
-        self.graph: Callable[..., list[Tensor]] | None = None
-        """Runs in place of the recording."""
-        self.may_be_captured = True
-        self.is_unsteady = False
-        """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
-        self.structure: Any = None
-        self.conditions: Any = None
-        self.gap = 0
-        """Largest number of batches from one comparison to the next."""
-        self.confirmed = False
-        self.num_replayed = 0
-        self.num_other_paths = 0
-        self.refusal: str | None = None
+    count: int = 0
+    first: int = 0
+    """Number of its first batch among those of all kinds."""
+    last: int = 0
+    seconds: float = float("inf")
+    """Shortest pass after the first, whose plan has to be made."""
+    recording: Recording | None = None
+    graph: Callable[..., list[Tensor]] | None = None
+    """Runs in place of the recording."""
+    may_be_captured: bool = True
+    is_unsteady: bool = False
+    """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
+    structure: Any = None
+    conditions: Any = None
+    gap: int = 0
+    """Largest number of batches from one comparison to the next."""
+    confirmed: bool = False
+    num_replayed: int = 0
+    num_other_paths: int = 0
+    refusal: str | None = None
 
 
 @final
@@ -108,8 +130,8 @@ class Replays:
         self._pool: Any = None
         """Memory of the CUDA graphs, one of which runs at a time."""
         self._can_capture = True
-        self._last: tuple[_Kind, Callable[[], Any]] | None = None
-        """The kind of the last batch that was replayed, and what compares it; ``None`` if that was done."""
+        self._last: tuple[_Kind, _Pass] | None = None
+        """The kind of the last batch that was replayed, and its pass; ``None`` if they were compared."""
 
     def __reduce__(self) -> Any:
         """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
@@ -127,14 +149,8 @@ class Replays:
     ) -> Sequence[Tensor]:
         """Return what ``work`` returns for a batch, possibly by a replay.
 
-        Args:
-            computer: The gradient computer that ``work`` uses.
-            batch: The batch, on the model's device.
-            projector: What ``work`` projects by; recordings end with it.
-            setting: All else that ``work`` depends on, compared by value.
-            work: Streams the batch through the computer and returns tensors that depend on the batch.
-            is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
-            to_come: Number of batches that will follow, of any kind; ``None`` expects as many as there were.
+        The arguments are those of :meth:`AbstractGradientComputer.run`. Recordings end with the projector. Without
+        ``to_come``, as many batches are expected as there were.
 
         Raises:
             SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
@@ -147,8 +163,12 @@ class Replays:
         if state is None:
             return work()
         if state != self._state or self._projector() is not projector:
-            self._start(projector, state)
-        kind = self._kind((_layout(leaves), flags, _surroundings(leaves[0]), tuple(setting)))
+            # The model, the task or the projector is another one.
+            self._forget()
+            self._state, self._projector = state, weakref.ref(projector, self._forget)
+        own = _Pass(computer, leaves, work)
+        layout = tuple((leaf.shape, leaf.dtype, leaf.stride(), leaf.device) for leaf in leaves)
+        kind = self._kind((layout, flags, _surroundings(leaves[0]), tuple(setting)))
         kind.count += 1
         self._num_batches += 1
         kind.first, kind.last = kind.first or self._num_batches, self._num_batches
@@ -156,36 +176,36 @@ class Replays:
             return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
-            tape = Tape(leaves, [*computer.model.parameters(), *computer.model.buffers()], is_scratch)
-            return self._recorded(kind, computer, batch, leaves, tape, work)
+            kind.structure, kind.gap = computer.structure(batch)
+            return self._recorded(kind, own, is_scratch)
         computer.checks.refuse_failed(kind.conditions)
-        due = _is_due(computer, kind, len(leaves[0])) or kind.count % kind.gap == 0
+        due = own.is_due(kind) or kind.count % kind.gap == 0
         if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
-            return self._compared(kind, computer, leaves, work)
-        found = self._replayed(kind, computer, leaves)
+            return self._compared(kind, own)
+        found = self._replayed(kind, own)
         if found is None:
             return work()
         with computer.checks.batch(kind.structure, kind.conditions, len(leaves[0]), ()):
             kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
-        self._last = kind, functools.partial(self._compared, kind, computer, leaves, work)
+        self._last = kind, own
         return found
 
     def confirm(self, complete: bool) -> None:
         """Compare the last batch that was replayed, if it was not, with its pass: nothing has changed until then.
 
-        Args:
-            complete: ``False`` only forgets the batch, which holds the projector.
+        If not ``complete``, only forget the batch, which holds the projector.
 
         Raises:
             SelfCheckError: As in :meth:`run`.
         """
-        last, self._last = self._last, None
-        if last is not None and complete:
-            last[1]()
-        if last is not None and last[0].refusal is not None:
-            last[0].recording = last[0].graph = None
+        if self._last is not None:
+            (kind, own), self._last = self._last, None
+            if complete:
+                self._compared(kind, own)
+            if kind.refusal is not None:
+                kind.recording = kind.graph = None
 
     def _pays(self, kind: _Kind, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
@@ -223,9 +243,8 @@ class Replays:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
             kind.graph = captured(kind.recording, leaves, kind.recording.constants, self._pool)
-        except (
-            Exception
-        ) as error:  # of CUDA or a compiler, or a shortage of memory: the recording needs none of it
+        except Exception as error:
+            # Of CUDA or a compiler, or a shortage of memory: the recording needs none of it.
             logger.info("A replay is not captured as a CUDA graph, and no other will be: %s", error)
             self._can_capture = False
         if kind.graph is None:
@@ -235,11 +254,6 @@ class Replays:
         else:
             kind.confirmed = False
             logger.debug("A replay over %d samples is captured as a CUDA graph.", len(leaves[0]))
-
-    def _start(self, projector: object, state: tuple[int, ...]) -> None:
-        """Forget all recordings: the model, the task or the projector is another one."""
-        self._forget()
-        self._state, self._projector = state, weakref.ref(projector, self._forget)
 
     def _forget(self, _: Any = None) -> None:
         self._kinds.clear()
@@ -254,39 +268,26 @@ class Replays:
             self._kinds.popitem(last=False)
         return kind
 
-    def _recorded(
-        self,
-        kind: _Kind,
-        computer: ReplayedComputer,
-        batch: Batch,
-        leaves: Sequence[Tensor],
-        tape: Tape,
-        work: Callable[[], Sequence[Tensor]],
-    ) -> Sequence[Tensor]:
+    def _recorded(self, kind: _Kind, own: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
         """Run a pass and record it, if its plan says that every batch runs like it."""
-        kind.structure = computer.structure(batch)
-        kind.gap = computer.largest_gap(kind.structure)
+        computer, leaves, work = own
         if not (kind.gap and computer.differentiates_the_model):
             self._refuse(kind, computer, "the model moves rows by their values")
             return work()
-        if _is_due(computer, kind, len(leaves[0])):
+        if own.is_due(kind):
             return work()
         kind.conditions = kind.structure[-1]
         model, task = computer.model, computer.modelout_fn
         before = python_state(model, task, leaves[0].device)
-        checks, computer.self_check = computer.self_check, False  # its operations are no part of the pass
+        tape = Tape(leaves, [*model.parameters(), *model.buffers()], is_scratch)
         try:
             with tape:
-                found = work()
-        except (
-            MODEL_FAILURES
-        ) as error:  # of the batch, which fails again, or of something that bears no modes
+                found = own.without_checks()
+        except MODEL_FAILURES as error:
+            # Of the batch, which fails again, or of something that bears no modes.
             refuse_machine_failure(error)
             self._refuse(kind, computer, f"the recorded pass failed ({type(error).__name__})")
-            computer.self_check = checks
             return work()
-        finally:
-            computer.self_check = checks
         after = python_state(model, task, leaves[0].device)
         if before is None or before != after:
             tape.refuse(
@@ -300,51 +301,42 @@ class Replays:
             logger.debug("A pass of %s over %d samples is recorded.", type(model).__name__, len(leaves[0]))
         return found
 
-    def _replayed(
-        self, kind: _Kind, computer: ReplayedComputer, leaves: Sequence[Tensor]
-    ) -> list[Tensor] | None:
+    def _replayed(self, kind: _Kind, own: _Pass) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
         try:
-            return (kind.graph or kind.recording)(*leaves)
+            return (kind.graph or kind.recording)(*own.leaves)
         except OtherPathError:
             kind.num_other_paths += 1
             if kind.num_other_paths > _MOST_OTHER_PATHS:
                 recording = kind.recording
-                self._refuse(kind, computer, "Python reads other values in other batches")
+                self._refuse(kind, own.computer, "Python reads other values in other batches")
                 if self._last is not None and self._last[0] is kind:
                     kind.recording = recording  # its last replay is still to be compared
         except MODEL_FAILURES:  # the pass names the cause, or succeeds
             pass
         return None
 
-    def _compared(
-        self,
-        kind: _Kind,
-        computer: ReplayedComputer,
-        leaves: Sequence[Tensor],
-        work: Callable[[], Sequence[Tensor]],
-    ) -> Sequence[Tensor]:
+    def _compared(self, kind: _Kind, own: _Pass) -> Sequence[Tensor]:
         """Run the pass, and compare the replay with it."""
-        replayed = self._replayed(kind, computer, leaves)
+        computer = own.computer
+        replayed = self._replayed(kind, own)
         suspected = computer.checks.suspected()
-        found = work()
+        found = own.work()
         if replayed is None:
             return found
         self._last = None
-        if all(map(_same_bits, found, replayed)):
-            kind.confirmed = True
-            return found
         dtypes = {p.dtype for p in computer.model.parameters()} | {computer.autocast_dtype or torch.float64}
         are_close = functools.partial(_close, rounding=rounding_of(dtypes))
-        close = all(map(are_close, found, replayed))
-        if close and self._is_unsteady(kind, computer, found, work):
+        same = all(map(_same_bits, found, replayed))
+        close = same or all(map(are_close, found, replayed))
+        if same or (close and self._is_unsteady(kind, own, found)):
             kind.confirmed = True
             return found
         if kind.graph is not None:
             logger.info("A CUDA graph has other bits than the pass.")
             kind.graph, kind.confirmed = None, False
-            replayed = self._replayed(kind, computer, leaves)  # earlier rows may be those of the recording
+            replayed = self._replayed(kind, own)  # earlier rows may be those of the recording
             if replayed is None or all(map(_same_bits, found, replayed)):
                 kind.confirmed = replayed is not None
                 return found
@@ -361,17 +353,17 @@ class Replays:
         return found
 
     @staticmethod
-    def _is_unsteady(
-        kind: _Kind, computer: ReplayedComputer, found: Sequence[Tensor], work: Callable[[], Sequence[Tensor]]
-    ) -> bool:
+    def _is_unsteady(kind: _Kind, own: _Pass, found: Sequence[Tensor]) -> bool:
         """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
         if not kind.is_unsteady and found[0].device.type != "cpu":
-            checks, computer.self_check = computer.self_check, False
+            checks, own.computer.checks = (
+                own.computer.checks,
+                SelfCheck(),
+            )  # it is no further batch of the schedule
             try:
-                with computer.checks.uncounted():
-                    kind.is_unsteady = not all(map(_same_bits, found, work()))
+                kind.is_unsteady = not all(map(_same_bits, found, own.without_checks()))
             finally:
-                computer.self_check = checks
+                own.computer.checks = checks
         return kind.is_unsteady
 
     @staticmethod
@@ -386,10 +378,6 @@ def _timed(kind: _Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor
     if kind.count > 1:
         kind.seconds = min(kind.seconds, time.process_time() - start)
     return found
-
-
-def _is_due(computer: ReplayedComputer, kind: _Kind, size: int) -> bool:
-    return computer.self_check and computer.checks.is_due(kind.structure, size)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -420,7 +408,12 @@ def _is_watched(device: torch.device) -> bool:
 
 
 def _surroundings(leaf: Tensor) -> tuple[Any, ...]:
-    """Return settings of the process that choose kernels."""
+    """Return settings of the process that choose kernels; a CUDA graph keeps its kernels."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    of_cuda: tuple[Any, ...] = ()
+    if leaf.is_cuda:
+        reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+        of_cuda = cudnn.deterministic, cudnn.benchmark, *reduced
     return (
         leaf.device,
         torch.get_num_threads(),
@@ -429,19 +422,8 @@ def _surroundings(leaf: Tensor) -> tuple[Any, ...]:
         len(torch_module._global_forward_hooks),
         len(torch_module._global_forward_pre_hooks),
         len(torch_module._global_backward_hooks),
-        *(_of_cuda() if leaf.is_cuda else ()),
+        *of_cuda,
     )
-
-
-def _of_cuda() -> tuple[Any, ...]:
-    """Return settings that choose kernels of CUDA, beside those of a pass; a graph keeps the kernels."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    return cudnn.deterministic, cudnn.benchmark, *reduced
-
-
-def _layout(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((leaf.shape, leaf.dtype, leaf.stride(), leaf.device) for leaf in leaves)
 
 
 def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:

@@ -192,17 +192,6 @@ class SelfCheck:
             )
         self._failed[conditions] = str(error)
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Stream a batch inside the block once more, which is no further batch of the schedule."""
-        counts = {structure: known.num_batches for structure, known in self._progress.items()}
-        try:
-            yield
-        finally:
-            for structure, count in counts.items():
-                if structure in self._progress:
-                    self._progress[structure].num_batches = count
-
     def suspected(self) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all batches since the last check of their structure that passed."""
         found: dict[str, list[NDArray[np.int64]]] = {}

@@ -27,6 +27,8 @@ from trak_lite.gradient_computers.recording import (
     Step,
     UnrecordableError,
     Variable,
+    leaves_of,
+    tensors_of,
 )
 
 __all__ = ["Tape", "is_plain"]
@@ -40,20 +42,8 @@ _READS = {
 """Operations that return values of tensors to Python."""
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 """Operations whose result is their argument, once autograd is out of the way."""
-_UNSEEN_READS = frozenset(
-    {
-        "__array__",
-        "__dlpack__",
-        "__format__",
-        "__repr__",
-        "apply_",
-        "data_ptr",
-        "map2_",
-        "map_",
-        "numpy",
-        "tolist",
-    }
-)
+_UNSEEN_READS = {"__array__", "__dlpack__", "__format__", "__repr__", "data_ptr", "numpy", "tolist"}
+_UNSEEN_READS |= {"apply_", "map2_", "map_"}
 _CONSTRUCTORS = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"})
 """Functions that read the tensors in a list without an operation."""
 _READ_SIZES = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})
@@ -154,7 +144,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        tensors = _tensors((args, kwargs, result))
+        tensors = tensors_of((args, kwargs, result))
         if not all(map(is_plain, tensors)):
             self.refuse(f"{func} reads or returns a sparse or nested tensor, or one of another class")
             return result
@@ -167,7 +157,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             step.value = result
         elif func._schema.is_mutable:
             step.note_writes()
-        self._note_outputs(step, _leaves(result))
+        self._note_outputs(step, leaves_of(result))
         self._steps.append(step)
         return result
 
@@ -295,8 +285,8 @@ class _UnseenReads(TorchFunctionMode):
         lists = [value for value in values if isinstance(value, list | tuple)]
         if (
             name in _UNSEEN_READS
-            or (name in _CONSTRUCTORS and _tensors(lists))
-            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in _tensors(values[1:])))
+            or (name in _CONSTRUCTORS and tensors_of(lists))
+            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in tensors_of(values[1:])))
         ):
             self._tape.refuse(f"values are read by {name}, which is no operation")
         if func is torch.nn.functional.one_hot and values[-1] is not values[0] and values[-1] > 0:
@@ -317,20 +307,3 @@ def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if func is torch.ops.aten.as_strided_.default:  # sets what it returns, however often it is called
         return True
     return not {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}.intersection(func.tags)
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for entry in value for leaf in _leaves(entry)]
-    return [value]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results."""
-    if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    return (
-        [leaf for entry in value for leaf in _tensors(entry)]
-        if isinstance(value, list | tuple)
-        else ([value] if isinstance(value, Tensor) else [])
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,12 +12,10 @@ from torch import Tensor
 
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.randomness import RandomState
-from trak_lite.types import LookupBlock
+from trak_lite.types import FactoredBlock, LookupBlock, SummedBlock
 
 __all__ = [
     "Contribution",
-    "Factors",
-    "Lookups",
     "OperationCall",
     "OperationRule",
     "Pieces",
@@ -25,33 +24,6 @@ __all__ = [
     "merged",
     "transposed",
 ]
-
-
-class Factors(NamedTuple):
-    """Per-sample gradients of a matrix ``(d_out, d_in)`` as ``sum_t output_grads[t] (x) inputs[t]``."""
-
-    inputs: Tensor
-    """``(B, T, d_in)``."""
-    output_grads: Tensor
-    """``(B, T, d_out)``."""
-
-
-class Lookups(NamedTuple):
-    """Per-sample gradients of an embedding table ``(V, d)``, as the rows that each sample reads."""
-
-    rows: Tensor
-    """``(B, T)`` int64."""
-    values: Tensor
-    """``(B, T, d)``."""
-    num_rows: int
-    """V."""
-
-
-class Summed(NamedTuple):
-    """Per-sample gradients of a matrix used as a table and in a product: a tied embedding and head."""
-
-    lookups: Lookups
-    factors: Factors
 
 
 class Pieces(NamedTuple):
@@ -70,8 +42,8 @@ class Pieces(NamedTuple):
             yield first, self.form(slice(first, first + self.step))
 
 
-Contribution: TypeAlias = Tensor | Factors | Lookups | Summed | Pieces
-"""A dense gradient ``(B, *parameter.shape)``, whole or in pieces, factors, rows of a table, or rows and factors."""
+Contribution: TypeAlias = Tensor | Pieces | FactoredBlock | LookupBlock | SummedBlock
+"""A dense gradient ``(B, *parameter.shape)``, whole or in pieces, or a block that has no name yet."""
 
 
 @dataclass(slots=True)
@@ -144,71 +116,53 @@ OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tens
 
 def conjugate(value: Any) -> Any:
     """Return the conjugate of a complex factor: autograd's gradient of a product has it for the other factor."""
-    is_complex = value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)
-    return (
-        value.conj()
-        if isinstance(value, Tensor) and is_complex
-        else value.conjugate()
-        if is_complex
-        else value
-    )
+    if isinstance(value, Tensor):
+        return value.conj() if value.is_complex() else value
+    return value.conjugate() if isinstance(value, complex) else value
 
 
-def dense_of(part: Contribution) -> Tensor:
-    """Return a contribution as one tensor ``(B, ...)``; factors give ``(B, d_out, d_in)``."""
-    if isinstance(part, Tensor):
-        return part
-    if isinstance(part, Lookups):
-        return LookupBlock("", *part).grad
-    if isinstance(part, Summed):
-        return dense_of(part.lookups) + dense_of(part.factors)
+def dense_of(part: Contribution, shape: Sequence[int]) -> Tensor:
+    """Return a contribution to a parameter of this shape as one tensor ``(B, *shape)``."""
     if isinstance(part, Pieces):
-        return torch.cat([grads for _, grads in part.formed()])
-    return part.output_grads.transpose(1, 2) @ part.inputs
+        part = torch.cat([grads for _, grads in part.formed()])
+    rows = part if isinstance(part, Tensor) else part.dense()
+    return rows.reshape(rows.shape[0], *shape)
 
 
-def transposed(part: Contribution) -> Contribution:
-    """Convert a contribution to a matrix's transpose into one to the matrix."""
-    if not isinstance(part, Factors):
-        return dense_of(part).transpose(1, 2)
-    return Factors(part.output_grads, part.inputs)
+def transposed(part: Contribution, shape: Sequence[int]) -> Contribution:
+    """Convert a contribution to a matrix of this shape into one to its transpose."""
+    if isinstance(part, FactoredBlock):
+        return FactoredBlock("", part.output_grads, part.inputs)
+    return dense_of(part, shape).transpose(1, 2)
 
 
-def merged(parts: list[Contribution], shape: torch.Size, *, keep_factors: bool = False) -> Contribution:
+def merged(parts: Sequence[Contribution], shape: torch.Size, *, keep_factors: bool = False) -> Contribution:
     """Return the sum of the contributions to one parameter; factors and rows are concatenated, not summed."""
     if len(parts) == 1:
         return parts[0]
-    lookups = _one_lookup([part for part in parts if isinstance(part, Lookups)])
-    factors = _one_product([part for part in parts if isinstance(part, Factors)], shape, keep_factors)
-    others = [part for part in parts if not isinstance(part, Lookups | Factors)]
-    if not others and isinstance(factors, Factors):
-        return factors if lookups is None else Summed(lookups, factors)
-    if not others and factors is None and lookups is not None:
-        return lookups
-    found = [part for part in (lookups, factors, *others) if part is not None]
-    total = dense_of(found[0]).reshape(-1, *shape)
-    for part in found[1:]:
-        total = total + dense_of(part).reshape(total.shape)
-    return total
+    tables = [part for part in parts if isinstance(part, LookupBlock)]
+    products = [part for part in parts if isinstance(part, FactoredBlock)]
+    found: list[Contribution] = []
+    if tables:
+        rows, values = torch.cat([t.rows for t in tables], 1), torch.cat([t.values for t in tables], 1)
+        found.append(LookupBlock("", rows, values, tables[0].num_rows))
+    if products:
+        found.append(_one_product(products, shape, keep_factors))
+    found += [part for part in parts if not isinstance(part, LookupBlock | FactoredBlock)]
+    if len(found) == 1:
+        return found[0]
+    blocks = [part for part in found if isinstance(part, LookupBlock | FactoredBlock)]
+    if len(blocks) == len(found):
+        return SummedBlock("", tuple(blocks))
+    return functools.reduce(torch.add, [dense_of(part, shape) for part in found])
 
 
-def _one_lookup(parts: list[Lookups]) -> Lookups | None:
-    """Concatenate the rows of all look-ups."""
-    if not parts:
-        return None
-    rows, values, num_rows = zip(*parts, strict=True)
-    return Lookups(torch.cat(rows, 1), torch.cat(values, 1), num_rows[0])
-
-
-def _one_product(parts: list[Factors], shape: torch.Size, keep_factors: bool) -> Factors | Tensor | None:
+def _one_product(parts: Sequence[FactoredBlock], shape: torch.Size, keep_factors: bool) -> Contribution:
     """Concatenate all factors; contract them if that is smaller, unless ``keep_factors``."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    inputs, grads = zip(*parts, strict=True)
+    if len(parts) == 1:
+        return parts[0]
+    inputs, grads = [part.inputs for part in parts], [part.output_grads for part in parts]
     positions = sum(x.shape[1] for x in inputs)
     if keep_factors or positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
-        return Factors(torch.cat(inputs, 1), torch.cat(grads, 1))
-    total = dense_of(parts[0])
-    for part in parts[1:]:
-        total = total + dense_of(part)
-    return total
+        return FactoredBlock("", torch.cat(inputs, 1), torch.cat(grads, 1))
+    return functools.reduce(torch.add, [dense_of(part, shape) for part in parts])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -16,25 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products
-from trak_lite.data.batches import batch_size, map_tensors, take_rows
-from trak_lite.errors import (
-    InvalidInputError,
-    UnsupportedModelError,
-)
+from trak_lite.data.batches import batch_size, take_rows
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
     ParameterChoice,
     differentiating_only,
     joined_terms,
-    refuse_batch_statistics,
     refuse_detached,
     select_parameters,
 )
-from trak_lite.gradient_computers.hooks.engine import (
-    GradientPass,
-    UnexpectedPathError,
-    UnexpectedRowsError,
-)
+from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
@@ -43,11 +35,7 @@ from trak_lite.gradient_computers.self_check import Samples, compare, draws_mask
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
-from trak_lite.types import (
-    Batch,
-    BlockSink,
-    OutputTerms,
-)
+from trak_lite.types import Batch, BlockSink, OutputTerms
 
 __all__ = ["HookGradientComputer"]
 
@@ -149,87 +137,70 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._plans: dict[Any, Plan] = {}
         self._paths: dict[Any, Any] = {}
         """By structure, the key of the plan that the last batch ran with."""
-        self._replays = Replays()
+        self._replays = Replays() if type(self) is HookGradientComputer else None
         self._sharded: ShardedModel | None = None
         """The model's shards; set in the first pass of a sharded model."""
 
     def load_model_params(self, model: nn.Module) -> None:
         """Differentiate this model's parameters from now on; values are looked up at every call."""
         super().load_model_params(model)
-        self._replays = Replays()
+        self._replays = self._replays and Replays()
         self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
         self._paths.clear()
         self._sharded = None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
+        yield self._anew(), batch, list(positions)
+
+    def _anew(self) -> Self:
+        """Return a computer without plans and without self-check."""
         again = self._unchecked()
         again._plans, again._paths = {}, {}
-        yield again, batch, list(positions)
+        return again
 
-    def run(
-        self,
-        batch: Batch,
-        projector: object,
-        setting: Sequence[Hashable],
-        work: Callable[[], Sequence[Tensor]],
-        is_scratch: Callable[[Tensor], bool],
-        to_come: float | None = None,
-    ) -> Sequence[Tensor]:
-        """Return what ``work`` computes, by a replay if the operations of such a batch are recorded.
-
-        A replay has the bits of the pass, which is checked in the next batch, on the schedule of the self-check, and by
-        :meth:`confirm`.
-        """
-        if type(self) is not HookGradientComputer:
-            return work()
-        return self._replays.run(self, batch, projector, setting, work, is_scratch, to_come)
-
-    def confirm(self, complete: bool = True) -> None:
-        """Compare the last batch that was replayed with its pass."""
-        with self._products():
-            self._replays.confirm(complete)
-
-    def structure(self, batch: Batch) -> Any:
-        """Return the key of the plan and the checks of the last batch of this structure."""
-        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
-        return self._paths.get(structure, structure)
-
-    def largest_gap(self, structure: Any) -> int:
-        """Return the largest number of batches of a structure from one compared with the pass to the next.
+    def structure(self, batch: Batch) -> tuple[Any, int]:
+        """Return the key of the checks of such a batch, and the most batches from one compared to the next.
 
         0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
         """
-        plan = self._plans.get(structure)
+        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+        key = self._paths.get(structure, structure)
+        plan = self._plans.get(key)
         if plan is None or plan.routed or self._sharded is not None:
-            return 0
-        return 8 if plan.flattened or plan.chooses_in_python else 64
+            return key, 0
+        return key, 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_samples(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
-        _refuse_complex(kept)
+        if found := [name for name, p in kept.items() if p.is_complex()]:
+            raise UnsupportedModelError(
+                f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
+                "torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
+            )
         with self._refusing(batch, self._message), self._prepared(kept) as read:
             self.checks.refuse_failed(self._conditions(kept))
             structure = (*structure_of(batch), self._conditions(kept))
             key = self._paths.get(structure, structure)
             plan = self._planned(key, read, batch)
-            found = []
+            terms = []
             for rows in self._chunks(count):
                 part = _Part(take_rows(batch, rows), read, sink, rows.start)
                 try:
-                    found.append(self._checked_run(key, plan, part))
+                    terms.append(self._checked_run(key, plan, part))
                 except UnexpectedPathError as error:
-                    if not self._may_take_other_paths(plan):
+                    # Otherwise a path may depend on sums over samples.
+                    if self._sharded is not None or not (
+                        plan.chooses_in_python and plan.reads_only_quantifiers
+                    ):
                         raise
-                    self._keep(key, plan)
-                    key, plan, terms = self._run_on_other_path(error, structure, key, part)
-                    found.append(terms)
-            self._keep(key, plan)
-            self._paths[structure] = key
-            if len(self._paths) > _MAX_PLANS:
-                del self._paths[next(iter(self._paths))]
-        return joined_terms(found)
+                    _put(self._plans, key, plan)
+                    key, plan, own = self._run_on_other_path(error, structure, key, part)
+                    terms.append(own)
+            _put(self._plans, key, plan)
+            _put(self._paths, structure, key)
+        return joined_terms(terms)
 
     _stream_checked = _stream_samples  # it compares chunk by chunk
 
@@ -239,15 +210,10 @@ class HookGradientComputer(AbstractStreamingComputer):
         if known is None:
             self.checks.forget(key)
         if self._sharded is not None and self._sharded.lockstep.any(known is None):
-            made = self._plan_in_step(
-                self._sharded, read, batch
-            )  # also if this rank has a plan: other ranks need the collective passes
+            # Also if this rank has a plan: other ranks need the collective passes.
+            made = self._plan_in_step(self._sharded, read, batch)
             return known or made
         return known or make_plan(self.model, read, batch, self._output)
-
-    def _may_take_other_paths(self, plan: Plan) -> bool:
-        """Whether a batch on another path is planned again; otherwise a path may depend on sums over samples."""
-        return self._sharded is None and plan.chooses_in_python and plan.reads_only_quantifiers
 
     def _run_on_other_path(
         self, error: UnexpectedPathError, structure: Any, failed: Any, part: _Part
@@ -272,16 +238,14 @@ class HookGradientComputer(AbstractStreamingComputer):
             except UnexpectedPathError:
                 if known is None:
                     raise
-                self._keep(key, known)
+                _put(self._plans, key, known)
         raise error
 
     def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
         """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""
         plan, refusal = Plan(), None
         with torch.no_grad():
-            self._output(
-                take_rows(batch, [0])
-            )  # FSDP2 initialises in its first pass, so this one is not recorded
+            self._output(take_rows(batch, [0]))  # not recorded: FSDP2 initialises in its first pass
         try:
             plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
             plan.only_in_model = False  # hooks of FSDP2 run parts of the model before and after it
@@ -308,36 +272,28 @@ class HookGradientComputer(AbstractStreamingComputer):
         Raises:
             InvalidInputError: If the batch is empty, or it or the output function's result has the wrong form.
         """
-        reshard(self.model)
         kept = select_parameters(self.model, self.grad_wrt)
         if not batch_size(batch):
             raise InvalidInputError("The batch is empty. Pass at least one sample.")
-        two = map_tensors(Tensor.detach, take_rows(batch, [0, min(1, batch_size(batch) - 1)]))
+        again = self._anew()
+        again.self_check, again.strict, again._is_repeatable = self.self_check, False, True
         try:
-            refuse_batch_statistics(ModelTree(self.model))
-            _refuse_complex(kept)
-            with self._refusing(two, self._message), self._prepared(kept) as read:
-                plan = make_plan(self.model, read, two, self._output, may_repeat=self._sharded is None)
-                samples = Samples([0, 1] if self._compares() else [], kept)
-                part = _Part(two, read, lambda _: None, 0)
-                try:
-                    _, grad_pass = self._run(plan, part, samples)
-                except UnexpectedPathError:
-                    other = self._may_take_other_paths(plan)
-                    row = sample_on_path(self.model, read, two, self._output) if other else None
-                    if row is None:
-                        raise
-                    plan = make_plan(self.model, read, take_rows(two, [row]), self._output)
-                    _, grad_pass = self._run(plan, part, samples)
+            again._stream(take_rows(batch, [0, min(1, batch_size(batch) - 1)]), lambda _: None)
         except UnsupportedModelError as error:
             return Coverage(tuple(ParameterCoverage(name, "refused", str(error)) for name in kept))
+        (*_, plan) = again._plans.values()
         unread = "no row of these samples reaches it, or f" if plan.routed else "f"
         hidden = "read by something that is not an operation of torch"
         if self.strict is False:
             hidden += ": its rows are zero, as strict=False asks for"
-        lines = {name: _line(name, grad_pass.methods[name], unread) for name in kept}
-        lines.update((name, ParameterCoverage(name, "refused", hidden)) for name in grad_pass.escaped)
-        return Coverage(tuple(lines.values()))
+        return Coverage(
+            tuple(
+                ParameterCoverage(name, "refused", hidden)
+                if name in plan.escaped
+                else _line(name, plan.methods[name], unread)
+                for name in kept
+            )
+        )
 
     def _message(self, error: BaseException) -> str:
         first = next(iter(str(error).splitlines()), "no message")
@@ -360,38 +316,28 @@ class HookGradientComputer(AbstractStreamingComputer):
             stack.enter_context(differentiating_only(tree.parameters.values(), kept))
             stack.enter_context(torch.enable_grad())
             if self._sharded is None and is_sharded(tree):
-                self._sharded = self._look_at_shards()
+                if self.chunk_size is not None:
+                    raise UnsupportedModelError(
+                        f"chunk_size={self.chunk_size} is not supported for a sharded model, because all its ranks "
+                        "make one pass per batch. Leave chunk_size out, and use a smaller batch_size."
+                    )
+                self._sharded = ShardedModel(self.model)
             yield kept if self._sharded is None else self._sharded.gathered(kept)
-
-    def _look_at_shards(self) -> ShardedModel:
-        if self.chunk_size is not None:
-            raise UnsupportedModelError(
-                f"chunk_size={self.chunk_size} is not supported for a sharded model, because all its ranks make one "
-                "pass per batch. Leave chunk_size out, and use a smaller batch_size."
-            )
-        return ShardedModel(self.model)
 
     def _output(self, batch: Batch) -> Tensor:
         reshard(self._tree or self.model)  # otherwise a pass would depend on the previous one
         return self.terms(batch).output
 
-    def _keep(self, key: Any, plan: Plan) -> None:
-        """Cache a plan that ran to its end as the newest; drop the oldest if there are too many."""
-        self._plans[key] = plan
-        if len(self._plans) > _MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
-
-    def _refuse_hidden(self, plan: Plan, kept: Mapping[str, nn.Parameter], grad_pass: GradientPass) -> None:
+    def _refuse_hidden(self, plan: Plan, kept: Mapping[str, nn.Parameter]) -> None:
         """Raise for parameters without a per-sample gradient, according to ``strict``."""
-        escaped = grad_pass.escaped
-        if escaped and self.strict is not False:
+        if plan.escaped and self.strict is not False:
             raise UnsupportedModelError(
-                f"f depends on {list(escaped)[:5]} through operations that hooks cannot see: an autograd.Function, a "
-                "scripted module or other code that does not use torch operations reads them, or the output function "
-                "reads them in some batches only. Register a gradient rule for the module (register_gradient_rule), "
-                "use another gradient computer, or pass strict=False to leave that part out."
+                f"f depends on {list(plan.escaped)[:5]} through operations that hooks cannot see: an "
+                "autograd.Function, a scripted module or other code that does not use torch operations reads them, or "
+                "the output function reads them in some batches only. Register a gradient rule for the module "
+                "(register_gradient_rule), use another gradient computer, or pass strict=False to leave that part out."
             )
-        unread = [name for name in kept if not grad_pass.methods[name] and name not in escaped]
+        unread = [name for name in kept if not plan.methods[name] and name not in plan.escaped]
         if self.strict and unread and not plan.routed:
             raise UnsupportedModelError(
                 f"f depends on no operation that reads {unread[:5]}, so they have no gradient. strict=True expects one "
@@ -401,69 +347,56 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
         size, kept = batch_size(part.batch), part.kept
-        often = plan.flattened or plan.chooses_in_python
-        positions = (
-            # If the forward pass reads values, a branch may depend on any sample of the batch.
-            self.checks.positions(key, size, kept, always=often, whole=plan.chooses_in_python)
-            if self._compares()
-            else []
-        )
+        in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
+        positions: list[int] = []
+        if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
+            often = plan.flattened or in_python
+            positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
+        samples = Samples(positions, kept, part.start)
         with self.checks.batch(key, self._conditions(kept), size, positions):
-            terms, grad_pass = self._run(plan, part, Samples(positions, kept, part.start))
-        self._refuse_hidden(plan, kept, grad_pass)
-        return terms
+            terms = self._run(plan, part, samples.passing(part.sink))
+            if not terms.output.requires_grad:
+                refuse_detached(self.model, self.modelout_fn, part.batch, kept)
+            seen = {name: p for name, p in kept.items() if name not in plan.escaped}
+            if seen and positions:
+                compare(self, part.batch, seen, samples, list(plan.dtypes))
+        self._refuse_hidden(plan, kept)
+        return OutputTerms(*(term.detach() for term in terms))
 
-    def _run(self, plan: Plan, part: _Part, samples: Samples) -> tuple[OutputTerms, GradientPass]:
-        """Run forward and backward with hooks, remove these, and compare samples with plain autograd.
-
-        After an unexpected number of rows, run again and find the rows' samples.
-        """
-        tree = self._tree or ModelTree(self.model)
-        sink = samples.passing(part.sink)
-        while True:
-            ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
-            grad_pass = GradientPass(plan, part.kept, ledger)
-            handles = grad_pass.install(tree)
-            try:
-                with nullcontext() if plan.only_in_model else grad_pass:
-                    terms = self.terms(part.batch)
-                with grad_pass:
-                    grad_pass.backward(terms.output)
-                break
-            except UnexpectedRowsError as error:
-                if self._sharded is not None:
-                    raise UnsupportedModelError(
-                        "The model is sharded, and the number of rows per sample differs from the first batch, which "
-                        "hooks support only for a model that is not sharded. Use a whole model on one device."
-                    ) from error
-                logger.info("%s", error)
-                plan.doubt()  # the second pass does not assume a number of rows
-            finally:
-                grad_pass.leave_model()
-                for handle in handles:
-                    handle.remove()
-        if not terms.output.requires_grad:
-            refuse_detached(self.model, self.modelout_fn, part.batch, part.kept)
-        seen = {name: p for name, p in part.kept.items() if name not in grad_pass.escaped}
-        if seen and samples.positions:
-            compare(self, part.batch, seen, samples, list(plan.dtypes))
-        return OutputTerms(*(term.detach() for term in terms)), grad_pass
-
-    def _compares(self) -> bool:
-        """Whether the self-check runs: it is on, the model is not sharded, and dropout is not active."""
-        return (
-            self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model))
-        )
+    def _run(self, plan: Plan, part: _Part, sink: BlockSink) -> OutputTerms:
+        """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""
+        ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
+        grad_pass = GradientPass(plan, part.kept, ledger)
+        handles = grad_pass.install(self._tree or ModelTree(self.model))
+        try:
+            with nullcontext() if plan.only_in_model else grad_pass:
+                terms = self.terms(part.batch)
+            with grad_pass:
+                grad_pass.backward(terms.output)
+        except UnexpectedRowsError as error:
+            if self._sharded is not None:
+                raise UnsupportedModelError(
+                    "The model is sharded, and the number of rows per sample differs from the first batch, which "
+                    "hooks support only for a model that is not sharded. Use a whole model on one device."
+                ) from error
+            logger.info("%s", error)
+        else:
+            plan.methods, plan.escaped = ledger.methods, list(grad_pass.escaped)
+            return terms
+        finally:
+            if grad_pass.depth:  # torch calls no hook after KeyboardInterrupt
+                grad_pass.model_runs(-grad_pass.depth)
+            for handle in handles:
+                handle.remove()
+        plan.doubt()  # the second pass does not assume a number of rows
+        return self._run(plan, part, sink)
 
 
-def _refuse_complex(kept: Mapping[str, nn.Parameter]) -> None:
-    """Raise if a kept parameter is complex."""
-    found = [name for name, p in kept.items() if p.is_complex()]
-    if found:
-        raise UnsupportedModelError(
-            f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
-            "torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
-        )
+def _put(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Cache a value; drop the oldest if there are too many."""
+    cache[key] = value
+    if len(cache) > _MAX_PLANS:
+        del cache[next(iter(cache))]
 
 
 def _line(name: str, methods: Mapping[str, None], unread: str) -> ParameterCoverage:

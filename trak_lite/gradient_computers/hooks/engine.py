@@ -18,32 +18,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.arrivals import on_gradients
-from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, undispatched
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe
-from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, leaves_of, rebuilt
+from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 from trak_lite.gradient_computers.hooks.registry import GradientRule
-from trak_lite.gradient_computers.hooks.routing import (
-    RowScales,
-    RowTags,
-    contributions_in_place,
-    expected_axis,
-    routed_contributions,
-    row_layout,
-    summed_by_owner,
-)
+from trak_lite.gradient_computers.hooks.routing import RowTags, routed_contributions, summed_by_sample
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
 from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
-from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
+from trak_lite.gradient_computers.hooks.rules.recurrent import is_recurrence, num_sequences, run_recurrent
 from trak_lite.gradient_computers.randomness import RandomState
+from trak_lite.gradient_computers.recording import tensors_of
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.sharded import class_of
-from trak_lite.models.tree import ModelTree
+from trak_lite.types import FactoredBlock
 
 __all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
 
@@ -71,17 +63,9 @@ class GradientPass(AbstractInterceptor):
     """
 
     def __init__(self, plan: Plan, kept: Mapping[str, nn.Parameter], ledger: GradientLedger) -> None:
-        """Prepare a pass.
-
-        Args:
-            plan: The model's plan from :func:`make_plan`.
-            kept: Parameters to keep gradients for, by name; they require grad.
-            ledger: Counts the uses of the same parameters, and passes their blocks on.
-        """
+        """Prepare a pass; ``kept`` are the parameters of plan and ledger by name, which require grad."""
         super().__init__()
         self.watched = {id(p): p for p in kept.values()}
-        self.methods: Mapping[str, Mapping[str, None]] = ledger.methods
-        """The rules that computed each parameter's gradient."""
         self.escaped: dict[str, Tensor] = {}
         """Ordinary gradients of parameters from uses that were not intercepted, by name; set by :meth:`backward`."""
         self._plan, self._kept, self._ledger = plan, kept, ledger
@@ -91,38 +75,17 @@ class GradientPass(AbstractInterceptor):
         self._recomputed: dict[Any, list[Site]] = {}
         """Sites by ``Site.use``; filled if a checkpoint recomputes its part."""
         self._in_backward = self._tagging = False
-        self._depth = 0
-        """Running calls of the model, one in the other."""
         self._code = SampleCode(ledger.num_samples)
-        self._scales = RowScales(self._code)
         self._tags: list[RowTags] = []
         self._taps: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     # Forward
 
-    def install(self, tree: ModelTree) -> list[Any]:
-        """Hook modules, as the base class does, and let the pass intercept what runs in the model only, if it may."""
-        handles = super().install(tree)
-        if self._plan.only_in_model:
-            handles.append(tree.model.register_forward_pre_hook(self._model_starts))
-            handles.append(tree.model.register_forward_hook(self._model_ends, always_call=True))
-        return handles
-
-    def _model_starts(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def _model_ends(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def leave_model(self) -> None:
-        """Stop the interception if the model did not end: torch calls no hook after KeyboardInterrupt."""
-        if self._depth > 0:
-            self._depth = 1
-            self._model_ends()
+    def model_runs(self, by: int, *_: Any) -> None:
+        """Start or stop the interception with the model, if nothing else reads parameters."""
+        before, self.depth = self.depth, self.depth + by
+        if self._plan.only_in_model and not (before and self.depth):
+            self.__exit__(None, None, None) if before else self.__enter__()  # type: ignore[no-untyped-call]
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""
@@ -144,7 +107,7 @@ class GradientPass(AbstractInterceptor):
                 raise self._another_path(function)
             return result
         # Save tensors even inside a checkpoint, which would otherwise recompute its whole part for this gradient.
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             result = function(*args, **kwargs)
         for tensor in differentiable(written(function, args, result)):
             if tensor.requires_grad and id(tensor) not in self.watched:
@@ -153,17 +116,11 @@ class GradientPass(AbstractInterceptor):
                 self.watched[id(tensor)] = tensor
         return result
 
-    def hide(self, module: nn.Module) -> None:
+    def hide(self, module: nn.Module, hidden: bool) -> None:
         """Exclude the module's parameters from autograd during its forward pass."""
         # Code outside torch's operations may read the parameters, so they cannot be detached per operation.
         for parameter in module.parameters():
-            parameter.requires_grad_(False)
-
-    def show(self, module: nn.Module) -> None:
-        """Undo :meth:`hide`."""
-        if not self.inside:
-            for parameter in module.parameters():
-                parameter.requires_grad_(id(parameter) in self.watched)
+            parameter.requires_grad_(not hidden and id(parameter) in self.watched)
 
     def _another_path(self, function: Any) -> UnsupportedModelError:
         kind = UnsupportedModelError if self._in_backward else UnexpectedPathError
@@ -213,7 +170,7 @@ class GradientPass(AbstractInterceptor):
         run = [leaf.detach() if id(leaf) in watched else leaf for leaf in leaves]
         targets = {id(new): old for new, old in zip(run, leaves, strict=True) if new is not old}
         args, kwargs = rebuilt(run, spec)
-        if function in RECURRENT and _is_recurrence(function, args):
+        if function in RECURRENT and is_recurrence(RECURRENT[function], args):
             return self._run_recurrent(site, function, args, targets)
         in_place = is_in_place(function)
         lean = not site.routed and reads_nothing(function, args)
@@ -225,24 +182,24 @@ class GradientPass(AbstractInterceptor):
         results = self._tapped(written(function, args, result), in_place)
         outputs = differentiable(results)
         if outputs and not self._in_backward:
-            call = OperationCall(function, *rebuilt(saved, spec), self._num_samples, targets)
-            call.keep_factors, call.sliceable, call.in_place = (
-                self._ledger.keep_factors,
-                site.sliceable,
-                in_place,
-            )
-            call.random = before if before is not None and before.has_moved() else None
-            call.outputs = tuple(results) if function is torch.embedding_bag else ()
             tensors = [leaf for leaf in saved if isinstance(leaf, Tensor)]
-            call.versions = [(leaf, leaf._version) for leaf in tensors if id(leaf) not in targets]
-            call.output_axes = site.output_axes
+            axes: Sequence[BatchAxis | None] = ()
+            output_axes = site.output_axes
             if not site.routed:
                 if not lean:
                     axes = _fitted(site, site.leaf_axes, [leaf.shape for leaf in tensors], self._num_samples)
-                    call.axes = {id(leaf): axis for leaf, axis in zip(tensors, axes, strict=True)}
-                call.output_axes = _fitted(
-                    site, site.output_axes, [t.shape for t in outputs], self._num_samples
-                )
+                output_axes = _fitted(site, output_axes, [t.shape for t in outputs], self._num_samples)
+            call = OperationCall(
+                *(function, *rebuilt(saved, spec), self._num_samples, targets),
+                axes=dict(zip(map(id, tensors), axes, strict=False)),
+                output_axes=output_axes,
+                keep_factors=self._ledger.keep_factors,
+                sliceable=site.sliceable,
+                outputs=tuple(results) if function is torch.embedding_bag else (),
+                in_place=in_place,
+                random=before if before is not None and before.has_moved() else None,
+                versions=[(leaf, leaf._version) for leaf in tensors if id(leaf) not in targets],
+            )
             self._catch(site, outputs, targets.values(), partial(self._contributions, call), call=call)
         return results if not in_place or result is not None else None
 
@@ -251,23 +208,17 @@ class GradientPass(AbstractInterceptor):
         if isinstance(results, Tensor):
             if results.requires_grad or not (in_place or differentiable(results)):
                 return results
-            return results.add_(self._tap(results)) if in_place else results + self._tap(results)
+            # The tap has the dtype of the result: the self-check trusts float64 only if no other dtype occurs.
+            key = results.device, results.dtype
+            if key not in self._taps:
+                self._taps[key] = torch.zeros((), dtype=key[1], device=key[0], requires_grad=True)
+            return results.add_(self._taps[key]) if in_place else results + self._taps[key]
         leaves, spec = tree_flatten(results)
         # One result may be computed from another (the states of an LSTM cell); a view receives only its own gradient.
         tapped = [self._tapped(leaf, False) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tree_unflatten(
             [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in tapped], spec
         )
-
-    def _tap(self, like: Tensor) -> Tensor:
-        """Return a zero that requires grad, on this tensor's device; it makes a result part of autograd's graph.
-
-        It has the tensor's dtype, because the self-check trusts float64 results only if no other dtype occurs.
-        """
-        key = like.device, like.dtype
-        if key not in self._taps:
-            self._taps[key] = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=True)
-        return self._taps[key]
 
     def _catch(
         self,
@@ -293,11 +244,7 @@ class GradientPass(AbstractInterceptor):
         """
         tags: RowTags | None = None
         if site.routed:
-            layout = row_layout(call, outputs[0]) if call is not None and len(outputs) == 1 else None
-            axis = expected_axis(site, layout, outputs[0], self._num_samples)
-            trailing = trailing if layout is None else layout.trailing
-            del layout  # it references the arguments
-            tags = RowTags(site, tuple(tensor.dtype for tensor in outputs), trailing, axis)
+            tags = RowTags.of(site, outputs, call, trailing, self._num_samples)
             self._tags.append(tags)
         unique = list({id(target): target for target in targets}.values())
         for target in unique:
@@ -306,7 +253,11 @@ class GradientPass(AbstractInterceptor):
 
         def arrived(grads: Sequence[Tensor | None]) -> None:
             if not self._in_backward:
-                raise _too_early(site)
+                raise UnsupportedModelError(
+                    f"The model itself computes a gradient through {describe(site.function)}, which uses "
+                    f"{list(site.names)[:3]}, before f is known (torch.autograd.grad in the forward pass). This "
+                    "gradient is not a gradient of f. Use gradient_computer='functional' or 'iterative'."
+                )
             with torch._C.DisableTorchFunction():
                 if self._tagging:
                     if tags is not None:
@@ -315,12 +266,12 @@ class GradientPass(AbstractInterceptor):
                     method, parts = waiting.pop()(grads, tags)
                     self._ledger.deposit(unique, parts, method)
 
-        on_gradients(outputs, arrived, call)
+        _on_gradients(outputs, arrived, call)
 
     def _run_recurrent(
         self, site: Site, function: Any, args: Sequence[Any], targets: Mapping[int, Tensor]
     ) -> Any:
-        rows = _num_sequences(args)
+        rows = num_sequences(args)
         if not site.routed:
             _fitted(site, [BatchAxis(0)], [(rows,)], self._num_samples)
 
@@ -331,8 +282,8 @@ class GradientPass(AbstractInterceptor):
             wanted = [targets.get(id(weight)) for weight in weights]
 
             def form(grads: Sequence[Tensor | None], tags: RowTags | None) -> tuple[str, _Parts]:
-                every = parts(_only(grads))
-                every = self._summed(every, every[0].output_grads, tags)
+                rows = parts(_only(grads))
+                every = summed_by_sample(rows, rows[0].output_grads, tags, self._code)
                 return "recurrence", [(t, p) for t, p in zip(wanted, every, strict=True) if t is not None]
 
             read = [target for target in wanted if target is not None]
@@ -342,7 +293,7 @@ class GradientPass(AbstractInterceptor):
             )
             return value
 
-        return run_recurrent(RECURRENT[function], args, num_samples=rows, order=self.packed_order, tap=tap)
+        return run_recurrent(RECURRENT[function], args, order=self.packed_order, tap=tap)
 
     def ruled_module(
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -360,13 +311,13 @@ class GradientPass(AbstractInterceptor):
         if self._in_backward:
             return out
         args, kwargs = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, (args, kwargs))
-        versions = [(v, v._version) for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
+        versions = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
 
         def form(grads: Sequence[Tensor | None], tags: RowTags | None) -> tuple[str, _Parts]:
             _refuse_changes(module, versions)
             grad = _only(grads)
             found = _parts_of(module, own, rule(module, args, kwargs, grad))
-            parts = self._summed(list(found.values()), grad, tags)
+            parts = summed_by_sample(list(found.values()), grad, tags, self._code)
             deposited: _Parts = [(own[name], part) for name, part in zip(found, parts, strict=True)]
             return f"rule of {class_of(module).__name__}", deposited
 
@@ -391,9 +342,8 @@ class GradientPass(AbstractInterceptor):
             inputs = [*self._kept.values(), *self._taps.values()]
             with torch._C.DisableTorchFunction():
                 total = output.sum()
-                if (
-                    self._plan.has_other_leaves
-                ):  # autograd calls hooks only on the way to tensors it is asked for
+                if self._plan.has_other_leaves:
+                    # Autograd calls hooks only on the way to tensors that it is asked for.
                     asked = set(map(id, inputs))
                     others = [leaf for leaf in _leaves_of_graph(total) if id(leaf) not in asked]
                     self._plan.has_other_leaves = bool(others)
@@ -408,7 +358,6 @@ class GradientPass(AbstractInterceptor):
         """Run the weighted backward passes that identify the samples of routed rows."""
         dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
         self._code = SampleCode.for_gradients(self._num_samples, dtypes)
-        self._scales = RowScales(self._code)
         self._tagging = True
         for weights in self._code.weights(output):
             _run_backward(output, inputs, weights)
@@ -420,9 +369,7 @@ class GradientPass(AbstractInterceptor):
         """Return the method, and the operation's contribution to each parameter that it read."""
         _refuse_changes(call.function, call.versions)
         if tags is not None:
-            method, parts = contributions_in_place(
-                call, grads[0], tags, self._scales
-            ) or routed_contributions(call, grads, tags.owners(grads, self._code))
+            method, parts = routed_contributions(call, grads, tags, self._code)
             for target in call.targets.values():
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, parts
@@ -431,13 +378,45 @@ class GradientPass(AbstractInterceptor):
         parts = [(call.targets[id(a)], part) for a, part in found or generic_rule(call, grads)]
         return method if found else f"{call.method} ({describe(call.function)})", parts
 
-    def _summed(self, parts: list[Contribution], grad: Tensor, tags: RowTags | None) -> list[Contribution]:
-        """Sum per-row contributions over the rows of each sample if rows are routed."""
-        if tags is None:
-            return parts
-        (owner,) = tags.owners([grad], self._code)
-        assert owner is not None
-        return [summed_by_owner(part, owner, self._num_samples) for part in parts]
+
+def _on_gradients(
+    outputs: Sequence[Tensor], arrived: Callable[[Sequence[Tensor | None]], None], call: OperationCall | None
+) -> None:
+    """Call ``arrived`` with the gradients of results, after hooks of the model on the results have changed them.
+
+    The results are those of one operation (``call``), of a module, or of a recurrent layer. The model may write into
+    them later.
+    """
+    if len(outputs) > 1:
+        torch.autograd.graph.register_multi_grad_hook(
+            [tensor for tensor in outputs if tensor.requires_grad], arrived, mode="all"
+        )
+        return
+    (result,) = outputs
+    base = result._base
+    strides: tuple[torch.Size, tuple[int, ...]] | None = None
+    if base is not None and call is not None and _is_whole_of_new(result, base, call):
+        # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
+        strides = result.size(), result.stride()
+        result = base
+    node, place = result.grad_fn, result.output_nr
+    assert node is not None
+
+    def take(grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[place]
+        if grad is not None:
+            arrived((grad if strides is None else grad.contiguous().as_strided(*strides),))
+
+    node.register_prehook(take)  # a tensor's own hook takes three times as long
+
+
+def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
+    """Whether a view covers all of a tensor that the operation itself allocated."""
+    if not base.is_contiguous() or base.numel() != result.numel():
+        return False
+    memory = base.untyped_storage().data_ptr()
+    read = (leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor))
+    return all(leaf.untyped_storage().data_ptr() != memory for leaf in read)
 
 
 def _run_backward(
@@ -487,10 +466,6 @@ def _saved(run: list[Any], targets: Mapping[int, Tensor], lean: bool, in_place: 
     return saved
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _only(grads: Sequence[Tensor | None]) -> Tensor:
     """Return the gradient of an operation's only result."""
     (grad,) = grads
@@ -500,7 +475,7 @@ def _only(grads: Sequence[Tensor | None]) -> Tensor:
 
 def _parts_of(
     module: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor | tuple[Tensor, Tensor]]
-) -> dict[str, Contribution]:
+) -> dict[str, Tensor | FactoredBlock]:
     """Return the rule's contributions to the module's kept parameters; raise if one is missing."""
     missing = sorted(set(own) - set(found))
     if missing:
@@ -509,17 +484,10 @@ def _parts_of(
             "kept parameter."
         )
     return {
-        name: Factors(*part) if isinstance(part, tuple) else part
+        name: FactoredBlock("", *part) if isinstance(part, tuple) else part
         for name, part in found.items()
         if name in own
     }
-
-
-def _num_sequences(args: Sequence[Any]) -> int:
-    """Return how many sequences a recurrent operation reads."""
-    if isinstance(args[3], list | tuple):  # packed: all sequences are in the first step
-        return int(args[1][0])
-    return int(args[0].shape[int(not args[-1])])
 
 
 def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:
@@ -530,20 +498,6 @@ def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:
     return result.dim() == 2 and axes in ([], [0, 1], [1, 0])
 
 
-def _is_recurrence(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a recurrent operation has no projection of its state."""
-    packed = isinstance(args[3], list | tuple)
-    state = args[2] if packed else args[1]
-    if RECURRENT[function] != "lstm" or state[0].shape[-1] == state[1].shape[-1]:
-        return True
-    if packed:
-        raise UnsupportedModelError(
-            "An LSTM with proj_size reads a packed sequence, whose rows hooks cannot assign to samples. Pad the "
-            "sequence, or use another gradient computer."
-        )
-    return False
-
-
 def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> None:
     for tensor, version in versions:
         if tensor._version != version:
@@ -551,11 +505,3 @@ def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> No
                 f"An input of {describe(function)} was changed in place after the operation read it, so its "
                 "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
             )
-
-
-def _too_early(site: Site) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"The model itself computes a gradient through {describe(site.function)}, which uses {list(site.names)[:3]}, "
-        "before f is known (torch.autograd.grad in the forward pass). This gradient is not a gradient of f. Use "
-        "gradient_computer='functional' or 'iterative'."
-    )

@@ -7,39 +7,40 @@ propagates them to its parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from trak_lite.gradient_computers.hooks.calls import (
-    Contribution,
-    Factors,
-    Lookups,
-    Pieces,
-    Summed,
-    dense_of,
-    merged,
-    transposed,
-)
+from trak_lite.gradient_computers.hooks.calls import Contribution, Pieces, dense_of, merged, transposed
 from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
 
 __all__ = ["GradientLedger"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Uses:
     """State of one parameter, or of a value computed from parameters, during a pass."""
 
     tensor: Tensor
-    name: str | None
-    """The parameter's name; ``None`` for a value computed from parameters."""
-    roots: Sequence[int] = ()
-    """``id`` of the parameters that a value is computed from."""
-    transpose_of: int | None = None
+    names: Sequence[str]
+    """The parameter's name, or those of all parameters that a value is computed from."""
+    roots: Sequence[_Uses] = ()
+    """The parameters that a value is computed from; empty for a parameter."""
+    transpose_of: _Uses | None = None
     pending: int = 0
     """Number of uses whose gradient has not arrived yet."""
     parts: list[Contribution] = field(default_factory=list)
+    is_emitted: bool = False
+
+    def expect(self) -> None:
+        """Count one more use; the first use of a shared value counts as one use of each of its parameters."""
+        self.pending += 1
+        if self.transpose_of is not None:
+            self.transpose_of.expect()
+        elif self.pending == 1:
+            for root in self.roots:
+                root.expect()
 
 
 @dataclass(eq=False)
@@ -60,154 +61,105 @@ class GradientLedger:
         """Start without uses."""
         self.methods: dict[str, dict[str, None]] = {name: {} for name in self._kept}
         """The rules that computed each parameter's gradient."""
-        self._uses = {id(p): _Uses(p, name) for name, p in self._kept.items()}
-        self._emitted: set[str] = set()
+        self._uses = {id(p): _Uses(p, (name,)) for name, p in self._kept.items()}
 
     def names_of(self, read: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the parameters that these watched tensors are, or are computed from."""
-        roots = [root for tensor in read for root in self._uses[tensor].roots or [tensor]]
-        return tuple(dict.fromkeys(name for root in roots if (name := self._uses[root].name) is not None))
+        return tuple(dict.fromkeys(name for tensor in read for name in self._uses[tensor].names))
 
     def share(self, tensor: Tensor, parents: Sequence[int], *, is_transpose: bool) -> None:
         """Register a value computed only from parameters or other such values."""
-        roots = [root for parent in parents for root in self._uses[parent].roots or [parent]]
-        uses = _Uses(tensor, None, list(dict.fromkeys(roots)))
-        if is_transpose:
-            uses.transpose_of = parents[0]
-        self._uses[id(tensor)] = uses
+        above = [self._uses[parent] for parent in parents]
+        roots = list(dict.fromkeys(root for uses in above for root in uses.roots or [uses]))
+        transpose_of = above[0] if is_transpose else None
+        self._uses[id(tensor)] = _Uses(tensor, self.names_of(parents), roots, transpose_of)
 
     def note(self, target: Tensor, method: str) -> None:
         """Record the method that computed a gradient, for the report."""
         uses = self._uses[id(target)]
-        for root in uses.roots or [id(target)]:
-            name = self._uses[root].name
-            if name is not None:
-                self.methods[name][method if not uses.roots else f"{method}, through a value made of it"] = (
-                    None
-                )
+        for name in uses.names:
+            self.methods[name][f"{method}, through a value made of it" if uses.roots else method] = None
 
     def expect(self, target: Tensor) -> None:
-        """Count one more use; the first use of a shared value counts as one use of each of its parameters."""
-        uses = self._uses[id(target)]
-        uses.pending += 1
-        if uses.name is not None:
-            return
-        if uses.transpose_of is not None:
-            self.expect(self._uses[uses.transpose_of].tensor)
-        elif uses.pending == 1:
-            for root in uses.roots:
-                self.expect(self._uses[root].tensor)
+        """Count one more use of a parameter or a shared value."""
+        self._uses[id(target)].expect()
 
     def deposit(
         self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]], method: str
     ) -> None:
         """Add the contributions of one use of every target, computed by ``method``."""
         for target, part in parts:
-            uses = self._uses[id(target)]
-            if len(parts) == len(targets) and self._emits_only_use(uses, part, method):
-                continue
             self.note(target, method)
-            value = part
+            uses = self._uses[id(target)]
             while uses.transpose_of is not None:
-                uses, value = self._uses[uses.transpose_of], transposed(value)
-            uses.parts.append(_cast(dense_of(value) if isinstance(value, Pieces) else value, target.dtype))
+                part, uses = transposed(part, uses.tensor.shape), uses.transpose_of
+            uses.parts.append(_cast(part, target.dtype))
         for target in targets:
             uses = self._uses[id(target)]
             if uses.pending:
                 self._arrived(uses)
 
-    def _emits_only_use(self, uses: _Uses, part: Contribution, method: str) -> bool:
-        """Emit the block of a parameter with one use; return whether it is one."""
-        if uses.pending != 1 or uses.parts or uses.name is None:
-            return False
-        self.methods[uses.name][method] = None
-        uses.pending = 0
-        if uses.name not in self._emitted:
-            self._emitted.add(uses.name)
-            self._emit(uses.name, _cast(part, uses.tensor.dtype))
-        return True
-
     def _arrived(self, uses: _Uses) -> None:
         uses.pending -= 1
         if uses.transpose_of is not None:
-            self._arrived(self._uses[uses.transpose_of])
+            self._arrived(uses.transpose_of)
         elif uses.pending == 0:
             self._settle(uses)
 
     def _settle(self, uses: _Uses) -> None:
         """Emit a parameter's block, or propagate the gradients of a shared value to its parameters."""
-        parts, uses.parts = uses.parts, []
-        if uses.name is not None:
-            if parts and uses.name not in self._emitted:
-                self._emitted.add(uses.name)
-                self._emit(uses.name, merged(parts, uses.tensor.shape, keep_factors=self.keep_factors))
-            return
-        roots = [self._uses[root] for root in uses.roots]
-        if parts:
-            grads = dense_of(merged(parts, uses.tensor.shape))
-            grads = grads.reshape(self.num_samples, *uses.tensor.shape)
-            for root, part in zip(
-                roots, _pulled_back(uses.tensor, [r.tensor for r in roots], grads), strict=True
-            ):
+        parts, uses.parts, shape = uses.parts, [], uses.tensor.shape
+        if parts and not uses.roots:
+            self._emit(uses, merged(parts, shape, keep_factors=self.keep_factors))
+        elif parts:
+            grads = dense_of(merged(parts, shape), shape)
+            pulled = _pulled_back(uses.tensor, [root.tensor for root in uses.roots], grads)
+            for root, part in zip(uses.roots, pulled, strict=True):
                 if part is not None:
                     root.parts.append(part)
-        for root in roots:
+        for root in uses.roots:
             self._arrived(root)
 
-    def _emit(self, name: str, part: Contribution) -> None:
-        if isinstance(part, Tensor):
-            shape = self._kept[name].shape
-            if part.dim() != len(shape) + 1:
-                part = part.reshape(self.num_samples, *shape)
-            self._sink(DenseBlock(name, part, self._start))
-        elif isinstance(part, Factors):
-            self._sink(FactoredBlock(name, *part, self._start))
-        elif isinstance(part, Lookups):
-            self._sink(LookupBlock(name, *part, self._start))
-        elif isinstance(part, Summed):
-            lookups = LookupBlock(name, *part.lookups, self._start)
-            self._sink(SummedBlock(name, (lookups, FactoredBlock(name, *part.factors, self._start))))
-        else:
+    def _emit(self, uses: _Uses, part: Contribution) -> None:
+        if uses.is_emitted:
+            return
+        uses.is_emitted = True
+        (name,) = uses.names
+        if isinstance(part, Pieces):
             for first, grads in part.formed():
                 self._sink(DenseBlock(name, grads, self._start + first))
+        elif isinstance(part, Tensor):
+            self._sink(DenseBlock(name, dense_of(part, uses.tensor.shape), self._start))
+        else:
+            own = tuple(replace(block, name=name, start=self._start) for block in part.parts)
+            self._sink(own[0] if len(own) == 1 else SummedBlock(name, own))
 
     def finish(self) -> None:
         """Settle uses without a gradient, on which f does not depend, and emit zeros for parameters without a block."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            waiting = [uses for uses in self._uses.values() if uses.name is None and uses.pending > 0]
+            waiting = [uses for uses in self._uses.values() if uses.roots and uses.transpose_of is None]
             for uses in reversed(waiting):
-                if uses.transpose_of is None:
+                if uses.pending:
                     uses.pending = 0
                     self._settle(uses)
             for uses in self._uses.values():
-                if uses.name is not None and uses.name not in self._emitted:
+                if not (uses.roots or uses.is_emitted):
                     uses.pending = 0
                     self._settle(uses)
-            for name, parameter in self._kept.items():
-                if name not in self._emitted:
-                    self._emit(name, parameter.new_zeros(()).expand(self.num_samples, *parameter.shape))
-
-
-def _cast_factors(part: Factors, dtype: torch.dtype) -> Factors:
-    if part.inputs.dtype == dtype == part.output_grads.dtype:
-        return part
-    return Factors(part.inputs.to(dtype), part.output_grads.to(dtype))
+                    zero = uses.tensor.new_zeros(())
+                    self._emit(uses, zero.expand(self.num_samples, *uses.tensor.shape))
 
 
 def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
     if isinstance(part, Tensor):
         # The gradient of a real tensor that was combined with complex ones is the real part.
-        part = part.real if part.is_complex() and not dtype.is_complex else part
-        return part if part.dtype == dtype else part.to(dtype)
-    if isinstance(part, Factors):
-        return _cast_factors(part, dtype)
-    if isinstance(part, Lookups):
-        return part._replace(values=part.values.to(dtype))
-    if isinstance(part, Summed):
-        return Summed(
-            part.lookups._replace(values=part.lookups.values.to(dtype)), _cast_factors(part.factors, dtype)
-        )
-    return part._replace(form=lambda rows: part.form(rows).to(dtype))
+        return (part.real if part.is_complex() and not dtype.is_complex else part).to(dtype)
+    if isinstance(part, Pieces):
+        return part._replace(form=lambda rows: part.form(rows).to(dtype))
+    if isinstance(part, FactoredBlock):
+        return FactoredBlock("", part.inputs.to(dtype), part.output_grads.to(dtype))
+    assert isinstance(part, LookupBlock)
+    return replace(part, values=part.values.to(dtype))
 
 
 def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:

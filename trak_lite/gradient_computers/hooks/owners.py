@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class SampleCode:
     """B."""
     base: int = _BASE
     """Number of powers of two per digit."""
+    _scales: dict[Any, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    """Results of :meth:`row_scales`, for one pass."""
 
     @classmethod
     def for_gradients(cls, count: int, dtypes: Sequence[torch.dtype]) -> SampleCode:
@@ -81,28 +84,25 @@ class SampleCode:
         """
         return [torch.exp2(exponents).to(like.dtype) for exponents in self._exponents(like.device)]
 
-    def row_scales(
-        self, axis: BatchAxis, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor]:
+    def row_scales(self, axis: BatchAxis, shape: Sequence[int], like: Tensor) -> list[Tensor]:
         """Return ``1 / c_i`` of the sample of every row for each pass, ``(N, 1)``, if ``axis`` holds the samples.
 
-        Args:
-            axis: The batch axis, one of ``shape``.
-            shape: The axes that index the rows; N is their product.
-            dtype: Dtype of the result.
-            device: Device of the result.
+        The rows are indexed by axes of this ``shape``, of which ``axis`` is one; N is their product.
 
         Example:
-            >>> SampleCode(2).row_scales(BatchAxis(0, 2), (4,), torch.float32, torch.device("cpu"))[0].log2().T
+            >>> SampleCode(2).row_scales(BatchAxis(0, 2), (4,), torch.zeros(1))[0].log2().T
             tensor([[32., 32., 31., 31.]])
         """
-        found = []
-        for exponents in self._exponents(device):
+        key = axis, tuple(shape), like.dtype, like.device
+        if key in self._scales:
+            return self._scales[key]
+        found = self._scales[key] = []
+        for exponents in self._exponents(like.device):
             along = exponents.repeat_interleave(axis.multiple)
             if not axis.sample_major:
                 along = exponents.repeat(axis.multiple)
             view = (-1, *(1,) * (len(shape) - 1 - axis.axis))
-            found.append(torch.exp2(-along).to(dtype).view(view).expand(*shape).reshape(-1, 1))
+            found.append(torch.exp2(-along).to(like.dtype).view(view).expand(*shape).reshape(-1, 1))
         return found
 
     def _exponents(self, device: torch.device) -> list[Tensor]:
@@ -114,10 +114,7 @@ class SampleCode:
     def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the sample of every row ``(N,)``, -1 for a row of zeros; ``None`` if a row has several samples.
 
-        Args:
-            plain: The rows' gradients or sketches of them, ``(N, s)``.
-            tagged: The same for each weighted pass.
-            dtype: Dtype of the gradients.
+        ``plain`` are gradients of this dtype or sketches of them, ``(N, s)``; ``tagged`` those of each weighted pass.
         """
         wide = float64_device(plain.device)
         if wide != plain.device:

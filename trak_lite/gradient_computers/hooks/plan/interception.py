@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """``sorted_indices`` of the packed sequence that a recurrent module reads."""
         self.looks_away = False
         """Whether to ignore operations, because FSDP2 runs them around a module."""
+        self.depth = 0
+        """Running calls of the model, one in the other."""
 
     @abstractmethod
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -53,11 +55,12 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     ) -> Any:
         """Handle the finished call of a module with a rule; return its result."""
 
-    def hide(self, module: nn.Module) -> None:
-        """Prepare the parameters of a module with a rule for its forward pass."""
+    def model_runs(self, by: int, *_: Any) -> None:
+        """Count a call of the model that starts (1) or ends (-1)."""
+        self.depth += by
 
-    def show(self, module: nn.Module) -> None:
-        """Undo :meth:`hide`."""
+    def hide(self, module: nn.Module, hidden: bool) -> None:
+        """Prepare the parameters of a module with a rule for its forward pass, or undo that."""
 
     def renamed(self, old: Tensor, new: Tensor) -> None:
         """Track ``new`` in place of ``old``, an input of a sharded module."""
@@ -66,17 +69,9 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
-        watched = self.watched
-        for value in args:  # every operation of the model comes here, often without arguments by name
-            if id(value) in watched or (isinstance(value, tuple | list) and self.touches(value)):
-                break
-        else:
-            if not kwargs:
-                return func(*args)
-            if not self.touches(kwargs.values()):
-                return func(*args, **kwargs)
         kwargs = kwargs or {}
-        if self.looks_away or not torch.is_grad_enabled():
+        reads = self.touches(args) or (kwargs and self.touches(kwargs.values()))
+        if not reads or self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         body = undispatched(func)
         if body is not None and not self.inside:
@@ -93,14 +88,16 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         return False
 
     def install(self, tree: ModelTree) -> list[Any]:
-        """Hook modules with rules, recurrent and sharded modules; return the handles."""
+        """Hook the model, and modules with rules, recurrent and sharded ones; return the handles."""
         handles = watch_borders(tree, self)
+        handles.append(tree.model.register_forward_pre_hook(partial(self.model_runs, 1)))
+        handles.append(tree.model.register_forward_hook(partial(self.model_runs, -1), always_call=True))
         for module in tree.modules:
             rule = rule_for(module)
             if rule is not None:
                 refuse_sharded_parts(module)
                 handles.append(module.register_forward_pre_hook(self._enter))
-                leave = self._leave(rule)  # prepended: runs before FSDP2 frees the parameters
+                leave = partial(self._leave, rule)  # prepended: runs before FSDP2 frees the parameters
                 handles.append(
                     module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
                 )
@@ -112,19 +109,17 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self.inside.append(module)
         if torch.is_grad_enabled():
             with torch._C.DisableTorchFunction():
-                self.hide(module)
+                self.hide(module, True)
 
-    def _leave(self, rule: GradientRule) -> Callable[..., Any]:
-        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-            self.inside.pop()
-            with torch._C.DisableTorchFunction():
-                self.show(module)
+    def _leave(
+        self, rule: GradientRule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        self.inside.pop()
+        with torch._C.DisableTorchFunction():
+            self.hide(module, bool(self.inside))
             if self.inside or not torch.is_grad_enabled():
                 return out
-            with torch._C.DisableTorchFunction():
-                return self.ruled_module(module, rule, args, kwargs, out)
-
-        return leave
+            return self.ruled_module(module, rule, args, kwargs, out)
 
     def _note_order(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")

@@ -80,6 +80,10 @@ class Plan:
     """Dtypes of the results of operations on parameters."""
     only_in_model: bool = False
     """Whether all of them ran while the model did, so that the output function's need not be intercepted."""
+    methods: Mapping[str, Mapping[str, None]] = field(default_factory=dict)
+    """The rules that computed each parameter's gradient in the last pass."""
+    escaped: Sequence[str] = ()
+    """Parameters that f depended on in another way in the last pass."""
     has_other_leaves: bool = True
     """Whether f may depend on tensors that require grad and are no parameters, as far as autograd knows."""
 
@@ -184,6 +188,7 @@ def _numbers_before(recorder: Recorder, last: int) -> int:
 def _recorded(
     model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate, smaller: Recorder | None = None
 ) -> tuple[Recorder, Tensor]:
+    """Return the recorder of a forward pass over a batch, and f."""
     recorder = Recorder(kept, smaller)
     handles = recorder.install(ModelTree(model))
     try:
@@ -215,7 +220,7 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
         reads_samples = any(
             source is not None and not part for source, part in zip(b.sources, roots, strict=True)
         )
-        site = _routed_site(a, b, names, reads_samples) if b.has_unknown_rows else _site(a, b, names)
+        site = _site(a, b, names, reads_samples)
         if not site.batched:
             if reads_samples:
                 raise mixed(site, "its result has no batch axis although it reads the samples' activations")
@@ -244,40 +249,30 @@ def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...
     return shared.get(source, ()) if source is not None else ()
 
 
-def _site(two: Record, three: Record, names: tuple[str, ...]) -> Site:
-    outputs = [batch_axis(a, b) for a, b in zip(two.output_shapes, three.output_shapes, strict=True)]
-    leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
-    site = Site(three.function, names, any(axis is not None for axis in outputs), dims=_dims(three))
-    for axis in outputs:
-        if isinstance(axis, str):
+def _site(two: Record, three: Record, names: tuple[str, ...], reads_samples: bool) -> Site:
+    """Return the site of an operation; if its rows are unknown, it is routed unless it depends on no sample."""
+    unknown = three.has_unknown_rows
+    pairs = list(zip(two.output_shapes, three.output_shapes, strict=True))
+    outputs = [batch_axis(a, b) for a, b in pairs]
+    dims = () if isinstance(three.function, nn.Module) else tuple(map(len, three.shapes))
+    site = Site(three.function, names, any(axis is not None for axis in outputs), dims=dims)
+    for axis, (a, b) in zip(outputs, pairs, strict=True):
+        if isinstance(axis, str) and (grows_twice(a, b) or not unknown):
             raise mixed(site, axis)
     site.output_axes = tuple(axis for axis in outputs if not isinstance(axis, str))
+    if unknown:
+        grows, empty = any(a != b for a, b in pairs), any(0 in b for _, b in pairs)
+        site.batched = site.routed = grows or empty or reads_samples
+        if not site.routed or not all(isinstance(axis, BatchAxis) for axis in outputs):
+            site.output_axes = ()
+        return site
+    leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
     site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
     site.routed = site.batched and site.function in PACKED and not _sequences_are_samples(three, leaves[0])
     known = not any(isinstance(axis, str) for axis in leaves)
     site.sliceable = known and two.others == three.others
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
         raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
-    return site
-
-
-def _dims(record: Record) -> tuple[int, ...]:
-    return () if isinstance(record.function, nn.Module) else tuple(len(shape) for shape in record.shapes)
-
-
-def _routed_site(two: Record, three: Record, names: tuple[str, ...], reads_samples: bool) -> Site:
-    """Return the site of an operation with unknown rows; it is not routed if it depends on no sample."""
-    grows = two.output_shapes != three.output_shapes
-    empty = any(0 in shape for shape in three.output_shapes)
-    routed = grows or empty or reads_samples
-    site = Site(three.function, names, routed, routed=routed, dims=_dims(three))
-    axes = []
-    for a, b in zip(two.output_shapes, three.output_shapes, strict=True):
-        if grows_twice(a, b):
-            raise mixed(site, f"more than one axis of its shape {a} grows with the batch")
-        axes.append(batch_axis(a, b))
-    known = tuple(axis for axis in axes if isinstance(axis, BatchAxis))
-    site.output_axes = known if routed and len(known) == len(axes) else ()
     return site
 
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["PACKED", "RECURRENT", "Examined", "examine", "flattened", "leaves_of", "rebuilt"]
+from trak_lite.gradient_computers.recording import ENTRIES, tensors_of
+
+__all__ = ["PACKED", "RECURRENT", "Examined", "examine", "flattened", "rebuilt"]
 
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
@@ -75,31 +77,13 @@ def examine(
 ) -> Examined:
     """Examine an operation before it runs.
 
-    Args:
-        function: The operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        value_free: Whether an argument is the same for all batches of equal size.
-        read: Whether Python has read tensor values, which arguments that are no tensors may contain.
+    ``value_free`` tells whether an argument is the same for all batches of equal size, and ``read`` whether Python has
+    read tensor values, which arguments that are no tensors may contain.
     """
     call = _Call(function, args, kwargs, value_free)
     return Examined(
         _moved_sizes(call), _chooses_by_value(call), _num_read(call), _is_made_of_sizes(call, read)
     )
-
-
-_ENTRIES = frozenset({int, float, bool, str, type(None), type(...), torch.dtype, torch.device})
-"""Types of arguments that are leaves."""
-
-
-def leaves_of(values: Any) -> list[Any]:
-    """Return the leaves of nested containers, like ``tree_flatten`` but ten times as fast."""
-    kind = type(values)
-    if kind is tuple or kind is list:
-        return [leaf for value in values for leaf in leaves_of(value)]
-    if kind is dict:
-        return [leaf for value in values.values() for leaf in leaves_of(value)]
-    return [values] if kind in _ENTRIES or isinstance(values, Tensor) else tree_flatten(values)[0]
 
 
 def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec | None]:
@@ -108,7 +92,7 @@ def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[An
     The structure is ``None`` then.
     """
     if kwargs or not all(
-        [type(arg) in _ENTRIES or isinstance(arg, Tensor) or _are_sizes(arg) for arg in args]
+        [type(arg) in ENTRIES or isinstance(arg, Tensor) or _are_sizes(arg) for arg in args]
     ):
         return tree_flatten((args, dict(kwargs)))
     return list(args), None
@@ -263,11 +247,7 @@ def _num_read(call: _Call) -> int:
         sizes = [(part.start, part.stop, part.step) for part in call.parts if isinstance(part, slice)]
     elif name in _FACTORIES or name in _TAKING_SIZES:
         sizes = (args[name in _TAKING_SIZES :], dict(call.kwargs))
-    return sum(
-        int(leaf.numel())
-        for leaf in leaves_of(sizes)
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point()
-    )
+    return sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point())
 
 
 # Results that do not depend on values
@@ -279,7 +259,7 @@ _RANDOM = _names("rand randn randint randperm bernoulli multinomial normal rand_
 def _is_made_of_sizes(call: _Call, read: bool) -> bool:
     if call.name in _RANDOM or call.name in _LIKE:
         return call.name in _LIKE
-    tensors = [leaf for leaf in leaves_of((call.args, dict(call.kwargs))) if isinstance(leaf, Tensor)]
+    tensors = tensors_of((call.args, dict(call.kwargs)))
     if not tensors:
         return call.name in _FACTORIES or not read
     return all(map(call.value_free, tensors))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
-from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine, leaves_of
+from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine
 from trak_lite.gradient_computers.hooks.registry import GradientRule
-from trak_lite.models.tree import ModelTree
+from trak_lite.gradient_computers.recording import leaves_of, tensors_of
 
 __all__ = ["Record", "Recorder", "differentiable", "grows_twice", "is_in_place", "written"]
 
@@ -23,8 +22,8 @@ _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 def differentiable(result: Any) -> list[Tensor]:
     """Return the real and complex floating-point tensors of a result, in order."""
-    leaves = [result] if isinstance(result, Tensor) else leaves_of(result)
-    return [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+    tensors = [result] if isinstance(result, Tensor) else tensors_of(result)
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 def is_in_place(function: Function) -> bool:
@@ -104,17 +103,6 @@ class Recorder(AbstractInterceptor):
         """Whether some operation selected or moved rows by values."""
         self._value_free: dict[int, tuple[Tensor, int]] = {}
         """Tensors that do not depend on values, with the version counters for which this holds."""
-        self._running = False
-
-    def install(self, tree: ModelTree) -> list[Any]:
-        """Hook the modules, and the model to track when it runs; return the handles."""
-
-        def note(running: bool, *_: Any) -> None:
-            self._running = running
-
-        starts = tree.model.register_forward_pre_hook(partial(note, True))
-        ends = tree.model.register_forward_hook(partial(note, False), always_call=True)
-        return [*super().install(tree), starts, ends]
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -126,10 +114,10 @@ class Recorder(AbstractInterceptor):
         found = examine(func, args, kwargs, self._is_value_free, bool(self.reads))
         reasons = set(self._taints_of((args, dict(kwargs))))
         result = super().__torch_function__(func, types, args, kwargs)
-        tensors = [t for t in leaves_of(written(func, args, result)) if isinstance(t, Tensor)]
+        tensors = tensors_of(written(func, args, result))
         if found.num_read:
             self.reads.append((len(self.records), found.num_read))
-            if self._running:
+            if self.depth:
                 self.read_by_model += found.num_read
                 of_quantifier = bool(args) and id(args[0]) in self._quantifiers
                 self.reads_only_quantifiers &= of_quantifier and found.num_read == 1
@@ -194,7 +182,7 @@ class Recorder(AbstractInterceptor):
                 self.taints[_memory(tensor)] = (tensor, own)
 
     def _taints_of(self, arguments: Any) -> frozenset[str]:
-        leaves = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)] if self.taints else []
+        leaves = tensors_of(arguments) if self.taints else []
         keys = [key for leaf in leaves for key in (id(leaf), _memory(leaf)) if key in self.taints]
         return frozenset().union(*(self.taints[key][1] for key in keys))
 
@@ -222,23 +210,21 @@ class Recorder(AbstractInterceptor):
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Record a module with a rule as one operation."""
-        names = [self.sources[id(p)] for p in module.parameters() if id(p) in self.sources]
-        if names:
-            shapes = [tuple(p.shape) for p in module.parameters() if id(p) in self.sources]
-            outputs = differentiable(out)
-            taints = self._taints_of((args, kwargs))
-            value_free = [False] * len(names)  # for the parameters; the module's inputs are not inspected
-            self._record(Record(module, names, shapes, [], outputs, _shapes(outputs), taints, value_free))
+        read = [p for p in module.parameters() if id(p) in self.sources]
+        if read:
+            names, outputs = [self.sources[id(p)] for p in read], differentiable(out)
+            # The module's inputs are not inspected.
+            reads = _shapes(read), list[Any](), outputs, _shapes(outputs), self._taints_of((args, kwargs))
+            self._record(Record(module, names, *reads, [False] * len(read)))
         return out
 
     def _record(self, record: Record) -> None:
-        place = len(self.records)
-        record.in_model = self._running
+        record.in_model = self.depth > 0
         self.records.append(record)
         for tensor in record.outputs:
             if tensor.requires_grad:
                 self.watched[id(tensor)] = tensor
-                self.sources[id(tensor)] = place
+                self.sources[id(tensor)] = len(self.records) - 1
 
 
 def _refuse_nested(function: Function, tensors: Sequence[Tensor]) -> None:

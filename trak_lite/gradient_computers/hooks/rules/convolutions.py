@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trak_lite.gradient_computers.hooks.calls import Contribution, Factors, OperationCall, Pieces, conjugate
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, Pieces, conjugate
+from trak_lite.types import FactoredBlock
 
-__all__ = ["conv_rule", "conv_transpose_rule"]
+__all__ = ["conv_rule"]
 
 _PIECE_BYTES = 3 << 19
 """Gradients formed at a time on a CPU. With more, one call takes up to five times as long; with fewer, up to twice."""
@@ -29,31 +30,17 @@ _LARGE = 1 << 16
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
 
-def conv_rule(call: OperationCall, grad: Tensor) -> _Parts:
-    """``conv(x, weight) + bias`` in one to three dimensions."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    return _rule(call, grad, *call.bind(*names))
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_NAMES_TRANSPOSED = (*_NAMES[:5], "output_padding", "groups", "dilation")
 
 
-def conv_transpose_rule(call: OperationCall, grad: Tensor) -> _Parts:
-    """``conv_transpose(x, weight) + bias``: the patches are those of the output gradient."""
-    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    x, weight, bias, stride, padding, _, groups, dilation = call.bind(*names)
-    return _rule(call, grad, x, weight, bias, stride, padding, dilation, groups, transposed=True)
+def conv_rule(call: OperationCall, grad: Tensor, *, transposed: bool = False) -> _Parts:
+    """``conv(x, weight) + bias`` in one to three dimensions.
 
-
-def _rule(
-    call: OperationCall,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int | None,
-    transposed: bool = False,
-) -> _Parts:
+    ``transposed``: ``conv_transpose(x, weight) + bias``; the patches are those of the output gradient.
+    """
+    x, weight, bias, stride, padding, *others = call.bind(*(_NAMES_TRANSPOSED if transposed else _NAMES))
+    groups, dilation = others[1:] if transposed else others[::-1]
     dims, axis = weight.dim() - 2, call.axis_of(x)
     if axis is None or axis.axis != 0 or x.dim() != dims + 2 or call.wants(x):
         return
@@ -69,11 +56,8 @@ def _rule(
         else:
             yield weight, product.in_pieces()
     if call.wants(bias):
-        if call.output_axis.multiple == 1:
-            yield bias, grad.flatten(2).sum(2)
-        else:
-            samples = call.output_samples(grad)  # (B, m, C, *positions)
-            yield bias, samples.sum([axis for axis in range(1, samples.dim()) if axis != 2])
+        samples = call.output_samples(grad)  # (B, m, C, *positions)
+        yield bias, samples.sum([1, *range(3, samples.dim())])
 
 
 def _each(value: Any, dims: int, default: int) -> tuple[int, ...]:
@@ -135,7 +119,7 @@ class _Product:
 
         rows, patches = by_sample(self.grad.flatten(2)), by_sample(self._patches())
         if self.groups == 1:
-            return Factors(patches.transpose(1, 2), rows.transpose(1, 2))
+            return FactoredBlock("", patches.transpose(1, 2), rows.transpose(1, 2))
         out, patch = (torch.unflatten(value, 1, (self.groups, -1)) for value in (rows, patches))
         return torch.matmul(out, patch.transpose(-1, -2)).reshape(call.num_samples, *self.weight.shape)
 

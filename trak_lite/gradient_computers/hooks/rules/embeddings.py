@@ -9,8 +9,9 @@ from torch import Tensor
 
 from trak_lite._devices import add_at_, wide_dtype
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, Lookups, OperationCall
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.owners import Arrangement
+from trak_lite.types import LookupBlock
 
 __all__ = ["embedding_bag_rule", "embedding_rule"]
 
@@ -27,18 +28,13 @@ def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts:
     values = call.output_samples(grad).reshape(*rows.shape, weight.shape[1])
     if padding is not None and padding >= 0:
         values = values.masked_fill((rows == padding).unsqueeze(-1), 0.0)
-    yield weight, Lookups(rows, values, weight.shape[0])
-
-
-_BAG = (
-    *("weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights"),
-    *("include_last_offset", "padding_idx"),
-)
+    yield weight, LookupBlock("", rows, values, weight.shape[0])
 
 
 def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts:
     """Rule of sums, means or maxima of bags of rows."""
-    weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(*_BAG)
+    names = "weight indices offsets scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
+    weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(*names.split())
     _refuse_frequency(by_frequency)
     if ids.dim() != 1 or call.output_axis.axis != 0 or call.wants(scales):
         return
@@ -54,7 +50,7 @@ def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts:
     rows, values = by_sample.take(ids).view(shape), values.view(*shape, weight.shape[1])
     # Samples with fewer ids are padded with values of zero.
     rows, values = (by_sample.placed(part, call.num_samples) for part in (rows, values))
-    yield weight, Lookups(rows, values, weight.shape[0])
+    yield weight, LookupBlock("", rows, values, weight.shape[0])
 
 
 def _shares(

@@ -111,10 +111,7 @@ def looped(
 ) -> Iterator[tuple[Tensor, Contribution]]:
     """Run the operation once and differentiate it once per given sample; other samples have gradient zero.
 
-    Args:
-        call: The operation.
-        samples: Indices of samples, below B.
-        alone: Returns the gradients of the differentiable results for one sample.
+    ``alone`` returns the gradients of the differentiable results for one sample.
     """
     leaves, places, run = _opened(call)
     with torch.enable_grad(), nullcontext() if call.random is None else call.random.replayed():

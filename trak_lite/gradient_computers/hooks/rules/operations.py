@@ -9,40 +9,22 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import (
-    Contribution,
-    Factors,
-    OperationCall,
-    OperationRule,
-    conjugate,
-)
-from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample, sum_to_parameter
-from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule, conv_transpose_rule
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, OperationRule, conjugate
+from trak_lite.gradient_computers.hooks.plan.axes import sum_to_parameter
+from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
+from trak_lite.types import FactoredBlock
 
 __all__ = ["MAY_DRAW", "RULES", "matrices_of", "reads_nothing"]
 
 _Parts = Iterator[tuple[Tensor, Contribution]]
-
-
-def _positions(tensor: Tensor, axis: BatchAxis, count: int) -> Tensor:
-    """Return a tensor whose last axis holds the d entries of a position as ``(B, T, d)``."""
-    if axis.axis == 0 and axis.sample_major and tensor.numel():
-        return tensor.reshape(count, -1, tensor.shape[-1])
-    return _flattened(by_sample(tensor, axis, count))
-
-
-def _flattened(samples: Tensor) -> Tensor:
-    """Flatten ``(B, ..., d)`` to ``(B, T, d)``."""
-    return samples.reshape(
-        samples.shape[0], samples[0].numel() // max(samples.shape[-1], 1), samples.shape[-1]
-    )
 
 
 def linear_rule(call: OperationCall, grad: Tensor) -> _Parts:
@@ -67,8 +49,8 @@ def matmul_rule(call: OperationCall, grad: Tensor) -> _Parts:
     if call.wants(left) and left.dim() == 2 and right.dim() >= 2:
         axis = call.axis_of(right)
         if axis is not None and axis.axis != right.dim() - 2:
-            inputs = conjugate(_flattened(call.samples(right).transpose(-1, -2)))
-            yield left, Factors(inputs, _flattened(call.output_samples(grad).transpose(-1, -2)))
+            columns = call.samples(right).mT.flatten(1, -2)
+            yield left, FactoredBlock("", conjugate(columns), call.output_samples(grad).mT.flatten(1, -2))
 
 
 def matrices_of(call: OperationCall) -> tuple[Any, Any]:
@@ -89,10 +71,11 @@ def _matrix_product(
         or (bias is not None and bias.dim() != 1)
     ):
         return
-    grads = _positions(grad, call.output_axis, call.num_samples)
+    grads = call.output_samples(grad).flatten(1, -2)  # (B, T, d)
     if call.wants(weight):
-        inputs = conjugate(_positions(x, axis, call.num_samples))
-        yield weight, Factors(grads, inputs) if weight_is_in_out else Factors(inputs, grads)
+        inputs = conjugate(call.samples(x).flatten(1, -2))
+        pair = (grads, inputs) if weight_is_in_out else (inputs, grads)
+        yield weight, FactoredBlock("", *pair)
     if call.wants(bias):
         yield bias, (grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1))
 
@@ -134,9 +117,7 @@ def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
 def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor | None]) -> OperationRule:
     """Return the rule of ``a op b``.
 
-    Args:
-        derivative: ``derivative(call, (a, b), place, grad)`` returns the derivative with respect to one operand times
-            the gradient.
+    ``derivative(call, (a, b), place, grad)`` returns the derivative with respect to one operand times the gradient.
     """
 
     def rule(call: OperationCall, grad: Tensor) -> _Parts:
@@ -152,18 +133,12 @@ def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor 
     return rule
 
 
-def _of_sum(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    alpha = conjugate(call.kwargs.get("alpha", 1))
-    scaled: Tensor = grad * alpha if place == 1 and alpha != 1 else grad
-    return scaled
+def _of_sum(*signs: int) -> Callable[[OperationCall, Any, int, Tensor], Tensor]:
+    def derivative(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
+        factor = signs[place] * (conjugate(call.kwargs.get("alpha", 1)) if place else 1)
+        return grad if factor == 1 else grad * factor
 
-
-def _of_difference(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    return -_of_sum(call, operands, place, grad) if place == 1 else grad
-
-
-def _of_reflected_difference(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    return grad if place == 1 else -grad
+    return derivative
 
 
 def _of_product(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
@@ -222,16 +197,14 @@ def _affine(
     num_last: int | None = None,
 ) -> _Parts:
     """``normalised * weight + bias``, where the parameters have the last ``num_last`` axes, or that of the channels."""
-    axis, out = call.axis_of(x), call.output_axis
+    axis = call.axis_of(x)
     axes = range(1, 2) if num_last is None else range(x.dim() - num_last, x.dim())
     if axis is None or axis.axis in axes or (num_last is None and axis.axis != 0) or call.wants(x):
         return
-    alone = (out.axis, out.multiple) == (0, 1)
-    summed = [i + (not alone) for i in range(alone, grad.dim()) if i not in axes]
+    summed = [i + 1 for i in range(grad.dim()) if i not in axes]
 
     def reduced(value: Tensor, like: Tensor) -> Tensor:
-        samples = value if alone else call.output_samples(value)
-        return (samples.sum(summed) if summed else samples).reshape(-1, *like.shape)
+        return call.output_samples(value).sum(summed).reshape(call.num_samples, *like.shape)
 
     if call.wants(weight):
         yield weight, reduced(grad * normalised, weight)
@@ -296,7 +269,7 @@ _TABLE: list[tuple[str, OperationRule, Sequence[Any]]] = [
     ("convolution", conv_rule, (torch.conv1d, torch.conv2d, torch.conv3d)),
     (
         "transposed convolution",
-        conv_transpose_rule,
+        partial(conv_rule, transposed=True),
         (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
     ),
     ("einsum", einsum_rule, (torch._VF.einsum,)),  # type: ignore[attr-defined]
@@ -307,9 +280,9 @@ _TABLE: list[tuple[str, OperationRule, Sequence[Any]]] = [
     ("group norm", group_norm_rule, (torch.group_norm,)),
     ("batch norm", batch_norm_rule, (torch.batch_norm,)),
     ("instance norm", instance_norm_rule, (torch.instance_norm,)),
-    ("elementwise", _elementwise(_of_sum), (torch.add, T.add, T.add_)),
-    ("elementwise", _elementwise(_of_difference), (torch.sub, T.sub, T.sub_)),
-    ("elementwise", _elementwise(_of_reflected_difference), (T.__rsub__,)),
+    ("elementwise", _elementwise(_of_sum(1, 1)), (torch.add, T.add, T.add_)),
+    ("elementwise", _elementwise(_of_sum(1, -1)), (torch.sub, T.sub, T.sub_)),
+    ("elementwise", _elementwise(_of_sum(-1, 1)), (T.__rsub__,)),
     ("elementwise", _elementwise(_of_product), (torch.mul, T.mul, T.mul_, torch.multiply)),
     ("elementwise", _elementwise(_of_quotient), (torch.div, T.div, T.div_, torch.true_divide)),
     ("expansion", expand_rule, (T.expand, T.expand_as)),

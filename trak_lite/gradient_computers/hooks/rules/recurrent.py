@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Factors
+from trak_lite.types import FactoredBlock
 
-__all__ = ["Steps", "Tap", "Trace", "run_recurrent"]
+__all__ = ["Steps", "Tap", "Trace", "is_recurrence", "num_sequences", "run_recurrent"]
 
 Tap: TypeAlias = Callable[[Tensor, Sequence[Any], Callable[[Tensor], list[Any]]], Tensor]
 """``tap(value, weights, parts)``: once the gradient of ``value`` is known, ``parts(gradient)`` returns one contribution
@@ -113,27 +113,47 @@ class Steps:
         return places[::-1] if self.backward else places
 
 
-def run_recurrent(
-    kind: str, args: Sequence[Any], *, num_samples: int, order: Tensor | None, tap: Tap
-) -> tuple[Tensor, ...]:
+def _is_packed(args: Sequence[Any]) -> bool:
+    return isinstance(args[3], list | tuple)
+
+
+def num_sequences(args: Sequence[Any]) -> int:
+    """Return how many sequences a recurrent operation reads; all packed ones are in the first step."""
+    return int(args[1][0]) if _is_packed(args) else int(args[0].shape[int(not args[-1])])
+
+
+def is_recurrence(kind: str, args: Sequence[Any]) -> bool:
+    """Whether a recurrent operation has no projection of its state.
+
+    Raises:
+        UnsupportedModelError: If it projects the state of a packed sequence.
+    """
+    state = args[2 if _is_packed(args) else 1]
+    if kind != "lstm" or state[0].shape[-1] == state[1].shape[-1]:
+        return True
+    if _is_packed(args):
+        raise UnsupportedModelError(
+            "An LSTM with proj_size reads a packed sequence, whose rows hooks cannot assign to samples. Pad the "
+            "sequence, or use another gradient computer."
+        )
+    return False
+
+
+def run_recurrent(kind: str, args: Sequence[Any], *, order: Tensor | None, tap: Tap) -> tuple[Tensor, ...]:
     """Run ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` or ``torch.rnn_relu``.
 
-    Args:
-        kind: A value of :data:`RECURRENT`.
-        args: The operation's arguments.
-        num_samples: B.
-        order: The sample of each row of a packed sequence.
-        tap: Called for each tensor whose gradient is needed.
+    ``order`` is the sample of each row of a packed sequence. ``tap`` is called for each tensor that needs a gradient.
 
     Raises:
         UnsupportedModelError: If dropout is active between layers.
     """
-    if isinstance(args[3], list | tuple):  # a packed sequence
+    count = num_sequences(args)
+    if _is_packed(args):
         x, sizes, *rest = args
-        steps = Steps(sizes.tolist(), num_samples, order, None)
+        steps = Steps(sizes.tolist(), count, order, None)
     else:
         x, *rest, batch_first = args
-        steps = Steps([num_samples] * x.shape[int(batch_first)], num_samples, None, int(batch_first))
+        steps = Steps([count] * x.shape[int(batch_first)], count, None, int(batch_first))
     state, weights, _, layers, dropout, train, bidirectional = rest
     if train and dropout:
         raise UnsupportedModelError(
@@ -178,10 +198,8 @@ def _run_layer(
         if resets is not None:
             r, z, n = grads.chunk(3, -1)
             state_grads = torch.cat((r, z, n * steps.by_sample(resets)), -1)
-        found: list[Any] = [
-            Factors(steps.by_sample(inputs), grads),
-            Factors(steps.by_sample(seen), state_grads),
-        ]
+        pairs = (inputs, grads), (seen, state_grads)
+        found: list[Any] = [FactoredBlock("", steps.by_sample(rows), own) for rows, own in pairs]
         return found + ([grads.sum(1), state_grads.sum(1)] if biases else [])
 
     pre = tap(functional.linear(x, w_in, bias), weights, parts)
