@@ -9,8 +9,8 @@ retrains without 60 sets, with the classes as groups. Then models are retrained 
 
 ``coverage`` is the share of (set, target) whose change lies in the 90 % interval, ``own`` that of the targets that the
 set was chosen for; ``half_width`` the median, to compare with ``noise``, the deviation between seeds. ``verdict`` are
-intervals from 40 random halves of the train rows instead of trials, as ``verify`` leaves them: ``refused`` is the share
-of sets without an interval.
+intervals from 40 random halves of the train rows instead of trials, as ``verify`` leaves them, before ``what_if``
+widens them: ``refused`` is the share of sets without an interval.
 
 ``repair``: for ten targets, f is to fall by one standard deviation of f over targets. Rows are removed in the order of
 the scores, of the similarity of inputs (``nearest``), or at random: the share of targets where the mean of two fresh

@@ -125,6 +125,20 @@ class Trials:
         """Return the number of trials."""
         return len(self.shares)
 
+    def __str__(self) -> str:
+        """Return the sizes of the trials and how far predictions and changes go, on a few lines."""
+        sizes = [
+            f"without {share:.1%} of the train rows ({here.sum()} sets): changes {_size(self.measured[here]):.3g}, "
+            f"predicted {_size(self.predicted[here]):.3g}"
+            for share in np.unique(self.shares)
+            for here in [self.shares == share]
+        ]
+        first = (
+            f"{len(self)} trial sets, {self.num_seeds} model{'s' * (self.num_seeds > 1)} each (root mean squares over "
+            f"targets; between seeds {_size(self.noise):.3g})"
+        )
+        return "\n".join([first, *sizes])
+
     @classmethod
     def of_subsets(cls, summed: ArrayLike, retrained: ArrayLike, alpha: float, num_seeds: int) -> Self:
         """Return the trials that random subsets of the train rows make up, each compared with the other subsets.
@@ -247,6 +261,11 @@ class Trials:
         variance = _Variance.of(self.predicted, residuals, weights)
         quantile = conformal_quantile(np.abs(residuals) / variance.deviation(self.predicted), weights, level)
         return asked * slopes[0], quantile * variance.deviation(asked)
+
+
+def _size(values: Array) -> float:
+    """Return the root mean square."""
+    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def _slopes(parts: Array, measured: Array, weights: Array) -> tuple[Array, Array]:

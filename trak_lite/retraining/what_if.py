@@ -112,7 +112,9 @@ def what_if(
     relabelled rows with the new label minus those with the old one.
 
     A removed set gets an interval from sets whose removal was measured: those of :func:`try_removals`, otherwise the
-    random subsets of :func:`~trak_lite.verify`, which resemble random sets only. The interval is about the mean output
+    random subsets of :func:`~trak_lite.verify`, which resemble random sets only. These are compared with each other and
+    not with models of all rows, so that their intervals are widened by the change that the scores predict for random
+    rows. The interval is about the mean output
     of R models that are trained without the rows, R as in these retrainings, minus the expected output of models that
     are trained on all rows. Sets that too few retrainings resemble in size and concentration, and sets that are larger
     or denser than all of them, get no interval, and ``basis`` says why; nor do added or relabelled rows, because
@@ -197,7 +199,12 @@ class SummedEffects:
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
         found = self.trials.interval(predicted, standard, share, level=level, target=target)
-        lower, upper = found.predicted - found.half_width, found.predicted + found.half_width
+        width = found.half_width
+        if (
+            self.trials.of_verdict
+        ):  # no model with all rows was trained: what all sets of the size share is not measured
+            width = width + np.abs(len(rows) * self._moments[0])
+        lower, upper = found.predicted - width, found.predicted + width
         basis = _basis(self.trials, found, (share, float(concentration_of(standard))), level)
         if np.isinf(found.half_width).all():
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
