@@ -197,6 +197,44 @@ def wrong_labels() -> str:
     return markdown(["data", *(f"`{ranking}`" for ranking in rankings)], rows)
 
 
+def what_if() -> str:
+    """Return the coverage of intervals of removed sets on fresh retrainings, and their widths."""
+    rows = []
+    for problem, found in parts("what_if").items():
+        kinds = dict.fromkeys(cell.rpartition(" ")[0] for cell in found["sets"])
+        shares = list(dict.fromkeys(cell.rpartition(" ")[2] for cell in found["sets"]))
+        for kind in kinds:
+            cells = [found["sets"][f"{kind} {share}"] for share in shares]
+            shown = [f"{100 * one['coverage']:.0f} % (± {one['half_width']:.2g})" for one in cells]
+            rows.append([problem, f"{found['noise']:.2g}", kind, *shown])
+    return markdown(["problem", "between seeds", "set", "1 % of the rows", "5 %", "20 %"], rows)
+
+
+def repair() -> str:
+    """Return the share of the rows to remove for 80 % success by method, and what ``repair`` finds."""
+    rows = []
+    for problem, found in parts("what_if").items():
+        if "repair" not in found:
+            continue
+        one = found["repair"]
+        by_size = [one[method]["80 % at"] or "none up to 32 %" for method in ("scores", "nearest", "random")]
+        chosen = one["found with chance 0.8"]
+        cells = [f"{chosen[name]:.1%}" for name in ("median share", "success of these")]
+        collateral = f"{chosen['collateral, root mean square']:.2g}"
+        rows.append([problem, f"{one['goal']:.1f}", *by_size, *cells, collateral])
+    columns = [
+        "problem",
+        "goal",
+        "scores",
+        "nearest",
+        "random",
+        "`repair`: rows",
+        "success",
+        "change of other targets",
+    ]
+    return markdown(columns, rows)
+
+
 def selection() -> str:
     """Return memory and CPU time of selections by the number of train rows."""
     found = parts("selection")
@@ -430,6 +468,8 @@ TABLES: dict[str, Callable[[], str]] = {
         plan,
         reliability,
         wrong_labels,
+        what_if,
+        repair,
         selection,
         optimizer,
         zoo,

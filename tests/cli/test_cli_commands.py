@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from pathlib import Path
@@ -24,7 +25,7 @@ from cli_cases import (
     write_case,
 )
 
-from trak_lite import Attributor, cli, verify
+from trak_lite import Attributor, cli, repair, verify, what_if
 from trak_lite.methods import GaussNewton
 from trak_lite.store import Manifest, ZarrFeatureStore, open_store
 
@@ -192,6 +193,48 @@ def test_a_verification_retrains_and_its_verdict_is_shown_with_the_store(copied,
     assert shown.splitlines()[0] == str(expected).splitlines()[0]
     assert "on 3 subsets x 1 seeds of 50% of the rows, 6 targets" in shown
     assert f"verdict on scores/held-out: {shown.splitlines()[0]}" in inspected
+
+
+def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied, capsys):
+    """Without model and recipe; before the trials without an interval. Ranges of rows and columns name a set."""
+    store, config = str(copied / "run.zarr"), str(copied / "run.yaml")
+    scored = opened(copied).scores("held-out")
+    assert done(["effects", store, "--remove", "3,8-10"], capsys) == f"{what_if(scored, [3, 8, 9, 10])}\n"
+    shown = done(["trials", config, "--trials.budget", "30", "--trials.shares=[0.1, 0.2]"], capsys)
+    assert shown.startswith("30 trial sets, 1 model each")
+    assert "without 20.0% of the train rows (15 sets): changes " in shown
+    scored = opened(copied).scores("held-out")
+    expected = what_if(scored, [3, 8, 9, 10])
+    out = copied / "effects.json"
+    shown = done(["effects", store, "--remove=3,8-10", "--out", str(out)], capsys)
+    assert shown == f"{expected}\nwritten: {out}\n"
+    assert "From 30 trial sets (1 model each)" in shown
+    assert json.loads(out.read_text()) == expected.to_json()
+    found = repair(scored, 2, -0.05)
+    rows = ",".join(map(str, sorted(found.rows.tolist())))
+    shown = done(["effects", store, "--target", "2", "--goal", "-0.05"], capsys)
+    assert shown == f"rows to remove: {rows}\n{found}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            [],
+            "effects takes one question: --remove ROWS, such as 3,8-11; --where NAME=VALUE; or --target NUMBER with",
+        ),
+        (["--remove", "1", "--where", "a=b"], "effects takes one question"),
+        (["--target", "1"], "effects takes one question"),
+        (["--remove", "one"], "--remove must be numbers and ranges, such as 3,8-11, got 'one'"),
+        (["--remove", "9-3"], "--remove: '9-3' is no range of at most"),
+        (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
+        (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
+        (["--remove", "40"], "rows must contain at least one of the rows 0 to 39, got [40]"),
+        (["--where", "source=web"], "source"),
+    ],
+)
+def test_questions_about_effects_that_cannot_be_answered_are_refused(options, said, ran, capsys):
+    assert said in refused(["effects", str(ran / "run.zarr"), *options], capsys)
 
 
 def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):

@@ -45,7 +45,7 @@ WRONG_KEYS = [
     ),
     ("train_data: {indices+: 1}", "unknown key 'train_data.indices+'. Did you mean 'train_data.indices'?"),
     ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
-    ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget'?"),
+    ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget' or 'trials.budget'?"),
     ("indices: [1]", "unknown key 'indices'. Did you mean 'train_data.indices' or 'target_data.indices'?"),
     ("zzzz: 4", "unknown key 'zzzz'. The option --help lists the keys."),
     ("1: 2", "unknown key '1'."),

@@ -220,12 +220,14 @@ def test_no_command_runs_python_that_only_a_store_names(command, attack, copied)
 
 
 @pytest.mark.parametrize(
-    ("command", "attack"), cases(lambda row, column: (row, column) in {(4, 0), (1, 4), (8, 6)})
+    ("command", "attack"),
+    cases(lambda row, column: (COMMANDS[row], column) in {("report", 0), ("featurize", 4), ("unroll", 6)}),
 )
 def test_beside_a_typed_recipe_the_store_adds_no_code(command, attack, copied):
     planted = plant_python(copied)
     attack(copied)
     store, typed = str(copied / "run.zarr"), ["--recipe", str(copied / "recipe.py"), "--verify.budget", "2"]
+    typed += ["--trials.budget", "9"]
     for form in ([store], ["--from", store]):
         assert python_among(attempt([command, *form, *typed]), [*planted, STDLIB]) == [], form
     assert not list(copied.rglob("ran"))

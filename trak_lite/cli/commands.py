@@ -1,8 +1,9 @@
-"""The commands ``run``, ``featurize``, ``score``, ``verify`` and ``report``."""
+"""The commands ``run``, ``featurize``, ``score``, ``verify``, ``trials``, ``effects`` and ``report``."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shlex
 import shutil
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 from safetensors.torch import save_file
@@ -22,14 +23,18 @@ from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
-from trak_lite.data.columns import require_columns
+from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.trials import Trials
 from trak_lite.methods import as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
+from trak_lite.retraining.repair import Repair, repair
+from trak_lite.retraining.subsets import TrainFunction
 from trak_lite.retraining.verify import verify
+from trak_lite.retraining.what_if import Effects, try_removals, what_if
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings, versions
 from trak_lite.run.tables import scored_names
@@ -41,13 +46,15 @@ from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
-__all__ = ["COMMANDS", "Job", "beside", "conditions", "renders", "report"]
+__all__ = ["COMMANDS", "Job", "beside", "conditions", "effects", "renders", "report"]
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
 
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 _SHOWN_GROUPS = 20
+_MOST_NAMED = 10_000_000
+_Number = TypeVar("_Number", int, float)
 
 
 @final
@@ -161,6 +168,25 @@ class Job:
         Raises:
             InvalidInputError: If the recipe does not define ``train``.
         """
+        return verify(self._scored(), self._train_fn(), self.target_rows, **self.config.values["verify"])
+
+    def try_removals(self) -> Trials:
+        """Measure the removal of sets of train rows with models that the recipe retrains.
+
+        Raises:
+            InvalidInputError: If the recipe does not define ``train``.
+        """
+        return try_removals(
+            self._scored(), self._train_fn(), self.target_rows, **self.config.values["trials"]
+        )
+
+    def _scored(self) -> Scores:
+        """Return the stored scores."""
+        score = self.config.values["score"]
+        return self.attributor.scores(score["name"], method=score["method"], task=score["task"])
+
+    def _train_fn(self) -> TrainFunction:
+        """Return the recipe's training, of rows that are numbered as in the scores."""
         train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None:
             raise InvalidInputError(
@@ -168,10 +194,7 @@ class Job:
                 "subset. Add it; it returns the trained module or its state dict."
             )
         rows = self.config.values["train_data"]["indices"]
-        train_fn = partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
-        score = self.config.values["score"]
-        scores = self.attributor.scores(score["name"], method=score["method"], task=score["task"])
-        return verify(scores, train_fn, self.target_rows, **self.config.values["verify"])
+        return partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
 
     def unroll(self) -> Scores:
         """Train so that the training can be replayed, and return the derivatives of the targets through it.
@@ -295,6 +318,7 @@ COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
     "featurize": featurize,
     "score": score,
     "verify": lambda job: [str(job.verify())],
+    "trials": lambda job: [str(job.try_removals())],
     "unroll": lambda job: job.shown(job.unroll()),
 }
 """The commands that need model and data; each returns the lines to print."""
@@ -333,6 +357,30 @@ def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> 
         yield f"  ... {len(order) - _SHOWN_GROUPS} more"
 
 
+def scores_of(config: RunConfig) -> Scores:
+    """Return the scores that a config names, of a store that is read without model and data.
+
+    Raises:
+        StateError: If there are no such scores.
+        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
+    """
+    with open_store(config.path) as store:
+        settings = StoredSettings.of(
+            store.manifest,
+            device=resolve_device(config.values["device"]),
+            where=str(config.path),
+        )
+        known = scored_names(store)
+    chosen = config.values["score"]
+    name = check_name(chosen["name"], what="target set")
+    if chosen["dense"] and known and name not in known:
+        if name != _DEFAULT_NAME or len(known) > 1:
+            raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
+        name = known[0]
+    method, dense = settings.scored_by(chosen["method"]), chosen["dense"]
+    return stored_scores(Workspace(config.path), settings, name, method, dense=dense)
+
+
 def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | None) -> Iterator[str]:
     """Write the scores of a store as one page of HTML. Yield the lines to print.
 
@@ -349,27 +397,77 @@ def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | 
     """
     from trak_lite.report import write_report  # imported late: no other command needs it
 
-    with open_store(config.path) as store:
-        settings = StoredSettings.of(
-            store.manifest,
-            device=resolve_device(config.values["device"]),
-            where=str(config.path),
-        )
-        known = scored_names(store)
-    chosen, recipe = config.values["score"], config.recipe
-    name = check_name(chosen["name"], what="target set")
-    if chosen["dense"] and known and name not in known:
-        if name != _DEFAULT_NAME or len(known) > 1:
-            raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
-        name = known[0]
-    method, dense = settings.scored_by(chosen["method"]), chosen["dense"]
-    scores = stored_scores(Workspace(config.path), settings, name, method, dense=dense)
+    scores = scores_of(config)
+    recipe = config.recipe
     render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
     if recipe is None and (scores.verdict, scores.one_run_verdict):  # damaged ones raise before the note
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
     page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"
+
+
+def effects(
+    config: RunConfig, options: Mapping[str, str | None], where: Mapping[str, list[str]] | None
+) -> Iterator[str]:
+    """Predict what changes if a set of train rows goes, or find one that changes a target. Yield the lines to print.
+
+    Args:
+        config: Names the store and the scores.
+        options: ``remove``: row numbers and ranges, such as ``3,8-11``. ``target`` and ``goal``: find the set instead.
+            ``out``: file to write the result to, as JSON.
+        where: Values by column of the rows that go, instead of ``remove``.
+
+    Raises:
+        InvalidInputError: If not exactly one set is asked about, or a number cannot be read.
+    """
+    removed, target, goal, out = (options[name] for name in ("remove", "target", "goal", "out"))
+    if (target is None) != (goal is None) or [removed, where, target].count(None) != 2:
+        raise InvalidInputError(
+            "effects takes one question: --remove ROWS, such as 3,8-11; --where NAME=VALUE; or --target NUMBER with "
+            "--goal CHANGE."
+        )
+    scores = scores_of(config)
+    found: Effects | Repair
+    if target is not None and goal is not None:
+        found = repair(scores, _number(int, "target", target), _number(float, "goal", goal))
+        yield f"rows to remove: {','.join(map(str, sorted(found.rows.tolist())))}"
+    elif removed is not None:
+        found = what_if(scores, _row_numbers(removed))
+    else:
+        assert where is not None  # one of the three is given
+        found = what_if(scores, wanted_rows(where, scores.columns, len(scores)))
+    yield str(found)
+    if out is not None:
+        Path(out).write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
+        yield f"written: {out}"
+
+
+def _row_numbers(text: str) -> list[int]:
+    """Return the numbers in a list of numbers and ranges.
+
+    Example:
+        >>> _row_numbers("3,8-11")
+        [3, 8, 9, 10, 11]
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        start, stop = _number(int, "remove", first), _number(int, "remove", last or first)
+        if not start <= stop < start + _MOST_NAMED:
+            raise InvalidInputError(f"--remove: {part!r:.40} is no range of at most {_MOST_NAMED:,} rows.")
+        found += range(start, stop + 1)
+    return found
+
+
+def _number(kind: type[_Number], name: str, text: str) -> _Number:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"--{name} must be {'numbers and ranges, such as 3,8-11' if name == 'remove' else 'a number'}, got "
+            f"{text!r:.40}."
+        ) from error
 
 
 def _chosen(

@@ -29,6 +29,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import as_method
 from trak_lite.retraining.verify import verify
+from trak_lite.retraining.what_if import try_removals
 from trak_lite.store import RemotePlace
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import unrolled
@@ -143,6 +144,13 @@ def run_keys() -> tuple[Key, ...]:
         *keys_of(Attributor.featurize, section="featurize"),
         *keys_of(Attributor.score, section="score"),
         *keys_of(verify, section="verify", without=("strata", "texts")),
+        *keys_of(try_removals, section="trials", without=("groups",)),
+        Key(
+            "trials.groups",
+            str | None,
+            None,
+            "Name of a stored column: sets of rows of one group are tried, too.",
+        ),
         Key(
             "unroll.path", str | None, None, "Folder of the run that unroll trains; null is beside the store."
         ),

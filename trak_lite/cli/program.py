@@ -33,14 +33,27 @@ _WITH_CONFIG: dict[str, tuple[str, tuple[str, ...]]] = {
     "featurize": ("compute the features of the train rows", ()),
     "score": ("score every train row for every target", ("where", "by")),
     "verify": ("test the scores against models that are retrained on random subsets", ()),
+    "trials": ("measure by retraining what sets of train rows change, for the intervals of effects", ()),
+    "effects": (
+        "predict what changes if a set of train rows goes, or find a set that changes a target",
+        ("remove", "where", "target", "goal", "out"),
+    ),
     "unroll": ("train, and score by exact derivatives through the training", ()),
     "report": ("write the scores of a store as one page of HTML", ("out", "where")),
     "serve": ("answer questions about the scores of a store in a browser", ("port",)),
 }
 """What each command does, and the options that it has beside the keys of a config."""
-_OF_STORE = ("report", "serve")
+_OF_STORE = ("effects", "report", "serve")
 """Commands that take a store instead of a config."""
-_VALUES = {"where": "NAME=VALUE ...", "by": "NAME", "out": "PATH", "port": "PORT"}
+_VALUES = {
+    "where": "NAME=VALUE ...",
+    "by": "NAME",
+    "out": "PATH",
+    "port": "PORT",
+    "remove": "ROWS",
+    "target": "NUMBER",
+    "goal": "CHANGE",
+}
 
 
 @final
@@ -85,7 +98,7 @@ def _on_store(parsed: argparse.Namespace) -> int:
 def _with_config(command: str, arguments: list[str]) -> int:
     """Run a command that needs a config, or one of a store that takes the keys of a config."""
     try:
-        from trak_lite.cli.commands import COMMANDS, Job, conditions, report
+        from trak_lite.cli.commands import COMMANDS, Job, conditions, effects, report
         from trak_lite.cli.configs import help_text, read_config
         from trak_lite.cli.serving import serve
         from trak_lite.run.settings import versions
@@ -115,8 +128,12 @@ def _with_config(command: str, arguments: list[str]) -> int:
         if config.recipe is not None and recorded is not None:
             _warn(recorded.other_recipe(str(config.recipe.path), config.recipe.digest))
         if command not in COMMANDS:
-            lines = report(config, last["out"], where) if "out" in last else serve(config, last["port"])
-            for line in lines:
+            answers = {
+                "effects": lambda: effects(config, last, where),
+                "report": lambda: report(config, last["out"], where),
+                "serve": lambda: serve(config, last["port"]),
+            }
+            for line in answers[command]():
                 _say(line)
             return 0
         assert config.recipe is not None  # read_config requires it

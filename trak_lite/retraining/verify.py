@@ -6,8 +6,10 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import retrain_path, score_path
+from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
@@ -46,7 +49,7 @@ from trak_lite.scoring.stored import source_of_stored
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
-__all__ = ["calibrated_scores", "verify"]
+__all__ = ["OpenedTargets", "calibrated_scores", "opened_targets", "require_measurable", "verify"]
 
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
@@ -106,58 +109,95 @@ def verify(
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
-    if isinstance(train_fn, TrainingRun):
-        raise InvalidInputError("A TrainingRun is verified with verify_run. Otherwise pass recipe.train_fn.")
-    run, name = scores.run, scores.name
-    refuse_sharded(run.model, "verify", "Verify with a whole model of the same store")
+    require_measurable(scores, train_fn, "verify")
     if calibrate:
         check_budget(budget, fewest=_FEWEST_FOR_CALIBRATION, where=" with calibrate=True")
     check_budget(budget)
-    if not scores.stored:
-        raise StateError(
-            f"The scores {scores.name!r} are computed when they are read, and verify needs a stored matrix. Call "
-            "score(..., dense=True)."
-        )
+    run = scores.run
     rows = run.targets(targets)
 
     def decide() -> Verdict:
-        identity = run.target_identity(rows)
-        path = score_path(name, scores.method, run.settings.method)
-        with run.workspace.opened(run.settings.manifest(None)) as workspace:
-            store = workspace.store()
-            scored = dict(store.open_table(path).spec.fingerprint["targets"])
-            scored.pop("curvature", None)  # belongs to the scores, not to the data
-            compare_fingerprints(
-                {"targets": scored},
-                {"targets": identity},
-                where=path,
-                remedy="Pass the targets that were scored under this name.",
-            )
-            source = source_of_stored(store, scores, run.settings)
+        with opened_targets(scores, rows) as opened:
+            source = source_of_stored(opened.entries.store, scores, run.settings)
             if calibrate:
                 require_kernel(source)
-            retrained = retrain_into(
-                workspace,
-                retrain_path(name),
-                train_fn,
-                subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata),
-                partial(_target_outputs, run.model, run.settings.task, rows, run.settings.device),
-                seeds=seeds,
-                train_id=train_id,
-                progress=run.progress,
-                settings={"targets": identity},
-            )
+            masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
+            retrained = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
             verdict = evaluate(
                 scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
             )
             some = every_nth(scores.shape[1], _KEPT_TARGETS)
             pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-            ScoreEntries(store, path).put(verdict, pairs)
+            opened.entries.put(verdict, pairs)
         return verdict
 
     # Rank 0 computes the verdict; the other ranks wait and receive it.
-    with run.joined(f"verify {name!r}") as ranks:
+    with run.joined(f"verify {scores.name!r}") as ranks:
         return Verdict.from_json(ranks.broadcast("the verdict", lambda: decide().to_json()))
+
+
+def require_measurable(scores: Scores, train_fn: Any, call: str) -> None:
+    """Raise if models cannot be retrained for these scores, or the result cannot be stored with them."""
+    if isinstance(train_fn, TrainingRun):
+        raise InvalidInputError("A TrainingRun is verified with verify_run. Otherwise pass recipe.train_fn.")
+    refuse_sharded(scores.run.model, call, f"{call.capitalize()} with a whole model of the same store")
+    if not scores.stored:
+        raise StateError(
+            f"The scores {scores.name!r} are computed when they are read, and {call} needs a stored matrix. Call "
+            "score(..., dense=True)."
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedTargets:
+    """The targets of stored scores, and their store, which is open for writing."""
+
+    scores: Scores
+    rows: Rows
+    identity: dict[str, Any]
+    workspace: Workspace
+    entries: ScoreEntries
+
+    def retrain(
+        self, train_fn: TrainFunction, masks: ArrayLike, *, seeds: Sequence[int], train_id: str | None
+    ) -> Retrained:
+        """Train on subsets and evaluate the targets; the outputs are stored for all scores of these targets."""
+        run = self.scores.run
+        return retrain_into(
+            self.workspace,
+            retrain_path(self.scores.name),
+            train_fn,
+            masks,
+            partial(_target_outputs, run.model, run.settings.task, self.rows, run.settings.device),
+            seeds=seeds,
+            train_id=train_id,
+            progress=run.progress,
+            settings={"targets": self.identity},
+        )
+
+
+@contextmanager
+def opened_targets(scores: Scores, rows: Rows) -> Iterator[OpenedTargets]:
+    """Open the store of scores for writing, inside the block.
+
+    Raises:
+        ManifestMismatchError: If ``rows`` are not the targets that were scored.
+    """
+    run = scores.run
+    identity = run.target_identity(rows)
+    path = score_path(scores.name, scores.method, run.settings.method)
+    with run.workspace.opened(run.settings.manifest(None)) as workspace:
+        store = workspace.store()
+        scored = dict(store.open_table(path).spec.fingerprint["targets"])
+        scored.pop("curvature", None)  # belongs to the scores, not to the data
+        compare_fingerprints(
+            {"targets": scored},
+            {"targets": identity},
+            where=path,
+            remedy="Pass the targets that were scored under this name.",
+        )
+        yield OpenedTargets(scores, rows, identity, workspace, ScoreEntries(store, path))
 
 
 def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> Scores:

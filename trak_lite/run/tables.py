@@ -58,6 +58,8 @@ one_run_path = partial(path_of, "one-run")
 """Path of the verdict of one run on a table of scores."""
 predictions_path = partial(path_of, "predictions")
 """Path of the predictions that the verdict on a table of scores is computed from."""
+trials_path = partial(path_of, "trials")
+"""Path of the sets whose removal was measured for a table of scores."""
 fisher_folder = partial(path_of, "fisher")
 """Folder of the Fisher information of the checkpoint with this table of train rows."""
 

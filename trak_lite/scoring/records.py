@@ -1,6 +1,6 @@
 """What is known of scores besides their values, and what a store keeps beside a table of scores.
 
-Entries of a table: verdicts on the scores, and the predictions that they were tested with.
+Entries of a table: verdicts on the scores, the predictions that they were tested with, and trials of removed sets.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.trials import Trials
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.run.tables import one_run_path, predictions_path, verdict_path
+from trak_lite.run.tables import one_run_path, predictions_path, trials_path, verdict_path
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
@@ -70,6 +71,24 @@ class ScoreEntries:
         """Return the predictions that ``verify`` stored; ``None`` if there are none for the current values."""
         pairs = self.store.entry(predictions_path(self.path), self.table().content_key())
         return None if pairs is None else Predictions(*pairs)
+
+    def trials(self) -> Trials | None:
+        """Return the trials that ``try_removals`` stored; ``None`` if there are none for the current values.
+
+        Raises:
+            CorruptStoreError: If the stored entry does not hold trials.
+        """
+        array = self.store.entry(trials_path(self.path), self.table().content_key())
+        try:
+            return None if array is None else Trials.from_array(array)
+        except ValueError as error:
+            raise CorruptStoreError(
+                f"The trials of {self.path} in {self.store.path} cannot be read ({error}). Call try_removals again."
+            ) from error
+
+    def put_trials(self, trials: Trials) -> None:
+        """Store trials; ``store`` is open for writing."""
+        self.store.put_entry(trials_path(self.path), self.table().content_key(), trials.to_array())
 
     def put(self, verdict: Verdict | OneRunVerdict, predictions: NDArray[np.float64] | None = None) -> None:
         """Store a verdict, beside one of the other kind, and the pairs of its :class:`Predictions`."""

@@ -12,6 +12,7 @@ from trak_lite._validate import one_of, positive_int, require_packages, target_n
 from trak_lite.data.columns import Column, Where, require_columns
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
+from trak_lite.evaluation.trials import Trials
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.topk import TopRows
@@ -88,6 +89,12 @@ class Scores:
         """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
         entries = self._record.entries
         return None if entries is None else entries.predictions()
+
+    @property
+    def trials(self) -> Trials | None:
+        """The sets that :func:`~trak_lite.try_removals` measured for these scores; ``None`` if there are none."""
+        entries = self._record.entries
+        return None if entries is None else entries.trials()
 
     @property
     def method(self) -> AbstractMethod:

@@ -34,6 +34,7 @@ from trak_lite.run.tables import (
     target_names,
     target_table_path,
     top_path,
+    trials_path,
     verdict_path,
 )
 from trak_lite.run.workspace import Workspace, naming_dropped
@@ -221,7 +222,8 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
     for path in (*found, *store.table_names(preconditioned_folder(name))):
         store.drop_table(path)
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
-    tested = (of(path) for path in found for of in (verdict_path, one_run_path, predictions_path))
+    kinds = (verdict_path, one_run_path, predictions_path, trials_path)
+    tested = (of(path) for path in found for of in kinds)
     for entry in (*measured, *tested):
         store.drop_entry(entry)
 

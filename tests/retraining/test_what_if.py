@@ -1,0 +1,357 @@
+"""Effects of sets and repairs, for ridge regressions whose changes are known in closed form."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from held_scores import held_scores
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, Rows, repair, try_removals, verify, what_if
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError, UnknownNameError
+from trak_lite.methods import GaussNewton
+from trak_lite.store import open_store
+
+N, M, D, RIDGE = 120, 14, 5, 2.0
+
+
+def drawn(count, seed):
+    rng = np.random.default_rng(seed)
+    groups = rng.integers(0, 4, count)
+    inputs = rng.normal(size=(count, D)) + 2.0 * np.eye(4, D)[groups]
+    values = inputs @ np.arange(1.0, D + 1) + rng.normal(size=count) + np.square(inputs[:, 0])
+    return inputs.astype(np.float32), values.astype(np.float32), groups
+
+
+TRAIN, TARGETS = drawn(N, 0), drawn(M, 1)
+DATA, ASKED = (TensorDataset(*map(torch.from_numpy, part[:2])) for part in (TRAIN, TARGETS))
+
+
+def weights(rows, noise=0.0, values=TRAIN[1]):
+    """The ridge regression on some rows, in closed form."""
+    x, y = TRAIN[0][rows].astype(float), values[rows].astype(float)
+    return np.linalg.solve(x.T @ x + RIDGE * np.eye(D), x.T @ y) + noise
+
+
+def model(values):
+    made = nn.Linear(D, 1, bias=False)
+    with torch.no_grad():
+        made.weight.copy_(torch.from_numpy(values)[None])
+    return made
+
+
+class Training:
+    """Trains in closed form, with noise of the seed on the weights, and counts its calls."""
+
+    def __init__(self, noise=0.02):
+        self.noise, self.calls = noise, []
+
+    def __call__(self, rows, seed):
+        self.calls.append((len(rows), seed))
+        return model(weights(rows, self.drawn(rows, seed))).state_dict()
+
+    def drawn(self, rows, seed):
+        return self.noise * np.random.default_rng((int(rows.sum()), seed)).normal(size=D)
+
+
+def output(rows, noise=0.0):
+    return TARGETS[0].astype(float) @ weights(rows, noise)
+
+
+def without(rows):
+    return np.setdiff1d(np.arange(N), rows)
+
+
+def scored(path=None):
+    """Scores that are the influence of each row on the regression: one kernel, without projection."""
+    damping = RIDGE * D / np.square(TRAIN[0]).sum()  # in units of the mean eigenvalue
+    made = Attributor(
+        model(weights(np.arange(N))),
+        "regression",
+        path,
+        layout="joint",
+        dtype="float32",
+        method=GaussNewton(damping=float(damping)),
+        progress=False,
+    )
+    made.featurize(DATA, columns={"source": TRAIN[2]})
+    return made.score(ASKED, "asked")
+
+
+@pytest.fixture(scope="module")
+def scores():
+    return scored()
+
+
+@pytest.fixture(scope="module")
+def tried():
+    found = scored()
+    try_removals(found, Training(), ASKED, groups="source")
+    return found
+
+
+# ------------------------------------------------------------------------ without trials
+
+
+def test_the_prediction_is_the_sum_of_scores():
+    """Of any scores, by numbers or a mask; without retrainings there is no interval, and the text says why."""
+    matrix = np.random.default_rng(0).normal(size=(10, 3))
+    held = held_scores(matrix)
+    found = what_if(held, remove=[7, 2])
+    np.testing.assert_allclose(found.predicted, -matrix[[2, 7]].sum(0), rtol=1e-6)
+    assert found.lower is None
+    assert found.upper is None
+    assert "without 2 of 10 train rows (20.0%)" in str(found)
+    assert "No interval: no retraining is stored with these scores" in str(found)
+    np.testing.assert_array_equal(what_if(held, np.isin(np.arange(10), [2, 7])).predicted, found.predicted)
+    both = what_if(held, remove=[1], add=[3, 4])
+    np.testing.assert_allclose(both.predicted, matrix[[3, 4]].sum(0) - matrix[1], rtol=1e-6)
+    assert "without 1 of 10 train rows (10.0%), twice 2 of 10 train rows (20.0%)" in repr(both)
+    assert "none added or relabelled any" in both.basis
+    assert json.loads(json.dumps(both.to_json()))["predicted"] == both.predicted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "seen"),
+    [
+        ({}, "got 0 to remove, 0 to add, 0 to relabel of 10"),
+        ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
+        ({"remove": [1], "add": [1]}, "each in one of these only"),
+        ({"remove": [1, 1]}, "remove names a row twice"),
+        ({"add": [10]}, r"one of the rows 0 to 9, got \[10\]"),
+        ({"remove": [0.5]}, "list of integers, got float64"),
+        ({"remove": np.zeros(10, bool)}, "at least one row"),
+    ],
+)
+def test_sets_that_cannot_be_changed_are_refused(rows, seen):
+    with pytest.raises(InvalidInputError, match=seen):
+        what_if(held_scores(np.ones((10, 3))), **rows)
+
+
+def test_new_labels_change_scores_as_if_the_rows_had_been_trained_with_them(scores):
+    """The kernel and the targets stay; q of a row is its residual, so scores are linear in labels."""
+    rows = np.array([5, 80, 17])
+    labels = torch.tensor([40.0, -3.0, 0.5])
+    found = what_if(scores, relabel=(rows, TensorDataset(DATA.tensors[0][rows], labels)))
+    residuals = TRAIN[1] - TRAIN[0] @ weights(np.arange(N))  # q, to which scores are proportional
+    ratios = (labels.numpy() - TRAIN[1][rows]) / residuals[rows]
+    np.testing.assert_allclose(found.predicted, ratios @ scores.numpy()[rows], rtol=1e-4, atol=1e-5)
+    changed = TRAIN[1].copy()
+    changed[rows] = labels
+    # Of a ridge regression this is the change itself.
+    after = TARGETS[0].astype(float) @ weights(np.arange(N), values=changed)
+    np.testing.assert_allclose(found.predicted, after - output(np.arange(N)), rtol=0.05)
+    assert "with other labels 3 of 120" in found.change
+    assert found.lower is None
+    np.testing.assert_allclose(
+        what_if(scores, relabel=(rows, Rows(DATA, indices=rows))).predicted, 0.0, atol=1e-5
+    )
+    with pytest.raises(InvalidInputError, match="relabel names 2 rows, but its data has 3 samples"):
+        what_if(scores, relabel=(rows[:2], Rows(DATA, indices=rows)))
+    with pytest.raises(StateError, match="not computed from stored rows"):
+        what_if(held_scores(np.ones((N, M))), relabel=(rows, Rows(DATA, indices=rows)))
+
+
+# ------------------------------------------------------------------------ with trials
+
+
+def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
+    found, training = scored(tmp_path / "a.zarr"), Training()
+    trials = try_removals(
+        found, training, ASKED, budget=12, shares=(0.05, 0.1), groups="source", seeds=(0, 1)
+    )
+    assert len(training.calls) == 5 + 2 * 12
+    assert [count for count, _ in training.calls[5::2]] == [N - 6] * 6 + [N - 12] * 6
+    np.testing.assert_allclose(trials.shares, [0.05] * 6 + [0.1] * 6)
+    everything = np.arange(N)
+    before = np.array([output(everything, training.drawn(everything, seed)) for seed in range(5)])
+    np.testing.assert_allclose(trials.outputs, before.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(trials.noise, before.std(0, ddof=1), rtol=1e-2, atol=1e-5)
+
+    matrix = found.numpy().astype(float)
+    opened = Attributor.open(tmp_path / "a.zarr", model(np.zeros(D))).scores("asked")
+    np.testing.assert_array_equal(opened.trials.measured, trials.measured)
+    again = Training()
+    same = try_removals(found, again, ASKED, budget=12, shares=(0.05, 0.1), groups="source", seeds=(0, 1))
+    np.testing.assert_array_equal(same.measured, trials.measured)
+    assert len(again.calls) == 5 + 2, "one stored training per seed is repeated"
+    # Every trial is one of a set whose scores sum to the prediction, and whose removal changes the outputs so.
+    helpful = np.argsort(-matrix, axis=0, kind="stable")[:6].T
+    sums = np.array([-matrix[rows].sum(0) for rows in helpful])
+    place = int(np.abs(sums - trials.predicted[1]).sum(1).argmin())
+    np.testing.assert_allclose(trials.predicted[1], sums[place], rtol=1e-4)
+    rows = without(helpful[place])
+    after = np.mean([output(rows, training.drawn(rows, seed)) for seed in (0, 1)], axis=0)
+    np.testing.assert_allclose(trials.measured[1], after - before.mean(0), rtol=1e-3, atol=1e-4)
+    centred = trials.predicted[1] + 6 * matrix.mean(0)
+    np.testing.assert_allclose(
+        trials.standard[1], centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N)), rtol=1e-4
+    )
+
+
+def test_intervals_cover_removals_of_other_sets(tried):
+    """Random sets, a source, the rows that are most helpful for a target; the noise of seeds is in them."""
+    rng, training, covered = np.random.default_rng(5), Training(), []
+    matrix, before = tried.numpy(), output(np.arange(N))
+    for size in (3, 12, 24):
+        orders = [rng.permutation(N) for _ in range(6)]
+        orders += [np.argsort(-matrix[:, target]) for target in range(0, M, 2)]
+        orders += [np.argsort(TRAIN[2] != group, kind="stable") for group in range(4)]
+        for order in orders:
+            rows = without(order[:size])
+            found = what_if(tried, order[:size])
+            assert found.lower is not None
+            assert found.upper is not None
+            change = output(rows, training.drawn(rows, 77)) - before
+            covered.append(((found.lower <= change) & (change <= found.upper)).mean())
+            widths = (found.upper - found.lower)[np.isfinite(found.upper)]
+            assert np.median(widths) < 12 * max(np.abs(change).max(), 0.1)
+    assert 0.87 <= np.mean(covered) <= 0.99
+    text = str(what_if(tried, order[:24]))
+    assert "From 60 trial sets (1 model each)" in text
+    assert "intervals exclude 0 (level 90%)" in text
+
+
+def test_sets_beyond_the_trials_are_refused_with_the_reason(tried):
+    found = what_if(tried, np.arange(60))
+    assert found.lower is None
+    assert "larger or denser than all 60 trial sets" in found.basis
+    np.testing.assert_allclose(found.predicted, -tried.numpy()[:60].sum(0), rtol=1e-5)
+    assert found.to_json()["lower"] is None
+
+
+def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
+    found, training = scored(), Training()
+    verify(found, training, ASKED, budget=30, alpha=0.8)
+    rng, covered = np.random.default_rng(3), []
+    for _ in range(20):
+        rows = rng.permutation(N)[:24]
+        effects = what_if(found, rows)
+        if effects.lower is not None and effects.upper is not None:
+            change = output(without(rows), training.drawn(without(rows), 77)) - output(np.arange(N))
+            covered.append(((effects.lower <= change) & (change <= effects.upper)).mean())
+            assert "From 30 random subsets of the verdict" in effects.basis
+    assert len(covered) > 15
+    assert np.mean(covered) > 0.8
+    for few, why in (
+        (np.argsort(-found.numpy()[:, 0])[:24], "larger or denser"),
+        ([0], "an interval needs 9"),
+    ):
+        refused = what_if(found, few)
+        assert refused.lower is None
+        assert why in refused.basis
+        assert "try_removals" in refused.basis
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "seen"),
+    [
+        (
+            {"budget": 8},
+            InvalidInputError,
+            "budget must be at least 9 and base_seeds at least 2 seeds, got 8 and 5",
+        ),
+        ({"base_seeds": (0,)}, InvalidInputError, "at least 2 seeds, got 60 and 1"),
+        (
+            {"shares": (0.0, 0.1)},
+            InvalidInputError,
+            r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)",
+        ),
+        ({"shares": ()}, InvalidInputError, "shares must lie between 0 and 1"),
+        ({"groups": "author"}, UnknownNameError, "author"),
+        (
+            {"groups": [1, 2]},
+            InvalidInputError,
+            "The groups of train rows must hold one label for each of 120",
+        ),
+    ],
+)
+def test_trials_that_cannot_be_made_are_refused(scores, changes, error, seen):
+    training = Training()
+    with pytest.raises(error, match=seen):
+        try_removals(scores, training, ASKED, **changes)
+    assert training.calls == []
+
+
+def test_damaged_trials_are_told(tmp_path):
+    found = scored(tmp_path / "a.zarr")
+    with open_store(str(tmp_path / "a.zarr"), "r+") as store:
+        store.put_entry(
+            "trials/scores/asked", store.open_table("scores/asked").content_key(), np.zeros((3, 3))
+        )
+    with pytest.raises(CorruptStoreError, match=r"trials of shape \(3, 3\)\). Call try_removals again"):
+        what_if(found, [1])
+
+
+# ------------------------------------------------------------------------ repair
+
+
+def test_a_repair_is_the_smallest_set_whose_interval_reaches_the_goal(tried):
+    target = 3
+    order = np.argsort(-tried.numpy()[:, target], kind="stable")
+    full = what_if(tried, order[:20], level=0.6)
+    goal = 0.5 * float(full.upper[target])
+    assert goal < 0
+    found = repair(tried, target, goal)
+    assert found.reached
+    np.testing.assert_array_equal(found.rows, order[: len(found.rows)])
+    assert found.effects.upper[target] <= goal
+    assert what_if(tried, found.rows[:-1], level=0.6).upper[target] > goal
+    assert repair(tried, target, goal, chance=0.9).rows.size > found.rows.size
+    assert found.success is None
+    change = output(without(found.rows)) - output(np.arange(N))
+    assert change[target] <= goal
+    rise = repair(tried, target, 0.05)
+    assert set(rise.rows) <= set(np.argsort(tried.numpy()[:, target])[:24])
+    far = repair(tried, target, -1e6)
+    assert not far.reached
+    assert "NOT predicted to be reached" in str(far)
+    json.dumps(far.to_json())
+
+
+def test_a_repair_without_retrainings_goes_by_the_prediction():
+    matrix = np.random.default_rng(1).normal(size=(40, 3))
+    found = repair(held_scores(matrix), 1, -3.0)
+    falls = np.cumsum(np.sort(matrix[:, 1])[::-1])
+    assert len(found.rows) == np.argmax(falls >= 3.0) + 1
+    assert found.reached
+    assert "No interval" in str(found)
+
+
+def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
+    training = Training()
+    found = repair(tried, 3, -0.2, train_fn=training, targets=ASKED, budget=4)
+    rows, everything = without(found.rows), np.arange(N)
+    assert sorted(training.calls) == sorted(
+        (len(part), seed) for part in (rows, everything) for seed in (1000, 1001)
+    )
+    changes = [
+        output(rows, training.drawn(rows, seed)) - output(everything, training.drawn(everything, seed))
+        for seed in (1000, 1001)
+    ]
+    np.testing.assert_allclose(found.measured, changes, rtol=1e-3, atol=1e-4)
+    assert found.success is bool(np.mean(changes, axis=0)[3] <= -0.2)
+    text = str(found)
+    assert f"retrained with 2 seeds: change {np.mean(changes, axis=0)[3]:+.3g}" in text
+    largest = next(i for i in np.argsort(-np.abs(np.mean(changes, axis=0))) if i != 3)
+    assert f"largest target {largest}: " in text
+    assert len(found.to_json()["measured"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"target": M}, f"{M}"),
+        ({"goal": 0.0}, "goal must be a change other than 0"),
+        ({"goal": np.nan}, "got nan"),
+        ({"most": 1.0}, "most a share of at least one of 120 rows but not all"),
+        ({"chance": 0.5}, "chance must lie between 0.5 and 1, got 0.5"),
+        ({"train_fn": Training()}, "A test needs train_fn, targets and a budget of at least 2"),
+        ({"train_fn": Training(), "targets": ASKED, "budget": 1}, "budget=1"),
+    ],
+)
+def test_repairs_that_cannot_be_asked_for_are_refused(scores, changes, seen):
+    with pytest.raises(InvalidInputError, match=seen):
+        repair(scores, **{"target": 0, "goal": -1.0, **changes})

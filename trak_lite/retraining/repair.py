@@ -1,0 +1,210 @@
+"""Sets of train rows whose removal changes one target as asked, tested by retraining.
+
+Shapes: N train rows, M targets, R seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite._validate import target_number
+from trak_lite.errors import InvalidInputError, printable
+from trak_lite.retraining.subsets import TrainFunction
+from trak_lite.retraining.verify import opened_targets, require_measurable
+from trak_lite.retraining.what_if import Effects, SummedEffects
+from trak_lite.scoring.scores import Scores
+
+__all__ = ["Repair", "repair"]
+
+_GROWTH: Final = 1.15
+"""Ratio of one tried size to the one before."""
+_SHOWN: Final = 5
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Repair:
+    """A set of train rows whose removal is predicted to change a target as asked, and what else it changes."""
+
+    target: int
+    """The target."""
+    goal: float
+    """The change of its f that was asked for."""
+    rows: NDArray[np.int64]
+    """``(k,)`` the rows to remove, the strongest first."""
+    reached: bool
+    """Whether the prediction reaches the goal; if not, ``rows`` are those of the set that comes closest."""
+    effects: Effects
+    """Predicted changes of all targets without the rows."""
+    measured: NDArray[np.float64] | None = None
+    """``(R, M)`` f of a model without the rows minus f of one with all rows, for each seed; ``None`` without a test."""
+
+    @property
+    def success(self) -> bool | None:
+        """Whether the mean change over seeds reaches the goal in retrained models; ``None`` without a test."""
+        if self.measured is None:
+            return None
+        return bool(np.sign(self.goal) * (self.measured[:, self.target].mean() - self.goal) >= 0)
+
+    def __str__(self) -> str:
+        """Return the set, its effect on the target, and the largest changes of other targets, on a few lines."""
+        of, target = self.effects, self.target
+        interval = (
+            ""
+            if of.lower is None or of.upper is None
+            else f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}]"
+        )
+        lines = [
+            f"target {target}, goal {self.goal:+.3g}, {'predicted' if self.reached else 'NOT predicted'} to be reached",
+            f"{of.change}: change {of.predicted[target]:+.3g}{interval}",
+        ]
+        changes = of.predicted
+        if self.measured is not None:
+            changes, own = self.measured.mean(axis=0), self.measured[:, target]
+            verb, span = "reached" if self.success else "missed", f"from {own.min():+.3g} to {own.max():+.3g}"
+            lines.append(
+                f"retrained with {len(own)} seeds: change {own.mean():+.3g} ({span}), the goal is {verb}"
+            )
+        others = [int(i) for i in np.argsort(-np.abs(changes), kind="stable") if i != target][:_SHOWN]
+        size = np.sqrt(np.mean(np.square(np.delete(changes, target)))) if others else 0.0
+        listed = "; ".join(f"target {i}: {changes[i]:+.3g}" for i in others)
+        what = "predicted" if self.measured is None else "measured"
+        lines.append(
+            f"{what} changes of the other targets: root mean square {size:.3g}; largest {listed or 'none'}"
+        )
+        return printable("\n".join([*lines, of.basis]))
+
+    def __repr__(self) -> str:
+        """Return the text of the repair."""
+        return f"Repair({self})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the repair as JSON values."""
+        return {
+            **{name: getattr(self, name) for name in ("target", "goal", "reached", "success")},
+            "rows": self.rows.tolist(),
+            "effects": self.effects.to_json(),
+            "measured": None if self.measured is None else self.measured.tolist(),
+        }
+
+
+def repair(
+    scores: Scores,
+    target: int,
+    goal: float,
+    *,
+    most: float = 0.2,
+    chance: float = 0.8,
+    train_fn: TrainFunction | None = None,
+    targets: Any = None,
+    budget: int = 6,
+    first_seed: int = 1000,
+    train_id: str | None = None,
+) -> Repair:
+    """Find a small set of train rows whose removal changes the output of one target as asked.
+
+    Rows are taken in the order of their scores, for a fall the most helpful ones first. The set is the smallest of the
+    tried sizes that reaches the goal with a probability of at least ``chance``, by the intervals of :func:`what_if`;
+    where there is no interval, the smallest whose predicted change reaches it. With ``train_fn`` and ``targets``,
+    models are trained with all rows and without the set, with the same fresh seeds.
+
+    Args:
+        scores: Scores of any method.
+        target: Number of the target.
+        goal: The change of its f: negative to make it fall, positive to make it rise.
+        most: Largest share of the train rows to remove.
+        chance: Probability that a retraining without the set reaches the goal, above 0.5: the intervals have the level
+            ``2 * chance - 1``, and their nearer end reaches it.
+        train_fn: As in :func:`~trak_lite.verify`; ``None`` does not test the set.
+        targets: The targets that were scored, for the test.
+        budget: Number of retrainings of the test, half of them with all rows; at least 2.
+        first_seed: First seed of the test. Use one that no trial, verdict or checkpoint was trained with.
+        train_id: As in :func:`~trak_lite.verify`.
+
+    Raises:
+        InvalidInputError: If the target does not exist, the goal is 0 or not finite, ``most`` is not between 0 and 1,
+            the budget is too small, or only one of ``train_fn`` and ``targets`` is given.
+        StateError: With ``train_fn``, if the matrix is not stored or the scores were opened without a model.
+        RetrainingError: If a training fails; names subset (0: all rows) and seed.
+    """
+    number, num_rows = target_number(target, scores.shape[1], scores.name), len(scores)
+    largest = min(int(most * num_rows), num_rows - 1) if 0.0 < most < 1.0 else 0
+    if not np.isfinite(goal) or not goal or largest < 1:
+        raise InvalidInputError(
+            f"goal must be a change other than 0, and most a share of at least one of {num_rows} rows but not all, "
+            f"got {goal!r} and {most!r}."
+        )
+    if (train_fn is None) != (targets is None) or budget < 2:
+        raise InvalidInputError(
+            "A test needs train_fn, targets and a budget of at least 2 retrainings: with all rows and without. Got "
+            f" train_fn={train_fn!r:.60}, targets={type(targets).__name__} and budget={budget!r}."
+        )
+    if not 0.5 < chance < 1.0:
+        raise InvalidInputError(f"chance must lie between 0.5 and 1, got {chance!r}.")
+    order = scores.top(largest, target=number, sign="helpful" if goal < 0 else "harmful").indices
+    found = _smallest(SummedEffects(scores), order, number, float(goal), 2.0 * chance - 1.0)
+    if train_fn is None:
+        return found
+    return replace(
+        found, measured=_measured(scores, found.rows, train_fn, targets, budget, first_seed, train_id)
+    )
+
+
+def _smallest(
+    effects: SummedEffects, order: NDArray[np.int64], target: int, goal: float, level: float
+) -> Repair:
+    """Return the smallest tried prefix of the rows that reaches the goal, or the one that comes closest."""
+    direction, reach = np.sign(goal), dict[int, float]()
+
+    def reaches(size: int) -> bool:
+        """Whether the trusted end of the prediction reaches the goal, in the direction of the goal."""
+        found = effects.without(order[:size], level, target=target)
+        ends = [found.predicted] if found.lower is None or found.upper is None else [found.lower, found.upper]
+        reach[size] = min(float(direction * end[target]) for end in ends)
+        return reach[size] >= abs(goal)
+
+    count = int(np.log(len(order)) / np.log(_GROWTH)) + 2
+    below = 0
+    for size in np.unique(np.ceil(np.geomspace(1, len(order), count)).astype(int)).tolist():
+        if reaches(size):
+            while size - below > 1:
+                middle = (below + size) // 2
+                below, size = (below, middle) if reaches(middle) else (middle, size)
+            break
+        below = size
+    is_reached = reach[size] >= abs(goal)
+    chosen = size if is_reached else max(reach, key=lambda tried: reach[tried])
+    return Repair(target, goal, order[:chosen], is_reached, effects.without(order[:chosen], level))
+
+
+def _measured(
+    scores: Scores,
+    rows: NDArray[np.int64],
+    train_fn: TrainFunction,
+    targets: Any,
+    budget: int,
+    first_seed: int,
+    train_id: str | None,
+) -> NDArray[np.float64]:
+    """Return the changes of all targets in models trained with fresh seeds, ``(R, M)``."""
+    require_measurable(scores, train_fn, "repair")
+    run, of_targets = scores.run, scores.run.targets(targets)
+    masks = np.ones((2, len(scores)), np.bool_)
+    masks[1, rows] = False
+    seeds = range(first_seed, first_seed + budget // 2)
+
+    def measure() -> NDArray[np.float64]:
+        with opened_targets(scores, of_targets) as opened:
+            outputs = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id).outputs.astype(
+                np.float64
+            )
+        changes: NDArray[np.float64] = outputs[1] - outputs[0]
+        return changes
+
+    # Rank 0 retrains; the other ranks wait and receive the changes.
+    with run.joined(f"repair {scores.name!r}") as ranks:
+        return ranks.broadcast("the changes", measure)

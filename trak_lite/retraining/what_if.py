@@ -1,0 +1,412 @@
+"""What changes if a set of train rows goes, comes twice or gets other labels; trials that give the interval.
+
+Shapes: N train rows, M targets, J trials, R seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trak_lite._validate import positive_int
+from trak_lite.data.columns import Column, require_columns
+from trak_lite.data.datasets import every_nth
+from trak_lite.errors import InvalidInputError, printable
+from trak_lite.evaluation.subsets import row_numbers
+from trak_lite.evaluation.trials import (
+    Array,
+    EffectInterval,
+    Trials,
+    concentration_of,
+    fewest_trials,
+    standardised_sum,
+)
+from trak_lite.retraining.subsets import TrainFunction
+from trak_lite.retraining.verify import opened_targets, require_measurable
+from trak_lite.scoring.scores import Scores
+
+__all__ = ["Effects", "SummedEffects", "try_removals", "what_if"]
+
+_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
+_KINDS: Final = ("random", "helpful", "random", "harmful", "similar")
+"""Kinds of trial sets, in turn: random rows, the most helpful or harmful rows of a random target, and the rows with the
+scores that are most similar to those of a random row."""
+_KEPT_TARGETS: Final = 256
+"""Number of targets, evenly spaced, whose changes calibrate the intervals of all; bounds their time and memory."""
+_SHOWN: Final = 5
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Effects:
+    """Predicted changes of the outputs f of all targets, with an interval each."""
+
+    name: str
+    """Of the target set."""
+    change: str
+    """What changes, such as ``"without 60 of 1,200 train rows (5 %)"``."""
+    predicted: NDArray[np.float64]
+    """``(M,)`` f afterwards minus f before; calibrated on the trials if there is an interval."""
+    lower: NDArray[np.float64] | None
+    """``(M,)`` lower ends of the intervals, minus infinity for a target without one; ``None`` if no target has one."""
+    upper: NDArray[np.float64] | None
+    """``(M,)`` upper ends."""
+    level: float
+    """Nominal coverage: share of the targets whose interval contains the change."""
+    basis: str
+    """Which retrainings the intervals come from, or why there are none."""
+
+    def __str__(self) -> str:
+        """Return the change, the targets that change most, and the basis, on a few lines."""
+        lines = [f"{self.name}, {self.change}"]
+        for word, order in (("fall", np.argsort(self.predicted)), ("rise", np.argsort(-self.predicted))):
+            chosen = [
+                int(i)
+                for i in order[:_SHOWN]
+                if (self.predicted[i] < 0) == (word == "fall") and self.predicted[i]
+            ]
+            if chosen:
+                lines.append(f"largest {word}s: " + "; ".join(map(self._shown, chosen)))
+        if self.lower is not None and self.upper is not None:
+            sure = int(((self.lower > 0) | (self.upper < 0)).sum())
+            lines.append(f"{sure} of {len(self.predicted)} intervals exclude 0 (level {self.level:.0%})")
+        return printable("\n".join([*lines, self.basis]))
+
+    def __repr__(self) -> str:
+        """Return the text of the effects."""
+        return f"Effects({self})"
+
+    def _shown(self, target: int) -> str:
+        found = f"target {target}: {self.predicted[target]:+.3g}"
+        if self.lower is None or self.upper is None or np.isinf(self.lower[target]):
+            return found
+        return f"{found} [{self.lower[target]:+.3g}, {self.upper[target]:+.3g}]"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the effects as JSON values; arrays become lists, missing intervals and their ends ``None``."""
+        arrays = {name: getattr(self, name) for name in ("predicted", "lower", "upper")}
+        lists = {
+            name: None if array is None else [float(end) if np.isfinite(end) else None for end in array]
+            for name, array in arrays.items()
+        }
+        texts = {name: getattr(self, name) for name in ("name", "change", "level", "basis")}
+        return {**texts, **lists}
+
+
+def what_if(
+    scores: Scores,
+    remove: ArrayLike | None = None,
+    *,
+    add: ArrayLike | None = None,
+    relabel: tuple[ArrayLike, Any] | None = None,
+    level: float = 0.9,
+) -> Effects:
+    """Predict how the output of every target changes if train rows go, come twice or get other labels.
+
+    The prediction is the sum of the scores: minus those of removed rows, plus those of added rows, plus those of
+    relabelled rows with the new label minus those with the old one.
+
+    A removed set gets an interval from sets whose removal was measured: those of :func:`try_removals`, otherwise the
+    random subsets of :func:`~trak_lite.verify`, which resemble random sets only. These are compared with each other and
+    not with models of all rows, so that their intervals are widened by the change that the scores predict for random
+    rows. The interval is about the mean output
+    of R models that are trained without the rows, R as in these retrainings, minus the expected output of models that
+    are trained on all rows. Sets that too few retrainings resemble in size and concentration, and sets that are larger
+    or denser than all of them, get no interval, and ``basis`` says why; nor do added or relabelled rows, because
+    no retraining has measured them.
+
+    Args:
+        scores: Scores of any method.
+        remove: Row numbers, or a mask ``(N,)``, of the rows that are left out.
+        add: Row numbers or a mask of the rows that are trained on twice.
+        relabel: The rows, and a dataset (or :class:`~trak_lite.Rows`) of the same rows with their new labels, in the
+            same order. Their features are computed at all checkpoints.
+        level: Nominal coverage of the intervals.
+
+    Raises:
+        InvalidInputError: If no row is given, a row does not exist or occurs in two of the arguments, all rows are
+            removed, or there is not one relabelled sample per row.
+        StateError: With ``relabel``, if the scores were opened without a model or not made from stored rows, or the
+            weights of a checkpoint cannot be found.
+    """
+    num_rows = len(scores)
+    removed, added = (_numbers(rows, num_rows, what) for rows, what in ((remove, "remove"), (add, "add")))
+    relabelled = _numbers(None if relabel is None else relabel[0], num_rows, "relabel")
+    everything = np.concatenate([removed, added, relabelled])
+    if not len(everything) or len(np.unique(everything)) < len(everything) or len(removed) == num_rows:
+        raise InvalidInputError(
+            "what_if takes at least one row to remove, add or relabel, each in one of these only, and leaves at least "
+            f"one row; got {len(removed)} to remove, {len(added)} to add, {len(relabelled)} to relabel of {num_rows}."
+        )
+    effects = SummedEffects(scores)
+    if not len(added) and not len(relabelled):
+        return effects.without(removed, level)
+    total = effects.sum(added) - effects.sum(removed) - effects.sum(relabelled)
+    if relabel is not None:
+        total += _scores_of_samples(scores, relabel[1], len(relabelled))
+    verbs = {"without": removed, "twice": added, "with other labels": relabelled}
+    change = ", ".join(_counted(verb, len(rows), num_rows) for verb, rows in verbs.items() if len(rows))
+    basis = (
+        "No interval: the stored retrainings left rows out; none added or relabelled any. The prediction is the sum of "
+        "scores."
+    )
+    return Effects(scores.name, change, total, None, None, level, basis)
+
+
+@final
+class SummedEffects:
+    """Sums of scores as predictions of removals, calibrated on the trials that are stored with the scores."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+        self.trials = _trials_of(scores)
+
+    @cached_property
+    def _moments(self) -> tuple[Array, Array]:
+        """Mean and standard deviation over train rows of the scores of each target, ``(M,)``, in one pass."""
+        total, squares = np.zeros((2, self.scores.shape[1]))
+        for _, tile in self.scores.tiles():
+            total += tile.sum(axis=0, dtype=np.float64)
+            squares += np.square(tile, dtype=np.float64).sum(axis=0)
+        mean = total / len(self.scores)
+        return mean, np.sqrt(np.maximum(squares / len(self.scores) - mean**2, 0.0))
+
+    def sum(self, rows: NDArray[np.int64]) -> Array:
+        """Return the scores of some rows, summed, ``(M,)``."""
+        total: Array = np.zeros(self.scores.shape[1])
+        for start in range(0, len(rows), 1024):
+            total += self.scores.rows(rows[start : start + 1024]).sum(axis=0, dtype=np.float64)
+        return total
+
+    def standardised(self, rows: NDArray[np.int64], predicted: Array) -> Array:
+        """Return minus the sums of a set in standard deviations of random sets of its size, ``(M,)``."""
+        return standardised_sum(predicted, len(rows), len(self.scores), *self._moments)
+
+    def without(self, rows: NDArray[np.int64], level: float, *, target: int | None = None) -> Effects:
+        """Return the effects of removing rows; with ``target``, only that target has an interval."""
+        predicted = -self.sum(rows)
+        change = _counted("without", len(rows), len(self.scores))
+        if self.trials is None:
+            basis = (
+                "No interval: no retraining is stored with these scores. The prediction is the sum of scores; measure "
+                "with try_removals(scores, train_fn, targets), or verify."
+            )
+            return Effects(self.scores.name, change, predicted, None, None, level, basis)
+        standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
+        found = self.trials.interval(predicted, standard, share, level=level, target=target)
+        width = found.half_width
+        if (
+            self.trials.of_verdict
+        ):  # no model with all rows was trained: what all sets of the size share is not measured
+            width = width + np.abs(len(rows) * self._moments[0])
+        lower, upper = found.predicted - width, found.predicted + width
+        basis = _basis(self.trials, found, (share, float(concentration_of(standard))), level)
+        if np.isinf(found.half_width).all():
+            return Effects(self.scores.name, change, predicted, None, None, level, basis)
+        return Effects(self.scores.name, change, found.predicted, lower, upper, level, basis)
+
+
+def try_removals(
+    scores: Scores,
+    train_fn: TrainFunction,
+    targets: Any,
+    *,
+    budget: int = 60,
+    shares: Sequence[float] = _SHARES,
+    groups: ArrayLike | str | None = None,
+    seeds: Sequence[int] = (0,),
+    base_seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    seed: int = 0,
+    train_id: str | None = None,
+) -> Trials:
+    """Retrain without sets of many kinds and sizes, and store how the outputs change: the trials of :func:`what_if`.
+
+    In turn the sets are random rows, the most helpful or harmful rows of a random target, the rows whose scores are
+    most similar to those of a random row, and with ``groups`` rows of a random group (if it is too small, with those of
+    another). Retrainings are stored and shared as those of :func:`~trak_lite.verify`; the same call resumes.
+
+    Args:
+        scores: Scores of an attributor, with a stored matrix.
+        train_fn: As in :func:`~trak_lite.verify`.
+        targets: The targets that were scored.
+        budget: Number of sets; each is trained without once per seed. At the default level an interval needs 9 trials
+            that resemble the set, and 60 give them for most sets. More make the intervals narrower.
+        shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval.
+        groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
+        seeds: Seeds of the models that are trained without a set.
+        base_seeds: Seeds of the models that are trained on all rows, at least 2.
+        seed: Seed of the sets.
+        train_id: As in :func:`~trak_lite.verify`.
+
+    Raises:
+        InvalidInputError: If the budget is too small for an interval, a share is not between 0 and 1, or seeds or
+            groups cannot be used.
+        StateError: If the matrix of the scores is not stored, or they were opened without a model.
+        ManifestMismatchError: If ``targets`` are not those that were scored.
+        RetrainingError: If a training fails; names subset and seed.
+    """
+    num_rows, least = len(scores), fewest_trials(0.9)
+    if positive_int(budget=budget) < least or len(base_seeds) < 2:
+        raise InvalidInputError(
+            f"budget must be at least {least} and base_seeds at least 2 seeds, got {budget} and {len(base_seeds)}."
+        )
+    sizes = [max(1, round(share * num_rows)) if 0.0 < share < 1.0 else 0 for share in shares]
+    if not sizes or min(sizes) < 1 or max(sizes) >= num_rows:
+        raise InvalidInputError(
+            f"shares must lie between 0 and 1 and leave a row, got {tuple(shares)!r:.100}."
+        )
+    require_measurable(scores, train_fn, "try_removals")
+    run, matrix = scores.run, scores.numpy()
+    labels, rows = _groups(scores, groups), scores.run.targets(targets)
+    some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
+
+    def measure() -> Array:
+        sets = list(_trial_sets(matrix, sizes, budget, np.random.default_rng(seed), labels, some))
+        masks = np.ones((budget, num_rows), np.bool_)
+        for mask, members in zip(masks, sets, strict=True):
+            mask[members] = False
+        with opened_targets(scores, rows) as opened:
+            of_all = opened.retrain(
+                train_fn, np.ones((1, num_rows), np.bool_), seeds=base_seeds, train_id=train_id
+            )
+            without = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
+            effects = SummedEffects(scores)
+            predicted = np.stack([-effects.sum(members) for members in sets])
+            standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
+            shares = np.array([len(members) / num_rows for members in sets])
+            before = of_all.outputs[0].astype(np.float64)
+            outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
+            found = Trials(
+                shares,
+                predicted[:, some],
+                standard[:, some],
+                (without.mean - outputs)[:, some],
+                outputs[some],
+                noise[some],
+                len(without.seeds),
+            )
+            opened.entries.put_trials(found)
+        return found.to_array()
+
+    # Rank 0 retrains; the other ranks wait and receive the trials.
+    with run.joined(f"try_removals {scores.name!r}") as ranks:
+        return Trials.from_array(ranks.broadcast("the trials", measure))
+
+
+def _trial_sets(
+    scores: NDArray[np.float32],
+    sizes: Sequence[int],
+    budget: int,
+    rng: np.random.Generator,
+    labels: NDArray[np.int64] | None,
+    targets: NDArray[np.int64],
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the rows of each trial set; all kinds occur in one size, then in the next."""
+    kinds = _KINDS if labels is None else (*_KINDS, "group")
+    units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
+    for number in range(budget):
+        size, kind = sizes[number // len(kinds) % len(sizes)], kinds[number % len(kinds)]
+        order = rng.permutation(len(scores))
+        if kind in ("helpful", "harmful"):
+            column = scores[:, rng.choice(targets)]
+            order = np.argsort(-column if kind == "helpful" else column, kind="stable")
+        elif kind == "similar":
+            order = np.argsort(-(units @ units[order[0]]), kind="stable")
+        elif kind == "group" and labels is not None:
+            places = rng.permutation(labels.max() + 1)
+            order = order[np.argsort(places[labels[order]], kind="stable")]
+        yield order[:size]
+
+
+def _groups(scores: Scores, groups: ArrayLike | str | None) -> NDArray[np.int64] | None:
+    """Return the number of each row's group."""
+    if groups is None:
+        return None
+    if isinstance(groups, str):
+        require_columns([groups], scores.columns)
+        return scores.columns[groups].places
+    return Column.of(groups, len(scores), "The groups of train rows").places
+
+
+def _trials_of(scores: Scores) -> Trials | None:
+    """Return the trials that are stored with scores, else the subsets of their verdict, else ``None``."""
+    trials, predictions, verdict = scores.trials, scores.predictions, scores.verdict
+    if trials is not None or predictions is None or verdict is None:
+        return trials
+    return Trials.of_subsets(*predictions, verdict.alpha, verdict.num_seeds)
+
+
+def _scores_of_samples(scores: Scores, data: Any, count: int) -> Array:
+    """Return the scores that samples would have as train rows, summed, ``(M,)``."""
+    run, method = scores.run, scores.method
+    rows = run.rows(data, "the relabelled rows")
+    if len(rows) != count:
+        raise InvalidInputError(
+            f"relabel names {count} rows, but its data has {len(rows)} samples. Pass one per row."
+        )
+    terms = scores.source.terms()
+    places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
+    products, factors = np.zeros((len(terms), count, scores.shape[1])), np.zeros((len(terms), count, 1))
+    with run.session() as session:
+
+        def visit(digest: str, _: str) -> None:
+            place = places[digest]
+            term = terms[place]
+            passes = session.row_pass(rows, int(term.train.spec.fingerprint["model_id"]))
+            plan = [np.arange(i, min(i + rows.batch_size, count)) for i in range(0, count, rows.batch_size)]
+            for wanted, found in passes.stream(plan, lambda: 0):
+                features = found.features if term.transform is None else term.transform(found.features)
+                products[place, wanted] = (features.double() @ term.targets.double().T).cpu().numpy()
+                factors[place, wanted, 0] = found.terms.out_to_loss_grad.double().cpu().numpy()
+
+        train = {digest: terms[place].train for digest, place in places.items()}
+        session.visit(train, visit, purpose="to score new labels")
+    if method.q != "off":
+        products *= factors if method.q == "inside" else factors.mean(axis=0)
+    total: Array = products.sum(axis=(0, 1))
+    return total
+
+
+def _numbers(rows: ArrayLike | None, num_rows: int, what: str) -> NDArray[np.int64]:
+    """Return the numbers of different rows from numbers or a mask."""
+    array = np.empty(0, np.int64) if rows is None else np.asarray(rows)
+    if array.dtype == np.bool_ and array.shape == (num_rows,):
+        array = np.flatnonzero(array)
+    if not array.size:
+        return np.empty(0, np.int64)
+    found = row_numbers(array, num_rows)
+    if len(np.unique(found)) < len(found):
+        raise InvalidInputError(f"{what} names a row twice. Name each row once.")
+    return found
+
+
+def _counted(verb: str, count: int, num_rows: int) -> str:
+    return f"{verb} {count:,} of {num_rows:,} train rows ({count / num_rows:.1%})"
+
+
+def _basis(trials: Trials, found: EffectInterval, shape: tuple[float, float], level: float) -> str:
+    """Return which retrainings an interval comes from, or why there is none."""
+    kind = "random subsets of the verdict" if trials.of_verdict else "trial sets"
+    seeds = f"{trials.num_seeds} model{'s' * (trials.num_seeds > 1)} each"
+    where = f"share {shape[0]:.1%}, concentration {shape[1]:.1f}"
+    refused = int(np.isinf(found.half_width).sum())
+    if refused < len(found.half_width):
+        some = f"; {refused} targets that too few resemble have no interval" if refused else ""
+        typical = np.median(found.similar[np.isfinite(found.half_width)])
+        weight = f"the weight of {typical:.1f} resembles this set ({where})"
+        return f"From {len(trials)} {kind} ({seeds}), of which {weight}{some}."
+    why = (
+        f"of {len(trials)} {kind} the weight of {found.similar.max():.1f} resembles it, and an interval needs "
+        f"{fewest_trials(level)}"
+        if found.similar.any()
+        else f"it is larger or denser than all {len(trials)} {kind}"
+    )
+    return (
+        f"No interval for this set ({where}): {why}. The prediction is the sum of scores, which can be several times "
+        "too small. Measure sets of many kinds with try_removals(scores, train_fn, targets)."
+    )
