@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from pathlib import Path
 
+from late import Late
 from tiers import CAMPAIGN, EACH_VALUE, SOME
 
 TESTS = Path(__file__).parent
@@ -49,3 +51,12 @@ def test_ci_runs_a_part_of_the_campaign_that_there_is() -> None:
     paths = re.findall(r"\btests/[\w./]+", script)
     assert "-m campaign" in script
     assert [path for path in paths if not (TESTS.parent / path).exists()] == []
+
+
+def test_collecting_imports_no_package_that_a_test_names_late() -> None:
+    """pytest asks all that a file names for attributes that begin with an underscore."""
+    package = Late("this")  # prints a poem when it is imported
+    assert not hasattr(package, "__wrapped__")
+    assert not hasattr(package, "_mock_name")
+    assert "this" not in sys.modules
+    assert package.d["A"] == "N"
