@@ -15,6 +15,7 @@ file to another, and the depth of these calls.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 import tempfile
@@ -76,9 +77,15 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the syntax of a file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Yield the modules of the package that a file imports, anywhere in the file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

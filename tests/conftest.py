@@ -29,6 +29,19 @@ def _cheap() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _few_comparisons(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The self-check compares two samples of a first batch in place of eight, where it is not the check that is tested.
+
+    Each costs a backward pass, which would be a third of the time of a test that featurizes a few rows.
+    """
+    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    with pytest.MonkeyPatch.context() as patched:
+        if room not in ("device", "gradient_computers", "zoo"):
+            patched.setattr("trak_lite.gradient_computers.self_check._SAMPLES_AT_FIRST", 2)
+        yield
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file of which the markers that were asked for leave nothing."""
     return is_without_tests_of(config.option.markexpr, collection_path) or None

@@ -6,6 +6,7 @@ importing does, or what ``-W error`` says of it, start an interpreter instead.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -14,8 +15,7 @@ import warnings
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-PRELOADED = ["trak_lite", "sklearn.datasets", "matplotlib.pyplot"]
-PRELOADED += ["torch.distributed.fsdp", "torch._dynamo"]  # fully_shard imports the latter
+PRELOADED = ["trak_lite", "torch.distributed.fsdp", "torch._dynamo"]  # fully_shard imports the latter
 
 
 def forkserver() -> ForkServerContext:
@@ -49,5 +49,8 @@ def _run(
     torch.set_num_threads(1)
     sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(script)
     if warnings_are_errors:
+        for package in ("matplotlib.pyplot", "sklearn.datasets"):  # what they warn of is not the script's
+            importlib.import_module(package)
+
         warnings.simplefilter("error")
     runpy.run_path(script, run_name="__main__")

@@ -16,6 +16,10 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(
+            "_"
+        ):  # pytest looks for fixtures that are wrapped or mocked in all that a file names
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 

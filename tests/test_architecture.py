@@ -71,10 +71,7 @@ MODULES = architecture.modules(PACKAGE.parent)
 @functools.cache
 def files() -> dict[Path, list[ast.AST]]:
     """The nodes of every file; read by the first test, for all processes that collect would wait for it."""
-    return {
-        path.relative_to(PACKAGE): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        for path in MODULES.values()
-    }
+    return {path.relative_to(PACKAGE): architecture.nodes(path) for path in MODULES.values()}
 
 
 @functools.cache

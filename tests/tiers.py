@@ -155,6 +155,7 @@ EACH_VALUE: tuple[str, ...] = (
     "modelout_functions/test_modelout_registry.py::test_a_carried_value_counts_by_its_content",
     "models/test_checkpoints.py",
     "projectors/test_projector_laws.py",
+    "scoring/test_planning.py",
     "scoring/test_score_views.py",
     "scoring/test_uncertainty.py",
     "scoring/test_vanishing_modules.py",

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
-from trak_lite.integrations import huggingface
-from trak_lite.integrations import trl as helpers
 
 trl = pytest.importorskip(
     "trl", reason="TRL's trainers are tested where it is installed: pip install trak-lite[trl]"
 )
+from trak_lite.integrations import huggingface  # noqa: E402 - imports transformers, which takes seconds
+from trak_lite.integrations import trl as helpers  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL uses deprecated settings of transformers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -37,7 +35,7 @@ def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def recipe(seed: int, data: TensorDataset = TRAIN) -> Recipe:
-    return Recipe(build, losses, data, SGD(lr=0.2), batch_size=10, epochs=2, seed=seed)
+    return Recipe(build, losses, data, SGD(lr=0.2), batch_size=10, epochs=1, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +49,26 @@ def single(runs) -> np.ndarray:
     return np.stack([unrolled(run, TARGETS, TASK).numpy() for run in runs])
 
 
-@pytest.fixture
-def made(runs, tmp_path) -> Attributor:
-    made = Attributor(runs[0].model(), TASK, tmp_path / "run.zarr", proj_dim=16)
+@pytest.fixture(scope="module")
+def made(runs, tmp_path_factory) -> Attributor:
+    """Rows of one checkpoint; every test has targets of its own name, but for the replays of ``t``, made once."""
+    made = Attributor(runs[0].model(), TASK, tmp_path_factory.mktemp("made") / "run.zarr", proj_dim=16)
     made.featurize(TRAIN)
     return made
 
 
-def again(runs: tuple[TrainingRun, ...], folder: Path) -> Attributor:
-    return Attributor.open(folder / "run.zarr", runs[0].model())
+def again(runs: tuple[TrainingRun, ...], made: Attributor) -> Attributor:
+    return Attributor.open(made.path, runs[0].model())
 
 
-def test_the_mean_is_that_of_standardised_columns(runs, made, tmp_path):
+def test_the_mean_is_that_of_standardised_columns(runs, made):
     method = Mean(GaussNewton(), GradDot(), Unrolled(*runs), method_weights=(1, 1, 2))
     found = made.score(TARGETS, "t", method=method)
     parts = [made.score(TARGETS, "t", method=one).numpy() for one in method.methods]
     shares = zip((0.25, 0.25, 0.5), parts, strict=True)
     expected = sum(w * stats.zscore(part.astype(np.float64)) for w, part in shares)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
-    kept = again(runs, tmp_path).scores("t", method=method)
+    kept = again(runs, made).scores("t", method=method)
     np.testing.assert_array_equal(kept.numpy(), found.numpy())
     assert kept.stored
     order = np.argsort(-found.numpy()[:, 0], kind="stable")
@@ -103,12 +102,10 @@ def test_unrolled_scores_are_stored_and_verified_also_of_another_task(runs, sing
     assert asked.lds != verify_run(gap, runs[0], TARGETS, task=TASK, budget=3).lds
 
 
-def test_errors_and_metasmoothness_are_those_over_runs_and_stored_with_the_scores(
-    runs, single, made, tmp_path
-):
+def test_errors_and_metasmoothness_are_those_over_runs_and_stored_with_the_scores(runs, single, made):
     for method in (Unrolled(*runs), Unrolled(runs[1]), Mean(GradDot(), Unrolled(*runs[1:]))):
         made.score(TARGETS, "t", method=method)
-    opened = again(runs, tmp_path)
+    opened = again(runs, made)
     expected = single.std(0, ddof=1) / np.sqrt(3)
 
     mean = opened.scores("t", method=Unrolled(*runs))

@@ -29,13 +29,19 @@ from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,
     register_gradient_rule,
+    self_check,
 )
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.models.borrowing import borrow_model  # no public call moves a model on a machine of one device
-from trak_lite.store import ZarrFeatureStore
+from trak_lite.store import ZarrFeatureStore, _grid
 
-N, BATCH = 600, 64
-"""Rows of more than two commits of 256, so that ranks have something to share, and unevenly."""
+N, BATCH = 100, 16
+"""Rows of more than two commits of 32, so that ranks have something to share, and unevenly."""
+
+
+def small_chunks(rows: int = 32) -> None:
+    """Let tables of this process have chunks of so many rows."""
+    _grid._FEWEST_ROWS_PER_COMMIT = rows
 
 
 class Divided(nn.Module):
@@ -197,6 +203,8 @@ def answer(
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "(?s).*heuristic to set the device_id")  # where there are GPUs
     torch.set_num_threads(1)
+    small_chunks()
+    self_check._SAMPLES_AT_FIRST = 2
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nothing is killed here
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     try:

@@ -17,6 +17,13 @@ from trak_lite.store import check_store
 Run = Callable[..., list[Any]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_chunks():
+    cases.small_chunks()
+    yield
+    cases.small_chunks(256)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Return what runs a job on several ranks and gives their answers in order."""
@@ -122,9 +129,9 @@ def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_pa
     cases.featurize_rest(str(expected))
     begun_whole, begun_sharded = str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr")
 
-    cases.featurize_part(begun_whole, 400)
+    cases.featurize_part(begun_whole, 70)
     written = ranks(2, cases.featurize_rest, begun_whole, True)
-    ranks(2, cases.featurize_part, begun_sharded, 400, True)
+    ranks(2, cases.featurize_part, begun_sharded, 70, True)
     rest = cases.featurize_rest(begun_sharded)
 
     assert 0 < sum(written) < cases.N

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
@@ -165,13 +166,29 @@ def states(number: int) -> list[dict[str, torch.Tensor]]:
     return [{"weight": torch.full((3, 4), k + 1.0), "bias": torch.arange(3.0)} for k in range(number)]
 
 
+def of_three(path: Path | str) -> Attributor:
+    """An attributor with rows of three checkpoints, of which it computes those that are missing."""
+    made = attributor(path)
+    made.featurize(TRAIN, states(3))
+    return made
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
+    """A store with rows of three checkpoints, and the scores by all of them and without the second one."""
+    path = tmp_path_factory.mktemp("three") / "a.zarr"
+    of_three(path)
+    both, left = (of_three(shutil.copytree(path, path.with_name(f"{n}.zarr"))) for n in range(2))
+    left.drop_checkpoint("ckpt-1")
+    return path, [made.score(TARGETS, "t").numpy() for made in (both, left)]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("moment", range(6))
 def test_a_checkpoint_that_is_dropped_while_targets_are_scored_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+    tmp_path: Path, three: tuple[Path, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    made = attributor(tmp_path / "a.zarr")
-    made.featurize(TRAIN, states(3))
+    made = of_three(shutil.copytree(three[0], tmp_path / "a.zarr"))
     opened, calls = ZarrFeatureStore.open_table, count()
 
     def dropping(self: ZarrFeatureStore, path: str) -> Any:
@@ -186,11 +203,7 @@ def test_a_checkpoint_that_is_dropped_while_targets_are_scored_is_named(
     except StateError as error:
         assert "ckpt-1" in str(error) or "no features for 1" in str(error)  # noqa: PT017  (or the right scores)
         return
-    left, both = attributor(tmp_path / "b.zarr"), attributor(tmp_path / "c.zarr")
-    for other in (left, both):
-        other.featurize(TRAIN, states(3))
-    left.drop_checkpoint("ckpt-1")
-    assert any(np.allclose(found, other.score(TARGETS, "t").numpy(), rtol=1e-3) for other in (left, both))
+    assert any(np.allclose(found, scores, rtol=1e-3) for scores in three[1])
 
 
 @pytest.mark.parametrize(("checkpoints", "dropped"), [(1, False), (2, False), (2, True)])

@@ -142,7 +142,9 @@ def digest(text: str) -> str:
 def test_the_script_is_valid(out):
     script = out.with_name("script.js")
     script.write_text(page_of(out, drawn_scores()).inside["script"])
-    subprocess.run(["node", "--check", str(script)], check=True)
+    checked = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "addEventListener" in script.read_text()
 
 
 def test_huge_text_is_cut_and_says_so(out):

@@ -48,19 +48,18 @@ def test_the_default_width_of_a_module_falls_with_their_number(modules, proj_dim
 @pytest.mark.parametrize("products", ["ieee", "tf32"])
 @pytest.mark.parametrize("name", sorted(GRADIENT_COMPUTERS))
 def test_a_computer_that_is_named_is_asked_for_its_fingerprint_without_being_made(
-    name, products, monkeypatch
+    name, products, monkeypatch, tmp_path
 ):
-    made = attributor(gradient_computer=name, float32_products=products)
+    made = attributor(tmp_path / "a.zarr", gradient_computer=name, float32_products=products)
     made.featurize(TRAIN)
     computer = GRADIENT_COMPUTERS[name](
         model=made.model, task=made.task, grad_dim=1, float32_products=products
     )
-    with made._workspace.reading() as store:
-        assert store.manifest.fingerprint["gradients"] == {
-            **computer.fingerprint(),
-            **made.normalization.fingerprint(),
-        }
-        assert store.manifest.made_with["float32_products"] == computer.float32_products
+    with open_store(str(tmp_path / "a.zarr")) as store:
+        stored = store.manifest
+    expected = {**computer.fingerprint(), **made.normalization.fingerprint()}
+    assert stored.fingerprint["gradients"] == expected
+    assert stored.made_with["float32_products"] == computer.float32_products
     made.score(TARGETS, "t")
     monkeypatch.setattr(GRADIENT_COMPUTERS[name], "__init__", None)
     made.drop_scores("t")

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Rows
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.scoring import grams, planning
+from trak_lite.store import open_store
 
 GENERATOR = torch.Generator().manual_seed(0)
 TRAIN = TensorDataset(torch.randn(400, 6, generator=GENERATOR), torch.arange(400) % 3)
@@ -61,7 +62,7 @@ def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(
     assert (plan.num_rows, plan.num_targets, plan.checkpoints) == (400, 20, 2)
     assert plan.settings["gradients"] == "hook (every kept parameter is covered)"
     assert plan.settings["gradients"] in repr(made)
-    with made._workspace.reading() as store:
+    with open_store(made.path) as store:
         sizes = {"rows": 0, "targets": 0}
         for path in store.table_names():
             table = store.open_table(path)

@@ -6,13 +6,15 @@ Subclass it in a test file and return the method; pytest runs the laws::
         def make_method(self):
             return MyMethod(strength=0.5)
 
-The scores come from a small classifier whose rows are stored in float32. For a method whose ``check_rows`` refuses
-plain gradients, its train rows are Adam updates.
+The scores come from a small classifier whose rows are stored in float32, once for all laws. For a method whose
+``check_rows`` refuses plain gradients, its train rows are Adam updates.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 from abc import ABC, abstractmethod
 
@@ -60,15 +62,16 @@ class MethodTests(ABC):
         assert set(values) - {"version"} == {"name", *fields}
 
     def test_deciding_twice_changes_nothing(self) -> None:
-        layout = _attributor(self.make_method()).layout
-        decided = self.make_method().decided(layout)
+        method = self.make_method()
+        layout = _featurized(_kind_of_rows(method)).layout
+        decided = method.decided(layout)
 
         assert decided.decided(layout) == decided
 
     def test_rows_are_transformed_one_by_one(self) -> None:
         """``transform`` of a row does not depend on the rows beside it, and keeps its shape."""
         method = self.make_method()
-        layout = _attributor(method).layout
+        layout = _featurized(_kind_of_rows(method)).layout
         rows = torch.randn(5, layout.width, generator=torch.Generator().manual_seed(0), device="cpu")
         whole = method.transform(rows, layout)
 
@@ -101,17 +104,15 @@ class MethodTests(ABC):
         method = self.make_method()
         if method.inverse is not None or _kind_of_rows(method) != "none":
             pytest.skip("self-influence needs the target rows of the train data, which are not stored")
-        train = _data(_NUM_ROWS, 0)
-        attributor = _featurized(method)
-        scores = attributor.score(train, method=method)
+        scores = _featurized("none").score(_data(_NUM_ROWS, 0), _new_name(), method=method)
 
         diagonal = np.diagonal(scores.numpy())
         np.testing.assert_allclose(scores.self_influence(), diagonal, rtol=2e-4, atol=_small(diagonal))
 
     def _scores(self, *, dense: bool = True, targets: slice = slice(None)) -> Scores:
-        attributor = _featurized(self.make_method())
+        method = self.make_method()
         chosen = TensorDataset(*(part[targets] for part in _data(_NUM_TARGETS, 1).tensors))
-        return attributor.score(chosen, method=self.make_method(), dense=dense)
+        return _featurized(_kind_of_rows(method)).score(chosen, _new_name(), method=method, dense=dense)
 
 
 def _data(count: int, seed: int) -> TensorDataset:
@@ -129,32 +130,31 @@ def _kind_of_rows(method: AbstractMethod) -> NormalizationKind:
     return "none"
 
 
-def _featurized(method: AbstractMethod) -> Attributor:
-    attributor, train = _attributor(method), _data(_NUM_ROWS, 0)
-    inputs, labels = train.tensors
-    optimizer = torch.optim.Adam(
-        attributor.model.parameters(), lr=0.0
-    )  # fills the moments, keeps the weights
-    torch.autograd.backward(nn.functional.cross_entropy(attributor.model(inputs), labels))
-    optimizer.step()
-    optimizer.zero_grad()
-    attributor.featurize(train, {"model": attributor.model.state_dict(), "optimizer": optimizer.state_dict()})
-    return attributor
+_NUMBERS = itertools.count()
 
 
-def _attributor(method: AbstractMethod) -> Attributor:
+def _new_name() -> str:
+    """Return a name of targets that no other law has used, so that none finds the scores of another."""
+    return f"targets-{next(_NUMBERS)}"
+
+
+@functools.cache
+def _featurized(kind: NormalizationKind) -> Attributor:
+    """Return train rows in memory, which all laws of all methods share."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
-    return Attributor(
-        model,
-        "image_classification",
-        None,
-        proj_dim=8,
-        dtype="float32",
-        progress=False,
-        normalize=_kind_of_rows(method),
+    attributor = Attributor(
+        model, "image_classification", None, proj_dim=8, dtype="float32", progress=False, normalize=kind
     )
+    train = _data(_NUM_ROWS, 0)
+    inputs, labels = train.tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)  # fills the moments, keeps the weights
+    torch.autograd.backward(nn.functional.cross_entropy(model(inputs), labels))
+    optimizer.step()
+    optimizer.zero_grad()
+    attributor.featurize(train, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    return attributor
 
 
 def _small(values: NDArray[np.float32]) -> float:
