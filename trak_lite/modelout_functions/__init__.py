@@ -27,6 +27,7 @@ from trak_lite.modelout_functions.language_modeling import (
     MaskedLanguageModelingModelOutput,
     SequenceToSequenceModelOutput,
 )
+from trak_lite.modelout_functions.packed import require_separate_documents
 from trak_lite.modelout_functions.policy_gradient import PolicyGradientModelOutput
 from trak_lite.modelout_functions.preferences import (
     AnswerDifferenceModelOutput,
@@ -63,6 +64,7 @@ __all__ = [
     "SequenceToSequenceModelOutput",
     "TextClassificationModelOutput",
     "reference_columns",
+    "require_separate_documents",
     "resolve_task",
     "response_labels",
 ]
