@@ -231,20 +231,29 @@ class Averaging(nn.Module):
         self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, seq_idx: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
+        if cu_seqlens is not None:  # as kernels for attention take it
+            assert (cu_seqlens.dtype, cu_seqlens.dim()) == (torch.int32, 1)
+            seq_idx = torch.bucketize(torch.arange(input_ids.shape[1]), cu_seqlens, right=True)[None]
         seq_idx = torch.zeros_like(input_ids) if seq_idx is None else seq_idx
         sees = (seq_idx[:, :, None] == seq_idx[:, None]).tril().to(self.head.weight.dtype)
         return self.head((sees / sees.sum(-1, keepdim=True)) @ self.embed(input_ids))
 
 
+@pytest.mark.parametrize("borders", ["seq_idx", "cu_seqlens"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_model_that_mixes_documents_is_refused_before_the_first_row(dtype):
+def test_a_model_that_mixes_documents_is_refused_before_the_first_row(dtype, borders):
     model = Averaging().to(dtype)
-    apart, mixed = (
-        Documents([pack(texts, borders) for texts in TEXTS]) for borders in ("seq_idx", "seq_lengths")
-    )
+    apart, mixed = (Documents([pack(texts, name) for texts in TEXTS]) for name in (borders, "seq_lengths"))
     require_separate_documents(model, apart)
+    require_separate_documents(
+        model, Documents([pack(texts, borders, KINDS["batches of lists"]) for texts in TEXTS])
+    )
 
     attributor = Attributor(
         model, "causal_language_modeling", None, collate=pad_documents, proj_dim=8, progress=False

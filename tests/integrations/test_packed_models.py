@@ -168,6 +168,8 @@ def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
         return {"input_ids": samples[0]["input_ids"][None]}
 
     require_separate_documents(model, Documents(joined))
+    tokenized = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in joined]
+    require_separate_documents(model, Documents(tokenized))  # TRL's collator leaves the mask out
     for documents in (
         Documents(masked),
         Documents(rows, training_collate=cached),
