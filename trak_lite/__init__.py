@@ -11,6 +11,8 @@ from trak_lite._version import __version__ as __version__
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
 from trak_lite.data.datasets import Rows as Rows
+from trak_lite.data.packed import Documents as Documents
+from trak_lite.data.packed import pad_documents as pad_documents
 from trak_lite.gradient_computers.normalization import Normalization as Normalization
 from trak_lite.gradient_computers.normalization import clip as clip
 from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
@@ -32,6 +34,7 @@ from trak_lite.utils import test_install as test_install
 
 __all__ = [
     "Attributor",
+    "Documents",
     "FeaturizeSummary",
     "Normalization",
     "Plan",
@@ -46,6 +49,7 @@ __all__ = [
     "clipping_threshold",
     "methods",
     "named_optimizer_state",
+    "pad_documents",
     "repair",
     "select",
     "test_install",

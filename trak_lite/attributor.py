@@ -290,8 +290,9 @@ class Attributor:
 
         Args:
             data: A map-style dataset, a DataLoader that reads one in order, or :class:`~trak_lite.Rows` of one, which
-                select and order rows and set the batch size. The attributor holds it until the next call, for methods
-                that are fitted to the train data.
+                select and order rows and set the batch size. If its rows hold several texts, pass
+                :class:`~trak_lite.Documents` of it. The attributor holds it until the next call, for methods that are
+                fitted to the train data.
             checkpoints: ``None`` for the model's current weights, a state dict (alone, or under ``"model"`` beside an
                 ``"optimizer"``), a path to a file or folder, or an iterable of these. Using 4 to 10 checkpoints of one
                 run is the cheapest way to better scores.
@@ -309,7 +310,8 @@ class Attributor:
             The numbers of rows that this call wrote, and that it found or other processes wrote.
 
         Raises:
-            InvalidInputError: If the data, a batch, a checkpoint or a column has the wrong type, shape or length.
+            InvalidInputError: If the data, a batch, a checkpoint or a column has the wrong type, shape or length. Or if
+                the model lets :class:`~trak_lite.Documents` of a packed row see each other.
             CheckpointError: If ``normalize`` needs the state of Adam, and a checkpoint has none; names the places that
                 were searched.
             NonFiniteError: If a value of a row is NaN or infinite; names the rows.

@@ -11,6 +11,7 @@ import torch
 from hub_models import EXACT, datasets, gradients_of, peft, transformers
 from torch import Tensor, nn
 
+from trak_lite import Documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
 
@@ -171,6 +172,68 @@ def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build
     torch.testing.assert_close(f, plain, **precise(trainer.model))
     whole = trainer.compute_loss(trainer.model, dict(batch))
     torch.testing.assert_close(-f.sum() / counts.sum(), whole.double(), **TRLS, check_dtype=False)
+
+
+@pytest.mark.parametrize("build", [hub.llama, hub.lora, hub.gpt2])
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", None])
+def test_texts_of_packed_rows_and_of_padding_free_batches_are_rows(build, strategy, tmp_path):
+    """Each has the gradient of the text alone, and all texts of a packed row together that of the trainer's loss."""
+    settings = {"max_length": None, "padding_free": True}
+    if strategy is not None:
+        settings = {
+            "max_length": 8 if strategy == "bfd" else 5,
+            "packing": True,
+            "packing_strategy": strategy,
+        }
+    trainer = trainer_of("SFT", made(build), PROMPTS, tmp_path, **settings)
+    packed = trainer.train_dataset
+    documents = Documents(packed) if strategy else packed
+    ids = [documents[i]["input_ids"] for i in range(len(documents))]
+    if strategy == "bfd":
+        assert sorted(ids) == sorted([[5, 6, 7, 8, 9, 2], [5, 6, 10, 3, 7, 8, 2], [3, 4, 2]])
+    elif strategy == "bfd_split":  # the rest of a text that is longer than a packed row is a text of its own
+        assert sorted(ids) == sorted([[5, 6, 7, 8, 9], [5, 6, 10, 3, 7], [8, 2], [3, 4, 2]])
+
+    _, f = compare_with_loss(
+        trainer, documents, lambda row: -hub.output_of(trainer.model, documents[row]), 1e-9
+    )
+
+    for row in range(len(packed) if strategy else 1):
+        inputs = trainer.data_collator([packed[row]] if strategy else [*packed])
+        count = (inputs["labels"][:, 1:] != IGNORED).sum()
+        within = documents.row == row if strategy else slice(None)
+        if count == 0:  # the end token of a text that was cut, alone in its row
+            assert f[within].numel() == 0
+            continue
+        loss = trainer.compute_loss(trainer.model, inputs)
+        torch.testing.assert_close(-f[within].sum() / count, loss.double(), **TRLS, check_dtype=False)
+
+
+def test_packed_rows_and_models_that_mix_texts_are_refused(tmp_path):
+    class Mixing(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+    packing = {"packing": True, "max_length": 12}
+    trainer = trainer_of("SFT", made(hub.gpt2), PROMPTS, tmp_path, **packing)
+    with pytest.raises(InvalidInputError, match=r"The rows are packed.*rows=documents"):
+        huggingface.attributor_from_trainer(trainer, None)
+    attributor = huggingface.attributor_from_trainer(trainer, None, rows=Documents(trainer.train_dataset))
+    with pytest.raises(InvalidInputError, match="The rows are packed"):
+        attributor.featurize(trainer.train_dataset)
+
+    model = Mixing(made(hub.gpt2).config).double()
+    for settings in (packing, {"padding_free": True, "max_length": None}):
+        trainer = trainer_of("SFT", model, PROMPTS, tmp_path, **settings)
+        documents = Documents(trainer.train_dataset) if "packing" in settings else None
+        with pytest.raises(InvalidInputError, match="Document 1 of packed row 0 has other logits"):
+            huggingface.attributor_from_trainer(trainer, None, rows=documents)
+
+    trainer.data_collator = transformers.DataCollatorWithFlattening()
+    with pytest.raises(
+        InvalidInputError, match="joins all texts of a batch to one row with its DataCollatorWith"
+    ):
+        huggingface.attributor_from_trainer(trainer, None)
 
 
 def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
@@ -454,7 +517,6 @@ def test_masks_and_ratios_of_rollouts_are_kept():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("SFT", {"padding_free": True, "max_length": None}, "joins all texts of a batch to one row"),
         ("SFT", {"loss_type": "dft"}, r"SFTTrainer has \{'loss_type': 'dft'\}"),
         ("SFT", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ("DPO", {"loss_type": ["hinge"]}, "'hinge'"),

@@ -20,6 +20,7 @@ from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
+from trak_lite.data.packed import Documents
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, require_writable
@@ -32,7 +33,7 @@ from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
-from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
+from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, require_separate_documents
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import (
@@ -232,6 +233,8 @@ class FeaturizingSession:
         :meth:`finish`.
         """
         digest = self.load(checkpoint)
+        if self._is_first and isinstance(rows.dataset, Documents) and rows.dataset.check:
+            require_separate_documents(self.model, rows.dataset, self.settings.device)
         # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self.ranks.agree(what, digest, wait=self._is_first)

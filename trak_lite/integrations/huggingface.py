@@ -30,10 +30,11 @@ from transformers.utils import is_peft_available
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
+from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import SavedFeatures, refuse_other_model, undisturbed
-from trak_lite.integrations.trl import trl_class, trl_collate, trl_task
-from trak_lite.modelout_functions import ModelCall
+from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task
+from trak_lite.modelout_functions import ModelCall, require_separate_documents
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
 from trak_lite.run.settings import Task
@@ -102,12 +103,14 @@ def attributor_from_trainer(
             classification, regression, or causal language modeling.
         rows: The train rows; ``None`` uses ``trainer.train_dataset``. DPO without precomputed reference needs
             :func:`~trak_lite.integrations.trl.preference_rows`, GRPO
-            :func:`~trak_lite.integrations.trl.recorded_rollouts`. Featurize the same rows.
+            :func:`~trak_lite.integrations.trl.recorded_rollouts`, and SFT with packing
+            ``Documents(trainer.train_dataset)``. Featurize the same rows.
         **settings: Further arguments of the attributor. They override the trainer's.
 
     Raises:
         InvalidInputError: If the model is sharded, its class or the trainer's loss has no known task, there is no train
-            dataset, the rows lack columns, or a row is random or depends on the other rows of its batch.
+            dataset, the rows lack columns, a row is random or depends on the other rows of its batch, or the trainer
+            joins texts that the model does not keep apart.
     """
     if not isinstance(trainer, Trainer):
         raise InvalidInputError(
@@ -132,6 +135,10 @@ def attributor_from_trainer(
     attributor = Attributor(_without_autocast(trainer.model), task, path, **given)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
         _refuse_unstable(attributor, probed, alone=given["batch_size"] == 1)
+        if isinstance(given["collate"], DocumentCollator):
+            some = range(min(len(probed), max(2, trainer.args.per_device_train_batch_size)))
+            joined = trainer.data_collator([probed.dataset[row] for row in some])
+            require_separate_documents(attributor.model, Documents([joined]), attributor.device)
     return attributor
 
 
@@ -200,7 +207,8 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
     if batch_size(batch) != len(pair):
         raise InvalidInputError(
             f"Collating {len(pair)} samples of {rows.what} gave a batch of {batch_size(batch)}. Expected one "
-            "entry per sample, in order: use a collator that pads, not one that packs or flattens."
+            "entry per sample, in order: use a collator that pads, such as collate=trak_lite.pad_documents, not one "
+            "that packs or flattens."
         )
     attributor.task.prepare(attributor.model)
     call = ModelCall(attributor.model)

@@ -15,6 +15,7 @@ This module does not import TRL: trainers are recognised by the names of their c
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -284,12 +285,18 @@ def trl_collate(
     """Return the function that makes batches of the task from samples, with the trainer's own collator.
 
     Raises:
-        InvalidInputError: If the collator joins texts to one row.
+        InvalidInputError: If the collator joins texts to one row, and is not that of ``SFTTrainer``.
     """
     if getattr(trainer, "padding_free", False):
+        own = trainer.data_collator
+        if kind == SFT and hasattr(own, "padding_free"):
+            padding = copy.copy(own)
+            padding.padding_free = False
+            return DocumentCollator(padding)
         raise InvalidInputError(
-            f"The {kind} joins all texts of a batch to one row (padding_free, or packing). Expected one row per text: "
-            "train with packing=False and padding_free=False, or pass collate=..., a collator that pads."
+            f"The {kind} joins all texts of a batch to one row with its {type(own).__name__} (padding_free). Expected "
+            "one row per text: train with padding_free=False, or pass collate=..., a collator that pads, such as "
+            "trak_lite.pad_documents."
         )
     if kind in (DPO, REWARD):
         return PairCollator(collate)
@@ -315,6 +322,21 @@ def _grpo_task(trainer: Any, rows: Any) -> Task:
         temperature=args.temperature,
         kl_correction=bool(args.beta and getattr(args, "use_bias_correction_kl", False)),
     )
+
+
+@dataclass(frozen=True)
+class DocumentCollator:
+    """Pads the texts that a trainer joins; refuses rows that hold several."""
+
+    collate: Callable[[list[Any]], Batch]
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        if "seq_lengths" in samples[0]:
+            raise InvalidInputError(
+                "The rows are packed: each holds several texts (the column seq_lengths). Expected a row per text: "
+                "documents = Documents(trainer.train_dataset); pass rows=documents here and documents to featurize."
+            )
+        return self.collate(samples)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from trak_lite.modelout_functions.language_modeling import (
     MaskedLanguageModelingModelOutput,
     SequenceToSequenceModelOutput,
 )
+from trak_lite.modelout_functions.packed import require_separate_documents
 from trak_lite.modelout_functions.post_training import (
     AnswerDifferenceModelOutput,
     DPOModelOutput,
@@ -91,6 +92,7 @@ __all__ = [
     "SequenceToSequenceModelOutput",
     "TextClassificationModelOutput",
     "reference_columns",
+    "require_separate_documents",
     "resolve_task",
     "response_labels",
 ]

@@ -1,0 +1,211 @@
+"""Packed rows for models of transformers: documents against loops over texts alone, and against the packed loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hub_models as hub
+import numpy as np
+import pytest
+import torch
+from hub_models import EXACT, datasets, gradients_of, transformers
+from torch import Tensor
+
+from trak_lite import Attributor, Documents, methods, pad_documents
+from trak_lite.errors import InvalidInputError
+from trak_lite.gradient_computers import HookGradientComputer
+from trak_lite.integrations.huggingface import attributor_from_trainer as hub_attributor
+from trak_lite.modelout_functions import require_separate_documents, resolve_task
+
+IGNORED = -100
+PRECISE, ROUNDED = {"rtol": 1e-9, "atol": 1e-11}, {"rtol": 1e-6, "atol": 1e-6}
+"""Llama computes norms and rotary positions in float32 in models of any dtype."""
+
+
+def made(build: Any, attention: str = "sdpa") -> Any:
+    """A model in float64 that is far from uniform, and in which a token looks far back."""
+    model = hub.made(build).double().eval()
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def texts(lengths: tuple[int, ...] = (4, 3, 6, 4, 6)) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, hub.VOCABULARY, n).tolist() for n in lengths]
+
+
+def packed_rows(first: int = 0) -> list[dict[str, Tensor]]:
+    """The texts in two packed rows with padding; the first begins at a position."""
+    found = []
+    for row in (texts()[:3], texts()[3:]):
+        ids = torch.tensor([token for text in row for token in text] + [hub.PAD] * 2)
+        positions = torch.cat([torch.arange(len(text)) for text in row] + [torch.zeros(2, dtype=torch.int64)])
+        if not found:
+            positions[: len(row[0])] += first
+        labels = ids.masked_fill(positions == 0, IGNORED)
+        labels[-2:] = IGNORED
+        found.append({"input_ids": ids, "labels": labels, "position_ids": positions})
+    return found
+
+
+def output_alone(model: Any, ids: list[int], labels: list[int], first: int = 0) -> Tensor:
+    """f of a text that was never packed, in a plain loop."""
+    logits = model(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None] + first).logits[0]
+    terms = [
+        row.log_softmax(-1)[label] for row, label in zip(logits, labels[1:], strict=False) if label != IGNORED
+    ]
+    return torch.stack(terms).sum()
+
+
+def output_within(model: Any, row: dict[str, Tensor], start: int, stop: int) -> Tensor:
+    """f of the labels from start to stop alone, through the packed row, as transformers shifts them."""
+    inputs = {name: values[None] for name, values in row.items() if name != "labels"}
+    log_probs = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+    places = [t for t in range(max(start, 1), stop) if row["labels"][t] != IGNORED]
+    return torch.stack([log_probs[t - 1, row["labels"][t]] for t in places]).sum()
+
+
+def flat(value: Tensor, model: Any) -> Tensor:
+    return torch.cat(list(gradients_of(value, model).values()))
+
+
+def rows_of(model: Any, documents: Documents) -> Tensor:
+    """Gradients of f of all documents in one padded batch, in the model's dtype, ``(N, P)``."""
+    found: dict[str, Tensor] = {}
+    computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
+    batch = pad_documents([documents[i] for i in range(len(documents))])
+    computer.stream_gradients(batch, lambda block: found.update({block.name: block.dense()}))
+    return torch.cat([found[name] for name, _ in model.named_parameters()], 1)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("build", [hub.gpt2, hub.llama])
+def test_a_document_has_the_gradient_of_its_text_alone_and_of_its_loss_in_the_packed_row(
+    build, attention, first
+):
+    """Also the rest of a cut text, whose positions go on from the packed row before."""
+    model, rows = made(build, attention), packed_rows(first)
+    close = PRECISE if build is hub.gpt2 else ROUNDED
+    documents = Documents(rows)
+    require_separate_documents(model, documents)
+
+    found = rows_of(model, documents)
+
+    assert len(documents) == len(texts()) == len(found)
+    for i, ids in enumerate(texts()):
+        start, stop, row = (int(of[i]) for of in (documents.start, documents.stop, documents.row))
+        labels = rows[row]["labels"][start:stop].tolist()
+        alone = output_alone(model, ids, labels, first if i == 0 else 0)
+        within = output_within(model, rows[row], start, stop)
+        for expected in (alone, within):
+            torch.testing.assert_close(found[i], flat(expected, model), **close)
+
+
+def test_features_and_scores_are_those_of_the_texts():
+    """Two packed rows train, one is a target; the store is float32."""
+    model, rows = made(hub.llama), packed_rows()
+    expected = [flat(output_alone(model, ids, [IGNORED, *ids[1:]]), model) for ids in texts()]
+    attributor = Attributor(
+        model,
+        "causal_language_modeling",
+        None,
+        collate=pad_documents,
+        **{**EXACT, "method": methods.GradDot()},
+        batch_size=2,
+    )
+    data = datasets.Dataset.from_list(
+        [{name: values.tolist() for name, values in row.items()} for row in rows]
+    )
+    documents = Documents(data)
+
+    attributor.featurize(documents, columns={"packed row": documents.row})
+    scores = attributor.score(Documents(rows[1:]))
+
+    products = torch.stack(expected) @ torch.stack(expected[3:]).T
+    np.testing.assert_allclose(scores.numpy(), products.numpy(), rtol=1e-4, atol=1e-5)
+    sums = np.stack([scores.numpy()[documents.row == row].sum(0) for row in range(2)])
+    np.testing.assert_allclose(scores.group("packed row").sums, sums, rtol=1e-5)
+
+
+def test_a_loss_on_first_tokens_has_a_term_per_border_that_no_document_has():
+    """With input_ids as labels transformers predicts the first token of a document from the last of the one before."""
+    model, row = made(hub.gpt2), packed_rows()[1]
+    row = {name: values[:-2] for name, values in row.items()} | {"labels": row["input_ids"][:-2]}
+    batch = {name: values[None] for name, values in row.items()}
+    answer = model(**batch, use_cache=False)
+    found = sum(output_alone(model, ids, ids) for ids in texts()[3:])
+
+    documents = Documents([row])
+
+    border = int(documents.start[1])
+    term = answer.logits[0, border - 1].log_softmax(-1)[row["labels"][border]]
+    computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
+    terms = computer.stream_gradients(pad_documents(list(documents)), lambda block: None)
+    torch.testing.assert_close(terms.output.sum(), found, **PRECISE)
+    loss = answer.loss.double() * (len(row["labels"]) - 1)
+    torch.testing.assert_close(-(found + term), loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("build", [hub.gpt2, hub.llama])
+def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
+    """Then documents alone are not what was trained, and are refused; the first that differs is named."""
+    model, rows = made(build, attention), packed_rows()
+    masked = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    joined = [
+        {"input_ids": row["input_ids"], "seq_lengths": [4, 3, 6] if n == 0 else [4, 6]}
+        for n, row in enumerate(rows)
+    ]
+
+    def cached(samples: list[Any]) -> dict[str, Any]:
+        return {**{name: values[None] for name, values in samples[0].items()}, "use_cache": True}
+
+    def whole(samples: list[Any]) -> dict[str, Any]:
+        return {"input_ids": samples[0]["input_ids"][None]}
+
+    require_separate_documents(model, Documents(joined))
+    tokenized = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in joined]
+    require_separate_documents(model, Documents(tokenized))  # TRL's collator leaves the mask out
+    for documents in (
+        Documents(masked),
+        Documents(rows, training_collate=cached),
+        Documents(joined, training_collate=whole),
+    ):
+        with pytest.raises(InvalidInputError, match="Document 1 of packed row 0 has other logits"):
+            require_separate_documents(model, documents)
+
+
+def test_batches_of_a_padding_free_collator_are_documents():
+    """With all columns of borders that the collator can make, in lists, tensors and a BatchEncoding."""
+    model = made(hub.llama)
+    rows = [{"input_ids": ids, "labels": [IGNORED, *ids[1:]]} for ids in texts()]
+    settings = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+    expected = [
+        {"input_ids": torch.tensor(row["input_ids"]), "labels": torch.tensor(row["labels"])} for row in rows
+    ]
+    for collator in (
+        transformers.DataCollatorWithFlattening(),
+        transformers.DataCollatorWithFlattening(**settings),
+    ):
+        batches = [collator(rows[:3], return_tensors="pt"), collator(rows[3:], return_tensors="pt")]
+        for packed in (batches, [transformers.BatchEncoding(dict(batch)) for batch in batches]):
+            documents = Documents(packed)
+            require_separate_documents(model, documents)
+            assert [list(sample) for sample in documents] == [["input_ids", "labels"]] * 5
+            for sample, row in zip(documents, expected, strict=True):
+                assert all(torch.equal(sample[name], row[name]) for name in row)
+
+
+def test_a_trainer_with_a_collator_that_flattens_is_told_what_to_use(tmp_path):
+    model, rows = hub.made(hub.llama), hub.texts(hub.made(hub.llama))
+    trainer = hub.trainer_of(model, tmp_path, rows=rows, collator=transformers.DataCollatorWithFlattening())
+    with pytest.raises(InvalidInputError, match=r"collate=trak_lite\.pad_documents"):
+        hub_attributor(trainer, None)
+    ids = rows.select_columns(["input_ids", "labels"])
+    hub_attributor(trainer, tmp_path / "a.zarr", rows=ids, collate=pad_documents, **EXACT).featurize(ids)
+    expected = hub.expected_rows(model, rows)
+    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-5
