@@ -186,6 +186,9 @@ class Replays:
             last[1]()
         if last is not None and last[0].refusal is not None:
             last[0].recording = last[0].graph = None
+        for kind in self._kinds.values():
+            if kind.recording is not None:
+                kind.recording.forget()
 
     def _pays(self, kind: _Kind, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
@@ -222,7 +225,7 @@ class Replays:
         if not graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
-            kind.graph = captured(kind.recording, leaves, kind.recording.constants, self._pool)
+            kind.graph = captured(kind.recording.whole, leaves, kind.recording.constants, self._pool)
         except (
             Exception
         ) as error:  # of CUDA or a compiler, or a shortage of memory: the recording needs none of it
