@@ -172,7 +172,9 @@ class _Halves:
             else:
                 second.append(step)
         live = sorted(made.intersection(number for step in second for number in step.reads))
-        results = {number for step in steps for number in step.outputs}  # zeros, which every replay sets again
+        results = {
+            number for step in steps for number in step.outputs
+        }  # zeros, which every replay sets again
         read = {number for step in first for number in step.reads}
         self._constants = [fixed[number] for number in sorted(read.intersection(fixed) - results)]
         self._first, _ = _compiled(first, inputs, fixed, live)
