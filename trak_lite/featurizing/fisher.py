@@ -50,6 +50,8 @@ _PANEL = 256
 """Rows of a product that are computed at once, up to the diagonal."""
 _ROWS_AT_ONCE = 32
 """Train rows whose draws follow one another; a batch of them has one draw of each, or a few."""
+_CHUNK_BYTES = 2**26
+"""Chunks of drawn rows may become so large."""
 _ORDER = {"order": "draws of some rows"}
 """In the fingerprint of drawn rows alone: earlier versions ordered them by draws of all rows."""
 _PRODUCT_ROWS = 1024
@@ -84,7 +86,8 @@ def drawn_spec(
     A chunk has all draws of its train rows. Neither depends on the batch size, which may change when a fit resumes.
     """
     spec = feature_table_spec(num_rows * num_draws, width, "float32", fingerprint)
-    most = min(-(-spec.chunk_rows // num_draws), _ROWS_AT_ONCE)
+    fewest, fitting = -(-spec.chunk_rows // num_draws), _CHUNK_BYTES // (4 * width * num_draws)
+    most = min(max(fewest, fitting), _ROWS_AT_ONCE)
     # Groups of one size, if there is one: in a smaller last group, batches have draws of other rows.
     at_once = next((size for size in range(most, most // 2, -1) if num_rows % size == 0), most)
     group = at_once * num_draws
@@ -310,7 +313,10 @@ class DrawnRows:
                 often cannot.
         """
         self.what = rows.what
-        self.batch_size = rows.batch_size // at_once * at_once or rows.batch_size
+        groups = range(1, rows.batch_size // at_once + 1)
+        # So many draws of each train row of a group that its batches end with it.
+        together = max((number for number in groups if draws % number == 0), default=0)
+        self.batch_size = together * at_once or rows.batch_size
         self._rows, self._task, self._model, self._seed = rows, task, model, seed
         self._chosen, self._draws, self._at_once = spread_rows(len(rows), chosen), draws, at_once
         self._draws_ahead = draws_ahead
