@@ -9,7 +9,7 @@ With ``--whole`` it measures the default run from featurizing to scores instead:
 on 18 principal components of the noisy digits of ``benchmarks/lds`` (1,200 train rows, 300 targets), checkpoints of one
 run with AdamW, beside the sum of kronfluence's EK-FAC over them, and beside another version of trak_lite. With
 ``--problem text`` it is a part of ``python_lm`` of ``benchmarks/lds`` at its weights before fine-tuning: the byte-level
-GPT, 300 train rows of 128 bytes, 75 targets, one checkpoint.
+GPT, 96 train rows of 128 bytes, 24 targets, one checkpoint (``--checkpoints 1``).
 
 Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...]
       python -m benchmarks.bench_attributor --whole [--problem text] [--checkpoints 10] [--before OTHER_TRAK_LITE]
@@ -140,7 +140,7 @@ def trained(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDatas
 def texts(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDataset, TensorDataset]:
     """Return the byte-level GPT of ``python_lm``, its weights ``count`` times smaller each, train rows and targets."""
     model, (train, _, targets, _) = pretrained_gpt("python").eval(), python_chunks()
-    rows, aims = train[:300], targets[:75]
+    rows, aims = train[:96], targets[:24]
     states = [{name: value * 0.99**k for name, value in model.state_dict().items()} for k in range(count)]
     return model, states, TensorDataset(rows, rows), TensorDataset(aims, aims)
 

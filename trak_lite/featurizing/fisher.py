@@ -40,7 +40,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Tabl
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout, Segment
 
-__all__ = ["DrawnRows", "FisherFits", "drawn_spec", "not_fitted", "require_writable", "split_squares"]
+__all__ = ["DrawnRows", "FisherFits", "drawn_batch_size", "drawn_spec", "not_fitted", "require_writable", "split_squares"]
 
 _VERSION = 2
 _GRAM = "gram"
@@ -92,6 +92,12 @@ def drawn_spec(
     at_once = next((size for size in range(most, most // 2, -1) if num_rows % size == 0), most)
     group = at_once * num_draws
     return dataclasses.replace(spec, chunk_rows=max(spec.chunk_rows // group, 1) * group), at_once
+
+
+def drawn_batch_size(batch_size: int, num_draws: int, at_once: int) -> int:
+    """Return the largest size up to ``batch_size`` of batches that end where a group of train rows does."""
+    layers = range(1, batch_size // at_once + 1)
+    return max((number for number in layers if num_draws % number == 0), default=0) * at_once or batch_size
 
 
 @final
@@ -312,11 +318,7 @@ class DrawnRows:
             draws_ahead: Draw all labels of a text with one pass of the model. Ranks that must run the model equally
                 often cannot.
         """
-        self.what = rows.what
-        groups = range(1, rows.batch_size // at_once + 1)
-        # So many draws of each train row of a group that its batches end with it.
-        together = max((number for number in groups if draws % number == 0), default=0)
-        self.batch_size = together * at_once or rows.batch_size
+        self.what, self.batch_size = rows.what, drawn_batch_size(rows.batch_size, draws, at_once)
         self._rows, self._task, self._model, self._seed = rows, task, model, seed
         self._chosen, self._draws, self._at_once = spread_rows(len(rows), chosen), draws, at_once
         self._draws_ahead = draws_ahead
