@@ -173,9 +173,7 @@ def planned(
     if draws:
         fit = _tried(run, chosen, rows, checkpoint, rows.batch_size, draws=draws)
         _, size = _fit_grid(settings, num_rows, rows.batch_size)
-        seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // size))).plus(
-            _gram_time(settings, draws)
-        )
+        seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // size))).plus(_gram_time(settings, draws))
         seconds["fit"] = seconds["fit"].times(count)
     if num_targets:
         seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / rows.batch_size)).times(count)
