@@ -194,6 +194,21 @@ def test_a_chunk_has_all_draws_of_its_rows(num_rows, draws, width, at_once, chun
     assert (spec.num_rows, spec.chunk_rows, size) == (num_rows * draws, chunk_rows, at_once)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "draws", "at_once", "size"),
+    [
+        (50, 14, 30, 30),
+        (256, 14, 32, 224),
+        (256, 13, 32, 256),
+        (100, 13, 32, 32),
+        (16, 14, 32, 16),
+        (8, 1, 4, 4),
+    ],
+)
+def test_batches_end_where_a_group_of_rows_does(batch_size, draws, at_once, size):
+    assert fisher.drawn_batch_size(batch_size, draws, at_once) == size
+
+
 class Counted(torch.utils.data.Dataset):
     def __init__(self, data):
         self.data, self.count = data, 0

@@ -551,8 +551,14 @@ def test_other_labels_of_the_same_inputs_run_what_depends_on_labels_alone(logits
     check(first, second)
     x = x.clone()
     check(first, second)
+    held = [kind.recording for kind in run.computer._replays._kinds.values()]
+    assert [one._halves.kept is not None for one in held] == [True]
     run.computer.confirm()
-    check(whole)
+    assert held[0]._halves.kept is None
+    check(first, second)
+    for batch in batches(size=7):
+        run(batch)
+    assert held[0]._halves.kept is None, "batches of another shape hold theirs"
 
 
 def test_passes_are_not_recorded_if_too_few_batches_follow():

@@ -103,9 +103,13 @@ def drawn_spec(
 
 
 def drawn_batch_size(batch_size: int, num_draws: int, at_once: int) -> int:
-    """Return the largest size up to ``batch_size`` of batches that end where a group of train rows does."""
-    layers = range(1, batch_size // at_once + 1)
-    return max((number for number in layers if num_draws % number == 0), default=0) * at_once or batch_size
+    """Return the largest size up to ``batch_size`` of batches that end where a group of train rows does.
+
+    If that is a quarter of ``batch_size`` or less, as with a prime number of draws and large batches, they do not.
+    """
+    layers = batch_size // at_once
+    ending = max((number for number in range(1, layers + 1) if num_draws % number == 0), default=0)
+    return (ending if 4 * ending > layers else layers) * at_once or batch_size
 
 
 @final
@@ -400,24 +404,26 @@ class _RepeatedCall(ModelCall):
 
     _inputs: tuple[list[Any], Any] | None = None
     _outputs: Any = None
-    _versions: tuple[int, ...] = ()
+    _versions: list[int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the model."""
         leaves, structure = tree_flatten((args, kwargs))
-        if self._inputs is not None:
-            last, same = self._inputs
-            stays = same == structure and self._versions == _versions(self._outputs)
-            if stays and all(map(_is_same, leaves, last)):
+        if self._inputs is not None and self._versions is not None:
+            last, before = self._inputs
+            is_written = _versions(self._outputs) != self._versions
+            if structure == before and not is_written and all(map(_is_same, leaves, last)):
                 return self._outputs
         self._outputs = super().__call__(*args, **kwargs)
         self._inputs, self._versions = (leaves, structure), _versions(self._outputs)
         return self._outputs
 
 
-def _versions(outputs: Any) -> tuple[int, ...]:
-    """Return numbers that change with the values of the tensors in a model's outputs."""
-    return tuple(leaf._version for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor))
+def _versions(outputs: Any) -> list[int] | None:
+    """Return numbers that change with the values of a model's outputs; ``None`` if something else may hold values."""
+    leaves = [leaf for leaf in tree_flatten(outputs)[0] if leaf is not None]
+    is_known = all(isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves)
+    return [leaf._version for leaf in leaves] if is_known else None
 
 
 def _is_same(one: Any, other: Any) -> bool:

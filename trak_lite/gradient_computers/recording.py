@@ -129,7 +129,9 @@ class Recording:
 
     def forget(self) -> None:
         """Free what is kept from call to call."""
-        self._before, self._halves = [], None
+        self._before = []
+        if self._halves is not None:
+            self._halves.kept = None
 
     def _unchanged(self, inputs: Sequence[Tensor]) -> frozenset[int]:
         """Return the places of the inputs that the last replay had as well."""
@@ -179,17 +181,18 @@ class _Halves:
         self._constants = [fixed[number] for number in sorted(read.intersection(fixed) - results)]
         self._first, _ = _compiled(first, inputs, fixed, live)
         self._second, _ = _compiled(second, [*inputs, *live], fixed, outputs)
-        self._kept: list[Tensor] | None = None
+        self.kept: list[Tensor] | None = None
+        """Results of the first half that the second reads."""
         self._versions: list[int | None] = []
 
     def __call__(self, inputs: Sequence[Tensor], unchanged: frozenset[int]) -> list[Tensor]:
         """Run the second half, and before it the first if one of its inputs has changed, or a weight."""
         versions = [_version(tensor) for tensor in self._constants]
         stays = self._places <= unchanged and versions == self._versions and None not in versions
-        if self._kept is None or not stays:
-            self._kept = None  # freed before the next ones are made
-            self._kept, self._versions = self._first(*inputs), versions
-        return self._second(*inputs, *self._kept)
+        if self.kept is None or not stays:
+            self.kept = None  # freed before the next ones are made
+            self.kept, self._versions = self._first(*inputs), versions
+        return self._second(*inputs, *self.kept)
 
 
 def _compiled(
