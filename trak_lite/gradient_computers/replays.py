@@ -132,6 +132,8 @@ class Replays:
         self._can_capture = True
         self._last: tuple[_Kind, _Pass] | None = None
         """The kind of the last batch that was replayed, and its pass; ``None`` if they were compared."""
+        self._keeping: Recording | None = None
+        """The recording of the last replay."""
 
     def __reduce__(self) -> Any:
         """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
@@ -206,6 +208,13 @@ class Replays:
                 self._compared(kind, own)
             if kind.refusal is not None:
                 kind.recording = kind.graph = None
+        self._keep_for(None)
+
+    def _keep_for(self, recording: Recording | None) -> None:
+        """Let this recording alone hold values from replay to replay: batches of many shapes would hold too much."""
+        if self._keeping is not None and self._keeping is not recording:
+            self._keeping.forget()
+        self._keeping = recording
 
     def _pays(self, kind: _Kind, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
@@ -242,7 +251,7 @@ class Replays:
         if not graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
-            kind.graph = captured(kind.recording, leaves, kind.recording.constants, self._pool)
+            kind.graph = captured(kind.recording.whole, leaves, kind.recording.constants, self._pool)
         except Exception as error:
             # Of CUDA or a compiler, or a shortage of memory: the recording needs none of it.
             logger.info("A replay is not captured as a CUDA graph, and no other will be: %s", error)
@@ -258,7 +267,7 @@ class Replays:
     def _forget(self, _: Any = None) -> None:
         self._kinds.clear()
         self._alive.clear()
-        self._state, self._last, self._num_batches = (), None, 0
+        self._state, self._last, self._num_batches, self._keeping = (), None, 0, None
 
     def _kind(self, key: Hashable) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
@@ -304,6 +313,7 @@ class Replays:
     def _replayed(self, kind: _Kind, own: _Pass) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
+        self._keep_for(None if kind.graph else kind.recording)
         try:
             return (kind.graph or kind.recording)(*own.leaves)
         except OtherPathError:
