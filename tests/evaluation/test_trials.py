@@ -119,6 +119,18 @@ def test_trials_of_one_size_give_their_slope_to_sets_of_other_sizes():
         np.testing.assert_allclose(found.predicted, 1.5 * predicted[3], rtol=1e-3)
 
 
+def test_a_trial_is_predicted_from_the_others():
+    """One that sets the slope alone says nothing about the error of this slope."""
+    predicted = np.full((12, 3), 0.01)
+    predicted[0] = 10.0
+    measured = np.zeros((12, 3))
+    measured[0] = 50.0
+    ones = np.ones((12, 3))
+    found = trials(predicted, measured, standard=ones).interval(np.full(3, 5.0), ones[0], 0.1)
+    np.testing.assert_allclose(found.predicted, 25.0, rtol=0.01)
+    assert found.half_width.min() > 15
+
+
 def test_changes_of_nothing_are_nothing():
     """No score and no change: no error from a division by 0."""
     nothing = trials(np.zeros((20, 3)), np.zeros((20, 3))).interval(np.zeros(3), np.zeros(3), 0.1)
