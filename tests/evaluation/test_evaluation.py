@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import reference
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from late import Late
 
@@ -29,12 +29,14 @@ from trak_lite.evaluation import (
 )
 
 stats, metrics = Late("scipy.stats"), Late("sklearn.metrics")
+UNTIMED = settings(deadline=None)  # the first example imports a package
 
 TIED_SCORES = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=30)
 TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=30)
 
 
 @pytest.mark.quick
+@UNTIMED
 @given(rows=TIED_SCORES)
 def test_auc_agrees_with_scikit_learn_also_on_ties(rows):
     scores, labels = zip(*rows, strict=True)
@@ -54,6 +56,7 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
 
 
 @pytest.mark.quick
+@UNTIMED
 @given(pairs=TIED_PAIRS)
 def test_spearman_agrees_with_scipy_also_on_ties(pairs):
     a, b = zip(*pairs, strict=True)
@@ -81,6 +84,7 @@ def plain_spearman(predicted, actual):
 ROWS_OF_FOUR = st.lists(st.tuples(*[st.integers(-2, 2)] * 4), min_size=2, max_size=12)
 
 
+@UNTIMED
 @given(pairs=ROWS_OF_FOUR.filter(lambda rows: len({row[2] for row in rows}) > 1))
 def test_each_target_has_the_spearman_correlation_of_scipy_also_on_ties(pairs):
     table = np.array(pairs, dtype=float)
