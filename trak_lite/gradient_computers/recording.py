@@ -149,7 +149,9 @@ class Recording:
         return frozenset(
             place
             for place, (tensor, (last, version)) in enumerate(zip(inputs, self._before, strict=False))
-            if tensor is last() and version is not None and version == _version(tensor)
+            if tensor is last()
+            and version is not None
+            and version == _version(tensor)
             # NumPy writes to memory that it shares without a new version; torch does not resize such memory.
             and tensor.untyped_storage().resizable()
         )
