@@ -24,6 +24,7 @@ from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,
     collect_gradients,
+    recording,
 )
 from trak_lite.gradient_computers.replays import Replays, _close
 from trak_lite.gradient_computers.tape import Tape
@@ -505,6 +506,59 @@ def test_a_replay_before_other_paths_is_compared_at_the_end(monkeypatch):
     assert finished(1.0).passes > NUM_BATCHES - 17
     with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value"):
         finished(2.0)
+
+
+def multiplies_in_place(s, x):
+    hidden = torch.tanh(s.first(x))
+    return s.last(hidden.clone().mul_(2.0))
+
+
+@pytest.mark.parametrize("logits", [Net.logits, multiplies_in_place])
+def test_other_labels_of_the_same_inputs_run_what_depends_on_labels_alone(logits, monkeypatch):
+    """Until the inputs, or a weight, change in place; after the run nothing is kept."""
+    ran, real = list[int](), recording._compiled
+
+    def counted(steps, *given):
+        replay, constants = real(steps, *given)
+        return lambda *inputs: ran.append(len(steps)) or replay(*inputs), constants
+
+    monkeypatch.setattr(recording, "_compiled", counted)
+    model, run = replaying(lambda: Net(logits))
+    (whole,) = set(ran)
+    x = torch.randn(4, 5)
+
+    def check(*expected):
+        batch = x, torch.randint(3, (4,))
+        ran.clear()
+        found = run(batch)
+        torch.testing.assert_close(found[0], reference(model, batch))
+        for one, other in zip(found, run.work(batch), strict=True):
+            assert torch.equal(one, other)
+        assert ran == [*expected]
+
+    check(whole)
+    ran.clear()
+    run((x, torch.randint(3, (4,))))
+    first, second = ran
+    assert first + second == whole
+    assert min(first, second) > 0
+    check(second)
+    x.mul_(0.5)
+    check(first, second)
+    check(second)
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)
+    check(first, second)
+    x = x.clone()
+    check(first, second)
+    held = [kind.recording for kind in run.computer._replays._kinds.values()]
+    assert [one._halves.kept is not None for one in held] == [True]
+    run.computer.confirm()
+    assert held[0]._halves.kept is None
+    check(first, second)
+    for batch in batches(size=7):
+        run(batch)
+    assert held[0]._halves.kept is None, "batches of another shape hold theirs"
 
 
 def test_passes_are_not_recorded_if_too_few_batches_follow():

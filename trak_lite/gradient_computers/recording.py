@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -67,6 +68,7 @@ class Recording:
         fixed: dict[int, Tensor],
         outputs: Sequence[int],
         own: Iterable[int],
+        roots: Sequence[int],
     ) -> None:
         """Write the function that replays the steps; those whose results are ``fixed`` are left out.
 
@@ -76,6 +78,7 @@ class Recording:
             fixed: Tensors that all replays share, by number.
             outputs: Numbers of the results.
             own: Numbers of those fixed tensors that only the recording holds.
+            roots: For every number, that of the first tensor of the same memory.
 
         Raises:
             UnrecordableError: If a step reads a tensor that is unknown.
@@ -91,24 +94,123 @@ class Recording:
         """Memory that the recording holds between replays."""
         self.may_wait = any(_may_wait(step) for step in steps)
         """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
-        writer = _Writer(fixed)
-        body = writer.body(steps, outputs)
-        names = [f"v{number}" for number in inputs]
-        text = "\n".join([f"def replay({', '.join(names)}):", *body])
-        self.constants = [value for value in writer.values.values() if isinstance(value, Tensor)]
-        """Tensors that every replay reads or overwrites, beside its inputs."""
-        namespace = {**writer.values, "OtherPathError": OtherPathError}
-        exec(compile(text, "<recorded operations>", "exec"), namespace)
-        self._replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
+        self._steps, self._inputs, self._outputs = steps, [*inputs], outputs
+        self._fixed, self._roots = fixed, roots
+        self._replay, self.constants = _compiled(steps, self._inputs, fixed, outputs)
+        """The function, and the tensors that every replay reads or overwrites, beside its inputs."""
+        self._before: list[tuple[weakref.ref[Tensor], int | None]] = []
+        """Inputs of the last replay, and their versions."""
+        self._halves: _Halves | None = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run the operations.
+
+        If some inputs are the objects of the last call, unchanged (texts for which only other labels are drawn), what
+        depends on them alone is computed once and kept until :meth:`forget`.
 
         Raises:
             OtherPathError: If Python would read other values than in the recorded batch.
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
+            unchanged = self._unchanged(inputs)
+            self._before = [(weakref.ref(tensor), _version(tensor)) for tensor in inputs]
+            if self._halves is None and 0 < len(unchanged) < len(inputs):
+                self._halves = _Halves(
+                    *(self._steps, self._inputs, self._fixed, self._outputs, self._roots, unchanged)
+                )
+            if self._halves is None:
+                return self._replay(*inputs)
+            return self._halves(inputs, unchanged)
+
+    def whole(self, *inputs: Tensor) -> list[Tensor]:
+        """Run all operations, whatever the last call was given; see :meth:`__call__`."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             return self._replay(*inputs)
+
+    def forget(self) -> None:
+        """Free what is kept from call to call."""
+        self._before = []
+        if self._halves is not None:
+            self._halves.kept = None
+
+    def _unchanged(self, inputs: Sequence[Tensor]) -> frozenset[int]:
+        """Return the places of the inputs that the last replay had as well."""
+        return frozenset(
+            place
+            for place, (tensor, (last, version)) in enumerate(zip(inputs, self._before, strict=False))
+            if tensor is last() and version is not None and version == _version(tensor)
+        )
+
+
+@final
+class _Halves:
+    """A replay in two halves: what depends on some inputs alone, which is kept while these stay, and the rest."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        inputs: Sequence[int],
+        fixed: dict[int, Tensor],
+        outputs: Sequence[int],
+        roots: Sequence[int],
+        places: frozenset[int],
+    ) -> None:
+        """Divide the steps; ``places`` are those of the inputs that stay. See :class:`Recording`.
+
+        What is written to, or returned, belongs to the second half, so that what is kept stays as it is.
+        """
+        self._places = places
+        written = {roots[number] for step in steps for number in step.writes} | {roots[n] for n in outputs}
+        known = {number for number in fixed if roots[number] not in written}
+        known |= {inputs[place] for place in places if roots[inputs[place]] not in written}
+        first, second, made = list[Step](), list[Step](), set[int]()
+        for step in steps:
+            own = [number for number in step.outputs if number is not None]
+            is_kept = not (step.writes or any(n in fixed or roots[n] in written for n in own))
+            if is_kept and known.issuperset(step.reads):
+                first.append(step)
+                known.update(own)
+                made.update(own)
+            else:
+                second.append(step)
+        live = sorted(made.intersection(number for step in second for number in step.reads))
+        results = {
+            number for step in steps for number in step.outputs
+        }  # zeros, which every replay sets again
+        read = {number for step in first for number in step.reads}
+        self._constants = [fixed[number] for number in sorted(read.intersection(fixed) - results)]
+        self._first, _ = _compiled(first, inputs, fixed, live)
+        self._second, _ = _compiled(second, [*inputs, *live], fixed, outputs)
+        self.kept: list[Tensor] | None = None
+        """Results of the first half that the second reads."""
+        self._versions: list[int | None] = []
+
+    def __call__(self, inputs: Sequence[Tensor], unchanged: frozenset[int]) -> list[Tensor]:
+        """Run the second half, and before it the first if one of its inputs has changed, or a weight."""
+        versions = [_version(tensor) for tensor in self._constants]
+        stays = self._places <= unchanged and versions == self._versions and None not in versions
+        if self.kept is None or not stays:
+            self.kept = None  # freed before the next ones are made
+            self.kept, self._versions = self._first(*inputs), versions
+        return self._second(*inputs, *self.kept)
+
+
+def _compiled(
+    steps: Sequence[Step], inputs: Sequence[int], fixed: dict[int, Tensor], outputs: Sequence[int]
+) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
+    """Return the function that runs the steps, and the fixed tensors that it reads or overwrites."""
+    writer = _Writer(fixed)
+    body = writer.body(steps, outputs)
+    text = "\n".join([f"def replay({', '.join(f'v{number}' for number in inputs)}):", *body])
+    namespace = {**writer.values, "OtherPathError": OtherPathError}
+    exec(compile(text, "<recorded operations>", "exec"), namespace)
+    replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
+    return replay, [value for value in writer.values.values() if isinstance(value, Tensor)]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return a number that changes with the values of a tensor; ``None`` if it has none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _may_wait(step: Step) -> bool:

@@ -110,6 +110,8 @@ class Replays:
         self._can_capture = True
         self._last: tuple[_Kind, Callable[[], Any]] | None = None
         """The kind of the last batch that was replayed, and what compares it; ``None`` if that was done."""
+        self._keeping: Recording | None = None
+        """The recording of the last replay."""
 
     def __reduce__(self) -> Any:
         """Leave recordings out of copies and pickles: they belong to the tensors of one model."""
@@ -186,6 +188,13 @@ class Replays:
             last[1]()
         if last is not None and last[0].refusal is not None:
             last[0].recording = last[0].graph = None
+        self._keep_for(None)
+
+    def _keep_for(self, recording: Recording | None) -> None:
+        """Let this recording alone hold values from replay to replay: batches of many shapes would hold too much."""
+        if self._keeping is not None and self._keeping is not recording:
+            self._keeping.forget()
+        self._keeping = recording
 
     def _pays(self, kind: _Kind, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
@@ -222,7 +231,7 @@ class Replays:
         if not graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
         try:
-            kind.graph = captured(kind.recording, leaves, kind.recording.constants, self._pool)
+            kind.graph = captured(kind.recording.whole, leaves, kind.recording.constants, self._pool)
         except (
             Exception
         ) as error:  # of CUDA or a compiler, or a shortage of memory: the recording needs none of it
@@ -244,7 +253,7 @@ class Replays:
     def _forget(self, _: Any = None) -> None:
         self._kinds.clear()
         self._alive.clear()
-        self._state, self._last, self._num_batches = (), None, 0
+        self._state, self._last, self._num_batches, self._keeping = (), None, 0, None
 
     def _kind(self, key: Hashable) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
@@ -305,6 +314,7 @@ class Replays:
     ) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
+        self._keep_for(None if kind.graph else kind.recording)
         try:
             return (kind.graph or kind.recording)(*leaves)
         except OtherPathError:

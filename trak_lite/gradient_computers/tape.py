@@ -250,7 +250,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in range(self._num_inputs):
             del fixed[number]
         own = [n for n in fixed if n not in self._constants and self._roots[n] == n]
-        return Recording(self._steps, range(self._num_inputs), fixed, numbers, own)
+        return Recording(self._steps, range(self._num_inputs), fixed, numbers, own, self._roots)
 
     def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:
         """Return the tensors that all replays share.
