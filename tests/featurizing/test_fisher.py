@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Normalization, Rows
 from trak_lite.errors import InvalidInputError, NonFiniteError, ReadOnlyStoreError, StateError, StoreError
+from trak_lite.featurizing import fisher
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import TRAK, Fisher, GaussNewton
-from trak_lite.modelout_functions import MultiLabelModelOutput
+from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput
 from trak_lite.store import RemotePlace, ZarrFeatureStore, check_store
 
 N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
@@ -147,6 +148,90 @@ def test_rows_that_are_far_apart_come_in_whole_batches(lm):
     attributor(task=lm[0]).featurize(Rows(tokens(100, 2), batch_size=6))
 
     assert [len(batch[0]) for batch in lm[1]] == [6, 6, 4], "4 * K of 100 rows"
+
+
+@pytest.mark.parametrize(("batch_size", "passes"), [(3, 32), (12, 4), (24, 4), (40, 4)])
+def test_all_labels_of_a_text_are_drawn_from_one_pass_of_the_model(batch_size, passes, lm, monkeypatch):
+    """48 rows are four groups of 12, each with two draws; batches of other sizes have a pass each."""
+    net, task, calls, data = model(), lm[0], [], tokens(48, 2)
+    real = ModelCall.__call__
+    monkeypatch.setattr(
+        ModelCall, "__call__", lambda *given, **named: calls.append(0) or real(*given, **named)
+    )
+    loaded = Counted(data)
+    samples = fisher.DrawnRows(Rows(loaded, batch_size=batch_size), task, net, 48, 2, 0, at_once=12)
+    plan = [np.arange(i, min(i + samples.batch_size, 96)) for i in range(0, 96, samples.batch_size)]
+    found = {}
+    for wanted, batch in samples.batches(iter(plan)):
+        labelled = samples.prepared(batch, wanted)
+        for row, draw, *one in zip(
+            samples.numbers(wanted), samples._places(wanted)[2], *labelled, strict=True
+        ):
+            found[int(row), int(draw) // 12] = one
+
+    assert len(calls) == passes
+    assert len(found) == 96
+    whole = fisher.DrawnRows(Rows(data, batch_size=1), task, net, 48, 2, 0, at_once=1)
+    for wanted, batch in whole.batches([np.array([i]) for i in range(96)]):
+        ids, labels = whole.prepared(batch, wanted)
+        one = found[int(wanted[0]) // 2, int(wanted[0]) % 2]
+        assert torch.equal(ids[0], one[0])
+        assert torch.equal(labels[0], one[1])
+    assert loaded.count == (48 if batch_size == 12 else 96)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "draws", "width", "at_once", "chunk_rows"),
+    [
+        (600, 14, 21_000, 30, 420),
+        (601, 14, 21_000, 32, 448),
+        (8192, 1, 21_000, 32, 256),
+        (600, 14, 400_000, 3, 42),
+    ],
+)
+def test_a_chunk_has_all_draws_of_its_rows(num_rows, draws, width, at_once, chunk_rows):
+    spec, size = fisher.drawn_spec(num_rows, draws, width, {})
+    assert (spec.num_rows, spec.chunk_rows, size) == (num_rows * draws, chunk_rows, at_once)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "draws", "at_once", "size"),
+    [
+        (50, 14, 30, 30),
+        (256, 14, 32, 224),
+        (256, 13, 32, 256),
+        (100, 13, 32, 32),
+        (16, 14, 32, 16),
+        (8, 1, 4, 4),
+    ],
+)
+def test_batches_end_where_a_group_of_rows_does(batch_size, draws, at_once, size):
+    assert fisher.drawn_batch_size(batch_size, draws, at_once) == size
+
+
+class Counted(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data, self.count = data, 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.count += 1
+        return self.data[index]
+
+
+def test_a_call_is_repeated_if_the_model_is_given_something_else_or_its_outputs_are_written_to():
+    net, ids = model(), TRAIN.tensors[0]
+    call = fisher._RepeatedCall(net)
+    first = call(ids)
+    assert call(ids.clone()) is first
+    assert call(input_ids=ids) is not first
+    assert not torch.equal(call(ids.flip(0)), first)
+    second = call(ids)
+    expected = second.clone()
+    second.mul_(2)
+    assert torch.equal(call(ids), expected)
 
 
 def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path, lm):

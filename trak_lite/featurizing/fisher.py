@@ -15,8 +15,9 @@ Shapes: N train rows, n drawn samples, K feature width, k columns of one segment
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
@@ -38,12 +40,28 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Tabl
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout, Segment
 
-__all__ = ["DrawnRows", "FisherFits", "not_fitted", "require_writable", "split_squares"]
+__all__ = [
+    "DrawnRows",
+    "FisherFits",
+    "drawn_batch_size",
+    "drawn_spec",
+    "not_fitted",
+    "require_writable",
+    "split_squares",
+]
 
 _VERSION = 2
 _GRAM = "gram"
 _GRAM_ROWS = 512
 """Rows of the gram matrices that are computed at once; a process claims this many."""
+_PANEL = 256
+"""Rows of a product that are computed at once, up to the diagonal."""
+_ROWS_AT_ONCE = 32
+"""Train rows whose draws follow one another; a batch of them has one draw of each, or a few."""
+_CHUNK_BYTES = 2**26
+"""Chunks of drawn rows may become so large."""
+_ORDER = {"order": "draws of some rows"}
+"""In the fingerprint of drawn rows alone: earlier versions ordered them by draws of all rows."""
 _PRODUCT_ROWS = 1024
 """Samples per float32 product; the products are summed in float64."""
 
@@ -66,6 +84,32 @@ def not_fitted(what: str, method: Fisher | EKFAC) -> StateError:
         f"The {what} is not fitted with the settings {method.fit_json()} on the present train rows. Call "
         "score(targets, method=...) with this method, which fits it."
     )
+
+
+def drawn_spec(
+    num_rows: int, num_draws: int, width: int, fingerprint: Mapping[str, Any]
+) -> tuple[TableSpec, int]:
+    """Return the spec of a table of drawn rows, and the number of train rows whose draws follow one another.
+
+    A chunk has all draws of its train rows. Neither depends on the batch size, which may change when a fit resumes.
+    """
+    spec = feature_table_spec(num_rows * num_draws, width, "float32", fingerprint)
+    fewest, fitting = -(-spec.chunk_rows // num_draws), _CHUNK_BYTES // (4 * width * num_draws)
+    most = min(max(fewest, fitting), _ROWS_AT_ONCE)
+    # Groups of one size, if there is one: in a smaller last group, batches have draws of other rows.
+    at_once = next((size for size in range(most, most // 2, -1) if num_rows % size == 0), most)
+    group = at_once * num_draws
+    return dataclasses.replace(spec, chunk_rows=max(spec.chunk_rows // group, 1) * group), at_once
+
+
+def drawn_batch_size(batch_size: int, num_draws: int, at_once: int) -> int:
+    """Return the largest size up to ``batch_size`` of batches that end where a group of train rows does.
+
+    If that is a quarter of ``batch_size`` or less, as with a prime number of draws and large batches, they do not.
+    """
+    layers = batch_size // at_once
+    ending = max((number for number in range(1, layers + 1) if num_draws % number == 0), default=0)
+    return (ending if 4 * ending > layers else layers) * at_once or batch_size
 
 
 @final
@@ -93,8 +137,7 @@ class FisherFits:
         try:
             known = self.store.table_names(fisher_folder(path))
             drawn, gram = (
-                self.store.open_table(name) if name in known else None
-                for name in fisher_paths(path, self._fingerprint(path))
+                self.store.open_table(name) if name in known else None for name in self._paths(path)
             )
             table = gram or drawn
             return table is None or table.complete or has_free_rows(table)
@@ -114,21 +157,22 @@ class FisherFits:
         if table is None:
             raise not_fitted(f"Fisher information of {path}", self.method)
         dtype = wide_dtype(device)
-        return [
+        lower = [
             torch.cat(
                 [
                     as_tensor(rows[:, : segment.width], device).to(dtype)
                     for _, rows in table.blocks(_GRAM, segment.start, segment.stop)
                 ]
-            )
+            ).tril_()
             for segment in self.layout.segments
         ]
+        return [matrix + matrix.tril(-1).T for matrix in lower]
 
-    def drawn_table(self, path: str, num_samples: int) -> tuple[str, TableSpec, dict[str, str]]:
+    def drawn_table(self, path: str, num_rows: int, num_draws: int) -> tuple[str, TableSpec, dict[str, str]]:
         """Return the path, spec and attributes of the table of the drawn rows of a fit."""
-        fingerprint = self._fingerprint(path)
-        drawn, gram = fisher_paths(path, fingerprint)
-        spec = feature_table_spec(num_samples, self.layout.width, "float32", fingerprint)
+        drawn, gram = self._paths(path)
+        fingerprint = {**self._fingerprint(path), **_ORDER}
+        spec, _ = drawn_spec(num_rows, num_draws, self.layout.width, fingerprint)
         return drawn, spec, {NEEDED_UNTIL: gram}
 
     def fit(self, path: str, drawn: RowWork, num_rows: int, *, wait: bool) -> None:
@@ -154,7 +198,7 @@ class FisherFits:
         try:
             with drawn.ranks.checking(stop_when_fitted):
                 drawn.fill(wait=wait)
-            drawn_path, gram_path = fisher_paths(path, self._fingerprint(path))
+            drawn_path, gram_path = self._paths(path)
             table = self.store.open_table(drawn_path)
             if table.complete:
                 self._sum_up(gram_path, table, num_rows, drawn, wait=wait)
@@ -168,7 +212,7 @@ class FisherFits:
         """Drop tables that a kill may have left: inputs of a finished fit, and fits to fewer train rows."""
         if not self.store.writable or not self.has(path):
             return
-        _, current = fisher_paths(path, self._fingerprint(path))
+        _, current = self._paths(path)
         for name in self.store.table_names(fisher_folder(path)):
             # Another process may write it or have dropped it.
             with contextlib.suppress(BusyError, MissingStoreError):
@@ -182,14 +226,14 @@ class FisherFits:
     ) -> None:
         """Fill the table of gram matrices: row i has the products of feature i with the features of its segment.
 
-        Rows of narrower segments than the widest end in zeros.
+        The products after the diagonal may be missing. Rows of narrower segments than the widest end in zeros.
         """
         widest = max(segment.width for segment in self.layout.segments)
         spec = TableSpec(
             self.layout.width,
             (Column(_GRAM, widest, "float32"),),  # rounds less than the error of the estimate
             _GRAM_ROWS,
-            drawn.spec.fingerprint,
+            {name: value for name, value in drawn.spec.fingerprint.items() if name not in _ORDER},
         )
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         device = work.passes.device
@@ -209,13 +253,16 @@ class FisherFits:
         if not len(places):
             return
         device = rows.device
-        columns = torch.from_numpy(wanted[places] - segment.start).to(device)
-        total = rows[places[0] : places[-1] + 1, : segment.width]
+        columns = wanted[places] - segment.start
         for _, block in drawn.blocks(FEATURES):
             for start in range(0, len(block), _PRODUCT_ROWS):
                 part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
-                with full_float32(device):
-                    total += part[:, columns].T @ part
+                for first in range(0, len(places), _PANEL):
+                    panel = columns[first : first + _PANEL]
+                    own = part[:, torch.from_numpy(panel).to(device)]
+                    stop = int(panel[-1]) + 1
+                    with full_float32(device):
+                        rows[places[first] : places[first] + len(panel), :stop] += own.T @ part[:, :stop]
 
     @property
     def _record(self) -> dict[str, Any]:
@@ -223,11 +270,17 @@ class FisherFits:
 
     def _fitted(self, path: str) -> AbstractRowTable | None:
         """Return the table of the checkpoint's gram matrices if it is complete."""
-        _, name = fisher_paths(path, self._fingerprint(path))
+        _, name = self._paths(path)
         if name not in self.store.table_names(fisher_folder(path)):
             return None
         table = self.store.open_table(name)
         return table if table.complete else None
+
+    def _paths(self, path: str) -> tuple[str, str]:
+        """Return the paths of the drawn rows and of the gram matrices."""
+        fingerprint = self._fingerprint(path)
+        drawn, _ = fisher_paths(path, {**fingerprint, **_ORDER})
+        return drawn, fisher_paths(path, fingerprint)[1]
 
     def _fingerprint(self, path: str) -> dict[str, Any]:
         return {
@@ -245,15 +298,44 @@ class _FittedByOthersError(Exception):
 
 @final
 class DrawnRows:
-    """The n samples of a fit: train rows with drawn labels, each train row as often as the method needs."""
+    """The n samples of a fit: train rows with drawn labels, each train row as often as the method needs.
+
+    They are ordered by groups of train rows, in a group by draw, so that a batch has the texts of the
+    batch before it. What depends on the texts alone is then computed once: their loading, the model's predictions that
+    labels are drawn from, and the forward pass of a replay.
+    """
 
     def __init__(
-        self, rows: Rows, task: AbstractModelOutput, model: nn.Module, chosen: int, draws: int, seed: int
+        self,
+        rows: Rows,
+        task: AbstractModelOutput,
+        model: nn.Module,
+        chosen: int,
+        draws: int,
+        seed: int,
+        *,
+        at_once: int,
+        draws_ahead: bool = True,
     ) -> None:
-        """Choose the rows, and draw labels of each so often; ``task`` draws them from ``model``."""
-        self.what, self.batch_size = rows.what, rows.batch_size
+        """Choose the rows, and draw labels of each so often; ``task`` draws them from ``model``.
+
+        Args:
+            rows: The N train rows.
+            task: Draws the labels.
+            model: The model.
+            chosen: Number of train rows to use.
+            draws: Number of draws of each.
+            seed: Seed of the draws.
+            at_once: Train rows of a group; see :func:`drawn_spec`.
+            draws_ahead: Draw all labels of a text with one pass of the model. Ranks that must run the model equally
+                often cannot.
+        """
+        self.what, self.batch_size = rows.what, drawn_batch_size(rows.batch_size, draws, at_once)
         self._rows, self._task, self._model, self._seed = rows, task, model, seed
-        self._chosen, self._draws = spread_rows(len(rows), chosen), draws
+        self._chosen, self._draws, self._at_once = spread_rows(len(rows), chosen), draws, at_once
+        self._draws_ahead = draws_ahead
+        self._drawn: dict[tuple[bytes, bytes], Batch] = {}
+        """Batches of the same train rows with drawn labels, by the numbers of the rows and of the draws."""
 
     def __len__(self) -> int:
         """Return n."""
@@ -261,27 +343,93 @@ class DrawnRows:
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the train rows of some drawn samples."""
-        return self._chosen[rows % len(self._chosen)]
+        group, size, place = self._places(rows)
+        return self._chosen[group * self._at_once + place % size]
+
+    def _places(
+        self, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the groups of some drawn samples, the numbers of their train rows, and the places in the groups."""
+        group, place = np.divmod(rows, self._at_once * self._draws)
+        return group, np.minimum(self._at_once, len(self._chosen) - group * self._at_once), place
 
     def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield every list of rows in the plan with its batch; labels are those of the data."""
-        planned: deque[NDArray[np.int64]] = deque()
+        planned: deque[tuple[NDArray[np.int64], bool]] = deque()
 
         def train_rows() -> Iterator[NDArray[np.int64]]:
+            before: NDArray[np.int64] | None = None
             for wanted in plan:
-                planned.append(wanted)
-                yield self.numbers(wanted)
+                numbers = self.numbers(wanted)
+                is_new = before is None or not np.array_equal(numbers, before)
+                planned.append((wanted, is_new))
+                before = numbers
+                if is_new:
+                    yield numbers
 
         # A plan that is a list stays a list, so that one batch starts no worker.
         loaded = self._rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
+        last: Batch = None
         for _, batch in loaded:
-            yield planned.popleft(), batch
+            while not planned[0][1]:
+                yield planned.popleft()[0], last
+            yield planned.popleft()[0], batch
+            last = batch
+        while planned:
+            yield planned.popleft()[0], last
 
     @torch.no_grad()
     def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
-        """Return the batch with labels drawn from the model."""
-        noise = row_noise(self.numbers(rows), seed=self._seed, draw=rows // len(self._chosen))
-        return self._task.sample_labels(ModelCall(self._model), batch, noise)
+        """Return the batch with labels drawn from the model.
+
+        If the next batches have the same train rows, their labels are drawn too, with the same pass of the model.
+        """
+        numbers, (_, size, place) = self.numbers(rows), self._places(rows)
+        draws = place // size
+        key = numbers.tobytes(), draws.tobytes()
+        if key in self._drawn:
+            return self._drawn.pop(key)
+        call, step = _RepeatedCall(self._model), len(rows) // int(size[0])
+        repeats = self._draws_ahead and place[0] % size[0] == 0 and len(rows) == step * size[0]
+        self._drawn.clear()
+        for ahead in range(0, self._draws - int(draws.max()) if repeats else 1, max(step, 1)):
+            noise = row_noise(numbers, seed=self._seed, draw=draws + ahead)
+            labelled = self._task.sample_labels(call, batch, noise)
+            self._drawn[key[0], (draws + ahead).tobytes()] = labelled
+        return self._drawn.pop(key)
+
+
+class _RepeatedCall(ModelCall):
+    """Calls a model; another call with equal inputs returns the same outputs, if nothing has written to them."""
+
+    _inputs: tuple[list[Any], Any] | None = None
+    _outputs: Any = None
+    _versions: list[int] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the model."""
+        leaves, structure = tree_flatten((args, kwargs))
+        if self._inputs is not None and self._versions is not None:
+            last, before = self._inputs
+            is_written = _versions(self._outputs) != self._versions
+            if structure == before and not is_written and all(map(_is_same, leaves, last)):
+                return self._outputs
+        self._outputs = super().__call__(*args, **kwargs)
+        self._inputs, self._versions = (leaves, structure), _versions(self._outputs)
+        return self._outputs
+
+
+def _versions(outputs: Any) -> list[int] | None:
+    """Return numbers that change with the values of a model's outputs; ``None`` if something else may hold values."""
+    leaves = [leaf for leaf in tree_flatten(outputs)[0] if leaf is not None]
+    is_known = all(isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves)
+    return [leaf._version for leaf in leaves] if is_known else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
 
 
 def split_squares(flat: NDArray[Any], layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:

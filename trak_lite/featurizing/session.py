@@ -22,7 +22,7 @@ from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
-from trak_lite.featurizing.fisher import DrawnRows, FisherFits, require_writable
+from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature, Solution
 from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector, Preconditioner
@@ -53,12 +53,11 @@ from trak_lite.run.tables import (
     GRADIENT_NORM,
     checkpoint_path,
     checkpoint_tables,
-    feature_table_spec,
     model_id_of,
     table_path,
 )
 from trak_lite.run.workspace import FirstRows, Workspace
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
@@ -326,8 +325,7 @@ class FeaturizingSession:
         spec = settings.train_table(len(rows), settings.row_fingerprint(0, digest, adam))
         passes = self.row_pass(rows, 0, with_norms=any(c.name == GRADIENT_NORM for c in spec.columns))
         if of_fit and settings.method.fisher_fit is not None:
-            samples, passes = self._fit_pass(rows, settings.method.fisher_fit, 0)
-            spec = feature_table_spec(len(samples), settings.layout.width, "float32", {})
+            passes, spec = self._fit_pass(rows, settings.method.fisher_fit, 0)
         table = self.workspace.lazy_table("trial", spec)
         stream = passes.stream(plan, lambda: spec.num_rows)
         for wanted, copied in one_behind((wanted, HostRows(found, spec)) for wanted, found in stream):
@@ -439,19 +437,25 @@ class FeaturizingSession:
         if not settings.computer_is_chosen:
             numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
             self._computer_for(rows.what, batch, numbers)
-        samples, passes = self._fit_pass(rows, method, model_id_of(path))
-        table = self.workspace.lazy_table(*fits.drawn_table(path, len(samples)))
+        draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
+        table = self.workspace.lazy_table(*fits.drawn_table(path, *draws))
+        passes, _ = self._fit_pass(rows, method, model_id_of(path))
         drawn = self.work(table, passes, f"Fitting the Fisher information of {label}")
         fits.fit(path, drawn, len(rows), wait=wait)
 
-    def _fit_pass(self, rows: Rows, method: Fisher, model_id: int) -> tuple[DrawnRows, RowPass]:
-        """Return the samples of a fit of the loaded checkpoint, and the pass over them."""
+    def _fit_pass(self, rows: Rows, method: Fisher, model_id: int) -> tuple[RowPass, TableSpec]:
+        """Return the pass over the samples of a fit of the loaded checkpoint, and the spec of a table of them."""
         settings = self.settings
         computer = settings.fisher_computer()
         computer.load_model_params(self.model)
         chosen, draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
-        samples = DrawnRows(rows, settings.task, self.model, chosen, draws, method.seed)
-        return samples, replace(self.row_pass(samples, model_id), computer_for=lambda *_: computer)
+        spec, at_once = drawn_spec(chosen, draws, settings.layout.width, {})
+        samples = DrawnRows(
+            *(rows, settings.task, self.model, chosen, draws, method.seed),
+            at_once=at_once,
+            draws_ahead=self.ranks.lockstep.is_alone,
+        )
+        return replace(self.row_pass(samples, model_id), computer_for=lambda *_: computer), spec
 
     def kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         """Return the fits of the EK-FAC of a method."""

@@ -78,9 +78,9 @@ def sampled_classes(logits: Tensor, noise: UniformNoise) -> Tensor:
 
 
 def _classes_of(logits: Tensor, uniform: Tensor) -> Tensor:
-    sums = in_float64(logits.softmax(-1)).cumsum(-1)
-    below = sums < uniform.unsqueeze(-1) * sums[..., -1:]
-    return below.sum(-1).to(logits.device)
+    sums = in_float64(logits.softmax(-1)).cumsum(-1).contiguous()
+    classes = torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[..., -1:]).squeeze(-1)
+    return classes.clamp_(max=logits.shape[-1] - 1).to(logits.device)  # NaN is after every class
 
 
 @torch.no_grad()

@@ -24,9 +24,10 @@ from torch import Tensor
 from trak_lite._devices import wide_dtype
 from trak_lite._progress import duration
 from trak_lite.data.datasets import Rows
+from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise, keeps_rows
-from trak_lite.methods import AbstractMethod
+from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
@@ -46,6 +47,7 @@ _TRIED: Final = (32, 128, 512)
 _CLEARLY: Final = 0.8
 """Another batch size is proposed if it takes at most this share of the time."""
 _PRODUCT_ROWS: Final = 1024
+_PRODUCT_PANEL: Final = 256
 _MOST_STORED: Final = 1 << 26
 """Bytes of kernels that a trial stores at most; the time of more is that of these, in proportion."""
 
@@ -170,9 +172,8 @@ def planned(
     draws, fit = settings.num_fit_rows(num_rows), None
     if draws:
         fit = _tried(run, chosen, rows, checkpoint, rows.batch_size, draws=draws)
-        seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // rows.batch_size))).plus(
-            _gram_time(settings, draws)
-        )
+        _, size = _fit_grid(settings, num_rows, rows.batch_size)
+        seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // size))).plus(_gram_time(settings, draws))
         seconds["fit"] = seconds["fit"].times(count)
     if num_targets:
         seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / rows.batch_size)).times(count)
@@ -215,9 +216,11 @@ def _tried(
 ) -> _Trial:
     """Compute some batches of rows, or of a fit, as ``featurize`` does, and write them to a store of their own."""
     num_rows = draws or len(rows)
-    chunk_rows = settings.train_table(num_rows, {}).chunk_rows
-    first = np.arange(min(num_rows, (_WARM + _MOST) * batch_size))
-    batches = plan_batches(first, chunk_rows, batch_size)
+    chunk_rows, per_batch = settings.train_table(num_rows, {}).chunk_rows, batch_size
+    if draws:
+        chunk_rows, per_batch = _fit_grid(settings, len(rows), batch_size)
+    first = np.arange(min(num_rows, (_WARM + _MOST) * per_batch))
+    batches = plan_batches(first, chunk_rows, per_batch)
     with _scratch(run.workspace) as workspace:
         trial = replace(run, settings=settings, workspace=workspace, progress=False, computers=None)
         size, rows.batch_size = rows.batch_size, batch_size
@@ -230,8 +233,17 @@ def _tried(
         finally:
             rows.batch_size = size
     gaps = [later.minus(earlier) for earlier, later in itertools.pairwise(marks)]
-    batch = _usual(gaps, -(-chunk_rows // batch_size))
+    batch = _usual(gaps, -(-chunk_rows // per_batch))
     return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak.growth)
+
+
+def _fit_grid(settings: AttributorSettings, num_rows: int, batch_size: int) -> tuple[int, int]:
+    """Return the number of drawn rows in a chunk of a fit of Fisher, and in a batch."""
+    method: Fisher | None = settings.method.fisher_fit
+    assert method is not None
+    chosen, draws = method.num_draws(num_rows, settings.layout, settings.projector.proj_dim)
+    spec, at_once = drawn_spec(chosen, draws, settings.layout.width, {})
+    return spec.chunk_rows, drawn_batch_size(batch_size, draws, at_once)
 
 
 def _usual(gaps: Sequence[_Mark], per_chunk: int) -> Span:
@@ -361,7 +373,8 @@ def _gram_time(settings: AttributorSettings, draws: int) -> Span:
         def product(rows: Tensor = rows) -> None:
             _done(rows.T @ rows)
 
-        total = total.plus(_timed(product).times(count * draws / _PRODUCT_ROWS))
+        share = (width + min(width, _PRODUCT_PANEL)) / (2 * width)  # up to the diagonal
+        total = total.plus(_timed(product).times(share * count * draws / _PRODUCT_ROWS))
     return total
 
 
