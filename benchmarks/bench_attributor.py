@@ -7,10 +7,12 @@ libraries.
 
 With ``--whole`` it measures the default run from featurizing to scores instead: a residual perceptron with layer norms
 on 18 principal components of the noisy digits of ``benchmarks/lds`` (1,200 train rows, 300 targets), checkpoints of one
-run with AdamW, beside the sum of kronfluence's EK-FAC over them, and beside another version of trak_lite.
+run with AdamW, beside the sum of kronfluence's EK-FAC over them, and beside another version of trak_lite. With
+``--problem text`` it is a part of ``python_lm`` of ``benchmarks/lds`` at its weights before fine-tuning: the byte-level
+GPT, 96 train rows of 128 bytes, 24 targets, one checkpoint (``--checkpoints 1``).
 
 Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...]
-      python -m benchmarks.bench_attributor --whole [--checkpoints 10] [--before FOLDER_OF_ANOTHER_TRAK_LITE]
+      python -m benchmarks.bench_attributor --whole [--problem text] [--checkpoints 10] [--before OTHER_TRAK_LITE]
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from benchmarks.bench_featurize import TOOLS as RUNS
 from benchmarks.bench_featurize import Job, dataset, digit_batches
 from benchmarks.bench_gradients import margin
 from benchmarks.lds.data import digits
+from benchmarks.lds.language import pretrained_gpt, python_chunks
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import ROOT, cpu_seconds, run_worker
 from trak_lite import Attributor
@@ -134,15 +137,31 @@ def trained(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDatas
     return model.eval(), states, TensorDataset(x, labels), TensorDataset(aims, theirs)
 
 
-def whole_run(tool: str, count: int) -> dict[str, Any]:
+def texts(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDataset, TensorDataset]:
+    """Return the byte-level GPT of ``python_lm``, its weights ``count`` times smaller each, train rows and targets."""
+    model, (train, _, targets, _) = pretrained_gpt("python").eval(), python_chunks()
+    rows, aims = train[:96], targets[:24]
+    states = [{name: value * 0.99**k for name, value in model.state_dict().items()} for k in range(count)]
+    return model, states, TensorDataset(rows, rows), TensorDataset(aims, aims)
+
+
+PROBLEMS = {
+    "digits": (trained, "image_classification", "whole_run"),
+    "text": (texts, "causal_language_modeling", "whole_run_text"),
+}
+"""The problem of ``--whole``, its task, and its name in the results."""
+
+
+def whole_run(tool: str, problem: str, count: int) -> dict[str, Any]:
     """Return the CPU seconds of a run from featurizing to scores, and the norm of the scores if they are ours."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    model, states, train, targets = trained(count)
+    make, name, _ = PROBLEMS[problem]
+    model, states, train, targets = make(count)
     with tempfile.TemporaryDirectory() as folder:
         if tool == "kronfluence":
             return {"cpu_s": cpu_seconds(lambda: _kronfluence(model, states, train, targets, folder))}
-        made = Attributor(model, "image_classification", f"{folder}/store", progress=False)
+        made = Attributor(model, name, f"{folder}/store", progress=False)
         featurize = cpu_seconds(lambda: made.featurize(train, checkpoints=states))
         score = cpu_seconds(lambda: made.score(targets))
         norm = float(torch.from_numpy(made.scores().numpy()).double().norm())
@@ -156,21 +175,35 @@ def _kronfluence(
     targets: TensorDataset,
     folder: str,
 ) -> None:
-    """Compute EK-FAC scores at every checkpoint, in batches of 256, which are faster than smaller ones."""
+    """Compute EK-FAC scores at every checkpoint, of images in batches of 256, which are faster than smaller ones."""
     from kronfluence import Analyzer, FactorArguments, ScoreArguments, Task, prepare_model
 
     class Output(Task):
+        def logits(self, batch: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
+            """Return logits ``(n, C)`` and labels ``(n,)``: of every image, or of every byte but the first."""
+            logits, labels = model(batch[0]), batch[1]
+            return (
+                (logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                if labels.dim() == 2
+                else (logits, labels)
+            )
+
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            logits = model(batch[0])
-            labels = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0] if sample else batch[1]
+            logits, labels = self.logits(batch, model)
+            if sample:
+                labels = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
             return functional.cross_entropy(logits, labels, reduction="sum")
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            logits, labels = model(batch[0]), batch[1][:, None]
+            logits, labels = self.logits(batch, model)
+            if batch[1].dim() == 2:
+                return -functional.cross_entropy(logits, labels, reduction="sum")
+            labels = labels[:, None]
             others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
             return (logits.gather(1, labels)[:, 0] - others).sum()
 
-    sizes = {"per_device_query_batch_size": 256, "per_device_train_batch_size": 256}
+    size = 256 if train.tensors[1].dim() == 1 else 50
+    sizes = {"per_device_query_batch_size": size, "per_device_train_batch_size": size}
     for number, state in enumerate(states):
         task, own = Output(), copy.deepcopy(model)
         own.load_state_dict(state)
@@ -183,12 +216,12 @@ def _kronfluence(
             output_dir=f"{folder}/{number}",
         )
         arguments = FactorArguments(strategy="ekfac")
-        analyzer.fit_all_factors("factors", train, factor_args=arguments, per_device_batch_size=256)
+        analyzer.fit_all_factors("factors", train, factor_args=arguments, per_device_batch_size=size)
         damping = ScoreArguments(damping_factor=1e-8)
         analyzer.compute_pairwise_scores("scores", "factors", targets, train, score_args=damping, **sizes)
 
 
-def compare_whole(count: int, rounds: int, before: Path | None) -> dict[str, Any]:
+def compare_whole(problem: str, count: int, rounds: int, before: Path | None) -> dict[str, Any]:
     """Run all tools alternately on the whole run; return the figures of every round."""
     known = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     environments = {"trak_lite": known, "kronfluence": known}
@@ -199,7 +232,8 @@ def compare_whole(count: int, rounds: int, before: Path | None) -> dict[str, Any
     for _ in range(rounds):
         for tool, environment in environments.items():
             figures = run_worker(
-                "benchmarks.bench_attributor", "--whole-worker", tool, str(count), environment=environment
+                *("benchmarks.bench_attributor", "--whole-worker", tool, problem, str(count)),
+                environment=environment,
             )
             print(tool, figures, flush=True)
             found[tool].append(figures)
@@ -217,18 +251,23 @@ def main() -> None:
     parser.add_argument(
         "--before", type=Path, help="folder that contains trak_lite of another version, and no benchmarks"
     )
-    parser.add_argument("--whole-worker", nargs=2, metavar=("TOOL", "CHECKPOINTS"), help=argparse.SUPPRESS)
+    parser.add_argument("--problem", default="digits", choices=list(PROBLEMS), help="of --whole")
+    parser.add_argument(
+        "--whole-worker", nargs=3, metavar=("TOOL", "PROBLEM", "CHECKPOINTS"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.worker:
         worker(*args.worker)
         return
     if args.whole_worker:
-        print(json.dumps(whole_run(args.whole_worker[0], int(args.whole_worker[1]))))
+        tool, problem, count = args.whole_worker
+        print(json.dumps(whole_run(tool, problem, int(count))))
         return
     if args.whole:
         results = json.loads(args.out.read_text()) if args.out.exists() else {}
-        results["whole_run"] = compare_whole(args.checkpoints, args.rounds, args.before)
+        compared = compare_whole(args.problem, args.checkpoints, args.rounds, args.before)
+        results[PROBLEMS[args.problem][2]] = compared
         args.out.write_text(json.dumps(results, indent=1) + "\n")
         return
     summaries = []
