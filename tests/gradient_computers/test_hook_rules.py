@@ -460,6 +460,7 @@ PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
     "W @ x": (lambda x, p: p @ x, (3, 4)),
     "x @ W.t()": (lambda x, p: x @ p.t(), (3, 5)),
     "x @ W.T": (lambda x, p: x @ p.T, (3, 5)),
+    "x @ W.T twice": (lambda x, p: (lambda turned: x @ turned + x.sin() @ turned)(p.T), (3, 5)),
     "x @ W.mT": (lambda x, p: x @ p.mT, (3, 5)),
     "x @ W.transpose": (lambda x, p: x @ p.transpose(0, 1), (3, 5)),
     "x @ v": (lambda x, p: x @ p, (5,)),
