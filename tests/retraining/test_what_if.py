@@ -285,6 +285,17 @@ def test_damaged_trials_are_told(tmp_path):
         what_if(found, [1])
 
 
+def test_trials_go_with_their_scores(tmp_path):
+    found = scored(tmp_path / "a.zarr")
+    with open_store(str(tmp_path / "a.zarr"), "r+") as store:
+        key = store.open_table("scores/asked").content_key()
+        store.put_entry("trials/scores/asked", key, np.zeros((3, 1 + 3 * M)))
+    assert found.trials is not None
+    Attributor.open(tmp_path / "a.zarr", model(np.zeros(D))).drop_scores("asked")
+    with open_store(str(tmp_path / "a.zarr")) as store:
+        assert store.entry_names("trials") == []
+
+
 # ------------------------------------------------------------------------ repair
 
 
