@@ -29,11 +29,14 @@ from torch.utils._pytree import tree_flatten
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
+from trak_lite.data.batches import map_tensors
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import BusyError, MissingStoreError, ReadOnlyStoreError, StateError, StoreError
 from trak_lite.featurizing.rows import RowWork
+from trak_lite.gradient_computers.recording import repeating_inputs
 from trak_lite.methods import EKFAC, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._margins import UniformNoise
 from trak_lite.parallel.sharing import SharedRows, has_free_rows
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder, fisher_paths
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
@@ -196,7 +199,8 @@ class FisherFits:
                 raise _FittedByOthersError
 
         try:
-            with drawn.ranks.checking(stop_when_fitted):
+            # Batches of a fit are the same texts with one drawn label after the other.
+            with drawn.ranks.checking(stop_when_fitted), repeating_inputs():
                 drawn.fill(wait=wait)
             drawn_path, gram_path = self._paths(path)
             table = self.store.open_table(drawn_path)
@@ -394,15 +398,29 @@ class DrawnRows:
         self._drawn.clear()
         for ahead in range(0, self._draws - int(draws.max()) if repeats else 1, max(step, 1)):
             noise = row_noise(numbers, seed=self._seed, draw=draws + ahead)
-            labelled = self._task.sample_labels(call, batch, noise)
-            self._drawn[key[0], (draws + ahead).tobytes()] = labelled
+            self._drawn[key[0], (draws + ahead).tobytes()] = self._labelled(call, batch, noise)
         return self._drawn.pop(key)
+
+    def _labelled(self, call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
+        """Return a batch with drawn labels, whose other tensors are those of ``batch``; a task may write to its own."""
+        copies: dict[int, tuple[Tensor, Tensor, list[int] | None]] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            copy = tensor.clone()
+            copies[id(copy)] = copy, tensor, _versions(copy)
+            return copy
+
+        def restored(tensor: Tensor) -> Tensor:
+            _, original, version = copies.get(id(tensor), (tensor, tensor, None))
+            return tensor if version is None or _versions(tensor) != version else original
+
+        return map_tensors(restored, self._task.sample_labels(call, map_tensors(copied, batch), noise))
 
 
 class _RepeatedCall(ModelCall):
     """Calls a model; another call with equal inputs returns the same outputs, if nothing has written to them."""
 
-    _inputs: tuple[list[Any], Any] | None = None
+    _inputs: tuple[list[Any], Any, list[Any]] | None = None
     _outputs: Any = None
     _versions: list[int] | None = None
 
@@ -410,12 +428,13 @@ class _RepeatedCall(ModelCall):
         """Return the outputs of the model."""
         leaves, structure = tree_flatten((args, kwargs))
         if self._inputs is not None and self._versions is not None:
-            last, before = self._inputs
-            is_written = _versions(self._outputs) != self._versions
+            last, before, state = self._inputs
+            is_written = _versions(self._outputs) != self._versions or list(map(_state_of, last)) != state
             if structure == before and not is_written and all(map(_is_same, leaves, last)):
                 return self._outputs
         self._outputs = super().__call__(*args, **kwargs)
-        self._inputs, self._versions = (leaves, structure), _versions(self._outputs)
+        self._inputs = leaves, structure, list(map(_state_of, leaves))
+        self._versions = _versions(self._outputs)
         return self._outputs
 
 
@@ -424,6 +443,13 @@ def _versions(outputs: Any) -> list[int] | None:
     leaves = [leaf for leaf in tree_flatten(outputs)[0] if leaf is not None]
     is_known = all(isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves)
     return [leaf._version for leaf in leaves] if is_known else None
+
+
+def _state_of(value: Any) -> Any:
+    """Return what changes with an argument of a model; it equals nothing if that cannot be known."""
+    if isinstance(value, Tensor):
+        return object() if value.is_inference() else value._version
+    return value if value is None or isinstance(value, bool | int | float | str) else object()
 
 
 def _is_same(one: Any, other: Any) -> bool:

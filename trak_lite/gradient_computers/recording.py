@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -68,6 +70,23 @@ class Variable:
     number: int
 
 
+_REPEATING: ContextVar[bool] = ContextVar("inputs are repeated", default=False)
+
+
+@contextmanager
+def repeating_inputs() -> Iterator[None]:
+    """Let replays keep what depends on inputs that stay, while no weight or input changes except by torch's operations.
+
+    The caller runs no code of a user between batches: fused optimizers, memory of other processes, and running
+    statistics change values without a new version.
+    """
+    token = _REPEATING.set(True)
+    try:
+        yield
+    finally:
+        _REPEATING.reset(token)
+
+
 @final
 class Recording:
     """The operations of a computation; call it with new inputs to run them again."""
@@ -116,12 +135,15 @@ class Recording:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run the operations.
 
-        If some inputs are the objects of the last call, unchanged (texts for which only other labels are drawn), what
-        depends on them alone is computed once and kept until :meth:`forget`.
+        Inside :func:`repeating_inputs`, if some inputs are the objects of the last call, unchanged (texts for which
+        only other labels are drawn), what depends on them alone is computed once and kept until :meth:`forget`.
 
         Raises:
             OtherPathError: If Python would read other values than in the recorded batch.
         """
+        if not _REPEATING.get():
+            self.forget()
+            return self.whole(*inputs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             unchanged = self._unchanged(inputs)
             self._before = [(weakref.ref(tensor), _version(tensor)) for tensor in inputs]
@@ -189,11 +211,11 @@ class _Halves:
             else:
                 second.append(step)
         live = sorted(made.intersection(number for step in second for number in step.reads))
-        results = {
-            number for step in steps for number in step.outputs
-        }  # zeros, which every replay sets again
+        results = {  # zeros, which every replay sets again, and their views
+            roots[number] for step in steps for number in step.outputs if number is not None
+        }
         read = {number for step in first for number in step.reads}
-        self._constants = [fixed[number] for number in sorted(read.intersection(fixed) - results)]
+        self._constants = [fixed[n] for n in sorted(read.intersection(fixed)) if roots[n] not in results]
         self._first, _ = _compiled(first, inputs, fixed, live)
         self._second, _ = _compiled(second, [*inputs, *live], fixed, outputs)
         self.kept: list[Tensor] | None = None

@@ -204,6 +204,7 @@ class Replays:
         """
         if self._last is not None:
             (kind, own), self._last = self._last, None
+            self._keep_for(None)
             if complete:
                 self._compared(kind, own)
             if kind.refusal is not None:

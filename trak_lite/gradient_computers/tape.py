@@ -89,6 +89,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Roots of the tensors from outside, by their storage."""
         self._made: dict[int, StorageWeakRef] = {}
         """Storages of results; while a weak reference is held, no other storage has the same address."""
+        self._made_first: dict[int, int] = {}
+        """Roots of the results, by their storage."""
         self._constants: dict[int, Tensor] = {}
         """Tensors from outside."""
         self._anchored: set[int] = set()
@@ -175,11 +177,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             number = self._numbers.get(leaf)
             if number is None:
-                root = next((self._roots[n] for n in step.reads if is_view), None)
-                number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
                 storage = leaf.untyped_storage()
+                root = next((self._roots[n] for n in step.reads if is_view), None)
+                if root is None:  # some views do not say so, such as _unsafe_view after a product
+                    root = self._memory.get(storage._cdata, self._made_first.get(storage._cdata))
+                number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
                 if storage._cdata not in self._memory:
                     self._made.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+                    self._made_first.setdefault(storage._cdata, self._roots[number])
                 num_bytes = leaf.numel() * leaf.element_size()
                 small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
                 if is_view and anchored and not step.writes:
