@@ -249,3 +249,31 @@ class Opened(Counting):
 def test_a_worker_finds_the_users_dataset_in_its_info():
     rows = Rows(DataLoader(Opened(), num_workers=1, worker_init_fn=name_the_dataset))
     assert inputs(rows, [3], [4, 5]) == [[0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_rows", "loader_size", "expected"),
+    [
+        ([nn.Linear(4, 3)], 2048, None, 256),
+        ([nn.Linear(4, 3)], 2047, None, 128),  # at least 8 batches
+        ([nn.Linear(4, 3)], 300, None, 32),
+        ([nn.Linear(4, 3)], 2048, 16, 16),
+        ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
+        ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 2048, None, 32),
+    ],
+)
+def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(
+    tmp_path, layers, num_rows, loader_size, expected
+):
+    seen: list[int] = []
+
+    class Recording(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    data = TensorDataset(torch.arange(4.0 * num_rows).reshape(num_rows, 4).cos(), torch.arange(num_rows) % 3)
+    given = data if loader_size is None else DataLoader(data, batch_size=loader_size)
+    attributor = Attributor(Recording(*layers), "image_classification", tmp_path / "store", proj_dim=8)
+    attributor.featurize(given)
+    assert max(seen) == expected

@@ -4,18 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_lite._devices import to_device
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["batch_size", "flatten_batch", "map_tensors", "move_batch", "rows_in_batches", "take_rows"]
+__all__ = [
+    "DEFAULT_BATCH_SIZE",
+    "batch_size",
+    "default_batch_size",
+    "flatten_batch",
+    "map_tensors",
+    "move_batch",
+    "rows_in_batches",
+    "take_rows",
+]
+
+DEFAULT_BATCH_SIZE: Final = 32
+_LARGEST_DEFAULT: Final = 256
+_DENSE: Final = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm)
+"""Modules of perceptrons that hold parameters."""
+_MOST_VALUES: Final = 1 << 25
+"""Of the per-sample gradients of a batch, if a gradient computer holds all of them: 128 MiB in float32."""
+_FEWEST_BATCHES: Final = 8
+
+
+def default_batch_size(model: nn.Module, num_rows: int) -> int:
+    """Return the samples per pass if the user sets none: 32, or up to 256 for perceptrons.
+
+    A batch of a small perceptron costs nearly the same for 32 and for 256 rows. The size depends on the modules and N
+    only, and not on a measured time, so that each run over the same data computes the same batches. Of other models a
+    parameter does not tell how much memory a row takes (positions of a convolution, tokens), and batches gain less.
+
+    Args:
+        model: Its parameters decide.
+        num_rows: N; at least 8 batches remain.
+    """
+    holders = [
+        module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
+    ]
+    if not all(isinstance(module, _DENSE) for module in holders):
+        return DEFAULT_BATCH_SIZE
+    num_values = sum(parameter.numel() for parameter in model.parameters())
+    size = _LARGEST_DEFAULT
+    while size > DEFAULT_BATCH_SIZE and (
+        size * num_values > _MOST_VALUES or size * _FEWEST_BATCHES > num_rows
+    ):
+        size //= 2
+    return size
 
 
 def rows_in_batches(rows: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:

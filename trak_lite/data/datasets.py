@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows
+from trak_lite.data.batches import DEFAULT_BATCH_SIZE, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -33,7 +33,6 @@ __all__ = ["HeldRows", "Rows", "checked_indices", "every_nth", "rows_of", "sprea
 
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
-DEFAULT_BATCH_SIZE = 32
 _DIGESTED_ROWS = 1 << 20
 """Row numbers hashed at a time."""
 _WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context", "timeout")
@@ -100,6 +99,8 @@ class Rows:
             self.dataset = data
         _refuse_unindexed(self.dataset, what)
         self.collate = collate or default_collate
+        self.has_batch_size = batch_size is not None
+        """Whether the user or a loader has set the batch size."""
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
         self.held: HeldRows | None = None
         """A few rows of the first loaded batch; ``None`` before a batch is loaded."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trak_lite._devices import one_behind
 from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
-from trak_lite.data.batches import move_batch
+from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import HeldRows, Rows, rows_of
 from trak_lite.data.packed import Documents
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
@@ -105,6 +105,8 @@ class Run:
         found = rows_of(data, what=what, batch_size=self.batch_size, collate=self.collate)
         if batch_size is not None:
             found.batch_size = positive_int(batch_size=batch_size)
+        elif not found.has_batch_size:
+            found.batch_size = default_batch_size(self.model, len(found))
         return found
 
     def asking(self, task: Task | None) -> Run:
