@@ -449,7 +449,7 @@ class FeaturizingSession:
     def _fit_pass(self, rows: Rows, method: Fisher, model_id: int) -> tuple[RowPass, TableSpec]:
         """Return the pass over the samples of a fit of the loaded checkpoint, and the spec of a table of them."""
         settings = self.settings
-        computer = settings.fisher_computer()
+        computer = settings.computer(of_drawn_labels=True)
         computer.load_model_params(self.model)
         chosen, draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
         spec, at_once = drawn_spec(chosen, draws, settings.layout.width, {})
@@ -533,13 +533,15 @@ class FeaturizingSession:
         )
         return rows
 
-    def candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
-        """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
+    def candidates(self, train: Mapping[str, AbstractRowTable]) -> Iterator[Checkpoint]:
+        """Yield checkpoints that may have the weights of some train tables by weights digest.
+
+        They are those of featurize, then those noted in the store, then the model's own weights.
+        """
         for source in self.run.sources:
             yield from iterate_checkpoints(*source)
-        tables = checkpoint_tables(self.store)
-        for digest in sorted(needed):
-            noted = noted_checkpoint(self.store.attributes(tables[digest]).get("source"))
+        for digest in sorted(train):
+            noted = noted_checkpoint(self.store.attributes(table_path(train[digest])).get("source"))
             if noted is not None:
                 yield noted
         yield from iterate_checkpoints(None)
@@ -560,7 +562,7 @@ class FeaturizingSession:
         waiting = set(train)
 
         def needed() -> Iterator[Checkpoint]:
-            for checkpoint in self.candidates(set(waiting)):
+            for checkpoint in self.candidates(train):
                 if not waiting:
                     return
                 if self.load(checkpoint) in waiting:
@@ -573,17 +575,14 @@ class FeaturizingSession:
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)
         if waiting:
-            paths = checkpoint_tables(self.store)
-            lacking = {
-                path: self.store.attributes(path).get("name")
-                for path in sorted(paths[digest] for digest in waiting)
-            }
+            paths = sorted(table_path(train[digest]) for digest in waiting)
+            lacking = {path: self.store.attributes(path).get("name") for path in paths}
             named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
             raise StateError(
-                f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of "
-                "the known sources has them. Pass the checkpoints to use to this call, checkpoints=..., or all of them "
-                "to featurize. If these are of another training, remove them from the store, "
-                f"drop_checkpoint({next(iter(lacking))!r}), or use another path."
+                f"The store has {len(checkpoint_tables(self.store))} checkpoints, and the weights of {named} are "
+                f"needed {purpose}, but none of the known sources has them. Pass the checkpoints to use to this call, "
+                "checkpoints=..., or all of them to featurize. If these are of another training, remove them from the "
+                f"store, drop_checkpoint({paths[0]!r}), or use another path."
             )
 
     def load(self, checkpoint: Checkpoint) -> str:
