@@ -284,11 +284,17 @@ class FeaturizingSession:
         settings = self.settings
         fisher: Fisher | None = settings.method.fisher_fit
         if fisher is not None:
-            fitted = digest in known and self.fisher_fits(fisher).has(known[digest])
+            fitted = digest in known and self._fisher_fits(fisher).has(known[digest])
             if digest in known and not fitted:
                 require_writable(self.store)
             if not fitted and not self._is_announced:
-                self._announce_fit(rows)
+                # Before the rows, because the fit may take longer than they do.
+                number, self._is_announced = settings.num_fit_rows(len(rows)), True
+                announce(
+                    f"{len(rows):,} rows per checkpoint, and then the fit of {settings.method.name}: {number:,} "
+                    f"gradients, {number / len(rows):.1f} times as many as rows.",
+                    self.run.progress,
+                )
         model_id = self.workspace.model_id(digest, known)
         adam = self._adam_states(settings.normalization)
         written = None
@@ -335,15 +341,6 @@ class FeaturizingSession:
             copied.put(table, wanted, rows.what)
             yield
 
-    def _announce_fit(self, rows: Rows) -> None:
-        """Say once what the fit of the method costs, before the rows: it may take longer than they do."""
-        number, self._is_announced = self.settings.num_fit_rows(len(rows)), True
-        announce(
-            f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
-            f"gradients, {number / len(rows):.1f} times as many as rows.",
-            self.run.progress,
-        )
-
     def finish(self, rows: Rows) -> int:
         """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
 
@@ -353,6 +350,13 @@ class FeaturizingSession:
             Number of rows that this process wrote.
         """
         written, patience = 0, Patience()
+
+        def holders() -> str:
+            """Return the holder of rows of the first unfinished checkpoint."""
+            path = self._path(self._unfinished[0][1])
+            holder = holder_of(self.store.open_table(path))
+            return holder or f"another process works on the curvature fit of {path}."
+
         while self._unfinished:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
@@ -368,20 +372,13 @@ class FeaturizingSession:
                     self._unfinished.append((checkpoint, digest))
             if self._unfinished:
                 self.ranks.watch()
-                patience.wait(f"for rows of {len(self._unfinished)} checkpoints", self._holders)
+                patience.wait(f"for rows of {len(self._unfinished)} checkpoints", holders)
         return written
-
-    def _holders(self) -> str:
-        """Return the holder of rows of the first unfinished checkpoint."""
-        path = self._path(self._unfinished[0][1])
-        return (
-            holder_of(self.store.open_table(path)) or f"another process works on the curvature fit of {path}."
-        )
 
     def _is_featurized(self, path: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         fisher: Fisher | None = self.settings.method.fisher_fit
-        is_fitted = fisher is None or self.fisher_fits(fisher).has(path)
+        is_fitted = fisher is None or self._fisher_fits(fisher).has(path)
         return is_fitted and self.store.open_table(path).complete
 
     def _is_left_alone(self, path: str) -> bool:
@@ -389,7 +386,7 @@ class FeaturizingSession:
         fisher: Fisher | None = self.settings.method.fisher_fit
         if has_free_rows(self.store.open_table(path)):
             return True
-        return fisher is not None and self.fisher_fits(fisher).is_left_alone(path)
+        return fisher is not None and self._fisher_fits(fisher).is_left_alone(path)
 
     def _path(self, digest: str) -> str:
         """Return the table of a checkpoint that is being featurized."""
@@ -403,8 +400,7 @@ class FeaturizingSession:
 
     # ---------------------------------------------------------------- fits
 
-    def fisher_fits(self, method: Fisher) -> FisherFits:
-        """Return the fits of a method."""
+    def _fisher_fits(self, method: Fisher) -> FisherFits:
         return FisherFits(self.store, method, self.settings.layout)
 
     def fit(self, method: AbstractMethod, train: Mapping[str, AbstractRowTable]) -> None:
@@ -420,20 +416,19 @@ class FeaturizingSession:
         if fisher is None:
             return
         paths = {digest: table_path(table) for digest, table in train.items()}
-        fits = self.fisher_fits(fisher)
-        waiting = {digest: train[digest] for digest in train if not self.agreed(fits.has(paths[digest]))}
-        if not waiting:
-            return
-        rows = self.train_rows(f"{method.name} has to be fitted to")
-        self.visit(
-            waiting,
-            lambda digest, label: self._fit_fisher(paths[digest], label, rows, fisher),
-            purpose="to fit the Fisher information",
-        )
+        has = self._fisher_fits(fisher).has
+        waiting = {digest: table for digest, table in train.items() if not self.agreed(has(paths[digest]))}
+        if waiting:
+            rows = self.train_rows(f"{method.name} has to be fitted to")
+            self.visit(
+                waiting,
+                lambda digest, label: self._fit_fisher(paths[digest], label, rows, fisher),
+                purpose="to fit the Fisher information",
+            )
 
     def _fit_fisher(self, path: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
         """Fit the Fisher information of the loaded checkpoint, with this train table, if it is not stored yet."""
-        fits, settings = self.fisher_fits(method), self.settings
+        fits, settings = self._fisher_fits(method), self.settings
         if self.agreed(fits.has(path)):
             fits.sweep(path)
             return
