@@ -542,8 +542,8 @@ class Attributor:
     ) -> Scores:
         """Return the scores of a method that gives a whole matrix: the stored ones, or those that it makes."""
         targets = run.targets(data, batch_size)
-
-        def stored(made: MadeScores | None) -> Scores | None:
+        made: MadeScores | None = None
+        while True:
             with self._scoring(run, targets, name, method, source) as (target_set, train, result):
                 target_set.find(train)
                 target_set.compare(train)
@@ -551,16 +551,12 @@ class Attributor:
                 finished = ranks.broadcast("whether they are there", result.is_finished)
                 if not finished and made is not None:
                     ranks.broadcast("the scores", partial(result.put, made))
-                return result.scores(run, dense=True) if finished or made is not None else None
-
-        scores = stored(None)
-        if scores is None:
+                if finished or made is not None:
+                    return result.scores(run, dense=True)
+            # Between two sessions, because the parts open their own.
             given: dict[str, Any] = {"checkpoints": source[0], "checkpoint_loader": source[1]}
             score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
             made = method.matrix(_Parts(run, run.rows(data, "the targets", batch_size), name, score))
-            scores = stored(made)  # in another session: those of the parts are closed
-            assert scores is not None
-        return scores
 
     def stream_scores(
         self,

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 if TYPE_CHECKING:
     import torch
@@ -86,17 +86,37 @@ class _SingleBlock(AbstractBlock):
         """The block itself; the terms of a :class:`SummedBlock`."""
         return (self,)
 
+    _carrier: ClassVar[str]
+    """Name of the tensor ``(b, ...)`` of which the gradients are a linear function."""
+
     @property
-    @abstractmethod
     def carrier(self) -> Tensor:
         """The tensor ``(b, ...)`` of which the gradients are a linear function."""
+        return cast("Tensor", getattr(self, self._carrier))
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples b in this block."""
+        return self.carrier.shape[0]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {one.name: getattr(self, one.name) for one in fields(cast("Any", self))}
+        return {name: value for name, value in values.items() if hasattr(value, "detach")}
+
+    def samples(self, which: slice | Sequence[int]) -> Any:
+        """Return some samples."""
+        changes: dict[str, Any] = {name: value[which] for name, value in self._tensors().items()}
+        return replace(cast("Any", self), start=0, **changes)
+
+    def scaled(self, factors: Tensor) -> Any:
+        """Scale the carrier."""
+        return replace(cast("Any", self), **{self._carrier: scaled_rows(self.carrier, factors)})
 
     def moved(self, device: str | torch.device | None) -> Any:
         """Return the block on a device (``None`` stays) and without its graph."""
-        values = {one.name: getattr(self, one.name) for one in fields(cast("Any", self))}
-        tensors = {name: value.detach() for name, value in values.items() if hasattr(value, "detach")}
         device = device or self.carrier.device
-        return replace(cast("Any", self), **{name: value.to(device) for name, value in tensors.items()})
+        changes = {name: value.detach().to(device) for name, value in self._tensors().items()}
+        return replace(cast("Any", self), **changes)
 
     def narrowed(self, columns: Tensor) -> tuple[Any, Tensor]:
         """Return the block and ``columns`` ``(m, parameter.numel())`` without entries that all gradients lack."""
@@ -107,6 +127,8 @@ class _SingleBlock(AbstractBlock):
 class DenseBlock(_SingleBlock):
     """Per-sample gradients of one parameter."""
 
+    _carrier: ClassVar[str] = "grad"
+
     name: str
     """Canonical parameter name (the first in ``named_parameters()`` order where weights are tied)."""
     grad: Tensor
@@ -114,32 +136,16 @@ class DenseBlock(_SingleBlock):
     start: int = 0
     """Batch row of ``grad[0]``; a block covers rows ``start:start + b`` if the computer works in chunks."""
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples b in this block."""
-        return self.grad.shape[0]
-
     def dense(self) -> Tensor:
         """Return the gradient rows ``(b, parameter.numel())``."""
         return self.grad.reshape(self.grad.shape[0], math.prod(self.grad.shape[1:]))
-
-    def samples(self, which: slice | Sequence[int]) -> DenseBlock:
-        """Return some samples."""
-        return DenseBlock(self.name, self.grad[which])
-
-    @property
-    def carrier(self) -> Tensor:
-        """``grad``."""
-        return self.grad
-
-    def scaled(self, factors: Tensor) -> DenseBlock:
-        """Scale ``grad``."""
-        return replace(self, grad=scaled_rows(self.grad, factors))
 
 
 @dataclass(frozen=True, slots=True)
 class FactoredBlock(_SingleBlock):
     """Per-sample gradients of one matrix parameter, stored as factors: ``sum_t output_grads[t] (x) inputs[t]``."""
+
+    _carrier: ClassVar[str] = "output_grads"
 
     name: str
     """Canonical parameter name; the parameter has shape ``(d_out, d_in)``."""
@@ -150,11 +156,6 @@ class FactoredBlock(_SingleBlock):
     start: int = 0
     """Batch row of the block's first sample."""
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples b in this block."""
-        return self.inputs.shape[0]
-
     def dense(self) -> Tensor:
         """Contract the factors to gradient rows ``(b, d_out * d_in)``."""
         columns = self.output_grads.transpose(1, 2)
@@ -162,23 +163,12 @@ class FactoredBlock(_SingleBlock):
         rows = columns * self.inputs if self.inputs.shape[1] == 1 else columns @ self.inputs
         return rows.flatten(1)
 
-    def samples(self, which: slice | Sequence[int]) -> FactoredBlock:
-        """Return some samples."""
-        return FactoredBlock(self.name, self.inputs[which], self.output_grads[which])
-
-    @property
-    def carrier(self) -> Tensor:
-        """``output_grads``."""
-        return self.output_grads
-
-    def scaled(self, factors: Tensor) -> FactoredBlock:
-        """Scale ``output_grads``."""
-        return replace(self, output_grads=scaled_rows(self.output_grads, factors))
-
 
 @dataclass(frozen=True, slots=True)
 class LookupBlock(_SingleBlock):
     """Per-sample gradients of an embedding table; each sample looks up a few of its rows."""
+
+    _carrier: ClassVar[str] = "values"
 
     name: str
     """Canonical parameter name; the parameter has shape ``(V, d)``."""
@@ -190,11 +180,6 @@ class LookupBlock(_SingleBlock):
     """V, rows of the table."""
     start: int = 0
     """Batch row of the block's first sample."""
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples b in this block."""
-        return self.rows.shape[0]
 
     @property
     def grad(self) -> Tensor:
@@ -212,19 +197,6 @@ class LookupBlock(_SingleBlock):
     def dense(self) -> Tensor:
         """Return the gradient rows ``(b, V * d)``."""
         return self.grad.flatten(1)
-
-    def samples(self, which: slice | Sequence[int]) -> LookupBlock:
-        """Return some samples."""
-        return LookupBlock(self.name, self.rows[which], self.values[which], self.num_rows)
-
-    @property
-    def carrier(self) -> Tensor:
-        """``values``."""
-        return self.values
-
-    def scaled(self, factors: Tensor) -> LookupBlock:
-        """Scale ``values``."""
-        return replace(self, values=scaled_rows(self.values, factors))
 
     def by_entry(self, factors: Tensor) -> LookupBlock:
         """Multiply the values: the factor of a repeated row distributes over their sum."""

@@ -48,7 +48,21 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 """Types hashed by class and repr."""
 
 
-class Rows:
+class _AsTheyAre:
+    """Samples with their own row numbers, which need no preparation by the model."""
+
+    __slots__ = ()
+
+    def numbers(self, rows: _RowNumbers) -> _RowNumbers:
+        """Return the row numbers to use in messages."""
+        return rows
+
+    def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
+        """Return a batch as the model expects it."""
+        return batch
+
+
+class Rows(_AsTheyAre):
     """The rows of a dataset in a fixed order: row i is ``dataset[indices[i]]``, independent of any loader's order."""
 
     def __init__(
@@ -131,14 +145,6 @@ class Rows:
                 "change during a call. Pass a dataset of fixed length, or indices=range(...), and append new rows by "
                 "another call: featurize(..., append=True)."
             )
-
-    def numbers(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the row numbers to use in messages: the same numbers."""
-        return rows
-
-    def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
-        """Return a batch as the model expects it: unchanged."""
-        return batch
 
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
         """Yield each list of rows in the plan with its collated batch; no other row is loaded.
@@ -475,7 +481,7 @@ def _add(digest: hashlib._Hash, kind: str, text: bytes) -> None:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldRows:
+class HeldRows(_AsTheyAre):
     """A few loaded rows of a dataset; later changes to the dataset do not affect them if their batch is a copy."""
 
     what: str
@@ -495,14 +501,6 @@ class HeldRows:
     def __len__(self) -> int:
         """Return the number of rows of the whole dataset."""
         return self.num_rows
-
-    def numbers(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the row numbers to use in messages: the same numbers."""
-        return rows
-
-    def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
-        """Return a batch as the model expects it: unchanged."""
-        return batch
 
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
         """Yield each list of rows in the plan with a copy of its samples; all rows must be held."""

@@ -6,12 +6,15 @@ Shapes: m targets, P parameter entries.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.data.datasets import spread_rows
@@ -26,7 +29,7 @@ from trak_lite.featurizing.solvers import (
     row_norms,
 )
 from trak_lite.featurizing.unprojected import by_name
-from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
+from trak_lite.methods import CG, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import ParameterShapes
@@ -69,7 +72,7 @@ class InverseCurvature:
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator; see :class:`Inverse`. An iterative method needs the gradients of a whole batch."""
-        if isinstance(self.method, EKFAC):
+        if not self.method.is_iterative:
             return self.preconditioner.accumulator(
                 projector, num_samples, model_id=model_id, parameters=parameters
             )
@@ -96,28 +99,39 @@ class InverseCurvature:
 
     def precondition(self, gradients: Tensor) -> Solution:
         """Return target gradients multiplied by the inverse of the EK-FAC."""
-        return Solution(self._precondition(gradients), None)
-
-    def _precondition(self, gradients: Tensor) -> Tensor:
         whole = NoOpProjector(device=gradients.device)
         named = by_name(gradients, self.parameters)
-        return PreconditionedProjector(whole, self.preconditioner).project(named, 0)
+        return Solution(PreconditionedProjector(whole, self.preconditioner).project(named, 0), None)
 
-    def _needed_products(self) -> CurvatureProducts:
-        if self.products is None:
+    def _system(self, gradients: Tensor) -> tuple[Callable[[Tensor, NDArray[np.int64]], Tensor], Tensor, int]:
+        """Return products with H + Lambda, the right-hand sides, and the number of train rows.
+
+        H is estimated by the rows that are given with the vectors. Where Lambda is 0 no train row has a gradient, so
+        the entries do not affect scores, and the system is singular: there the right-hand sides are 0.
+        """
+        products = self.products
+        if products is None:
             raise InvalidInputError(f"{self.method.name} has no products with the curvature.")
-        return self.products
+        num_rows, lambdas = len(products.rows), self.preconditioner.lambdas
+        damping = torch.cat(
+            [
+                gradients.new_full((math.prod(shape),), lambdas[name])
+                for name, shape in self.parameters.items()
+            ]
+        )
+
+        def damped(vectors: Tensor, rows: NDArray[np.int64]) -> Tensor:
+            return products(vectors, rows, scale=num_rows / len(rows)) + damping * vectors
+
+        return damped, torch.where(damping > 0, gradients, 0.0), num_rows
 
     def conjugate_gradients(self, method: CG, gradients: Tensor) -> Solution:
         """Return the solutions of :func:`~trak_lite.featurizing.solvers.conjugate_gradients`."""
-        products = self._needed_products()
-        damping, right = self._damping(gradients)
-        num_rows = len(products.rows)
+        damped, right, num_rows = self._system(gradients)
         wanted = spread_rows(num_rows, method.max_rows)
-        scale = num_rows / len(wanted)
         found, convergence = conjugate_gradients(
-            lambda vectors: products(vectors, wanted, scale=scale) + damping * vectors,
-            self._precondition,
+            lambda vectors: damped(vectors, wanted),
+            lambda vectors: self.precondition(vectors).gradients,
             right,
             tolerance=method.tolerance,
             max_iterations=method.max_iterations,
@@ -127,12 +141,10 @@ class InverseCurvature:
 
     def neumann_series(self, method: LiSSA, gradients: Tensor) -> Solution:
         """Return the solutions of :func:`~trak_lite.featurizing.solvers.neumann_series`."""
-        products = self._needed_products()
-        damping, right = self._damping(gradients)
-        num_rows = len(products.rows)
+        damped, right, num_rows = self._system(gradients)
 
         def whole(vectors: Tensor) -> Tensor:
-            return products(vectors, np.arange(num_rows)) + damping * vectors
+            return damped(vectors, np.arange(num_rows))
 
         if method.scale is None and self._scale is None:
             largest = largest_eigenvalue(whole, gradients, iterations=_POWER_ITERATIONS, seed=method.seed)
@@ -143,8 +155,7 @@ class InverseCurvature:
         count = min(method.rows, num_rows)
 
         def estimated(vectors: Tensor) -> Tensor:
-            rows = np.sort(drawn.permutation(num_rows)[:count])
-            return products(vectors, rows, scale=num_rows / count) + damping * vectors
+            return damped(vectors, np.sort(drawn.permutation(num_rows)[:count]))
 
         found = torch.zeros_like(right)
         for _ in range(method.repeats):
@@ -159,18 +170,6 @@ class InverseCurvature:
         convergence = Convergence(iterations, residual.cpu().double().numpy())
         self._report(convergence, _LISSA_RESIDUAL, "depth, rows or scale")
         return Solution(found, convergence)
-
-    def _damping(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return lambda of every parameter entry ``(P,)``, and the gradients where it is above 0.
-
-        Where it is 0 no train row has a gradient, so the entries do not affect scores, and the system is singular.
-        """
-        parts = [
-            gradients.new_full((int(np.prod(shape)),), self.preconditioner.lambdas[name])
-            for name, shape in self.parameters.items()
-        ]
-        damping = torch.cat(parts)
-        return damping, torch.where(damping > 0, gradients, 0.0)
 
     def _report(self, convergence: Convergence, tolerance: float, remedy: str) -> None:
         """Log the iterations and residuals, and warn of targets that did not converge."""

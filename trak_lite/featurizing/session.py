@@ -286,11 +286,17 @@ class FeaturizingSession:
         settings = self.settings
         fisher: Fisher | None = settings.method.fisher_fit
         if fisher is not None:
-            fitted = digest in known and self.fisher_fits(fisher).has(known[digest])
+            fitted = digest in known and self._fisher_fits(fisher).has(known[digest])
             if digest in known and not fitted:
                 require_writable(self.store)
             if not fitted and not self._is_announced:
-                self._announce_fit(rows)
+                # Before the rows, because the fit may take longer than they do.
+                number, self._is_announced = settings.num_fit_rows(len(rows)), True
+                announce(
+                    f"{len(rows):,} rows per checkpoint, and then the fit of {settings.method.name}: {number:,} "
+                    f"gradients, {number / len(rows):.1f} times as many as rows.",
+                    self.run.progress,
+                )
         model_id = self.workspace.model_id(digest, known)
         adam = self._adam_states(settings.normalization)
         written = None
@@ -337,15 +343,6 @@ class FeaturizingSession:
             copied.put(table, wanted, rows.what)
             yield
 
-    def _announce_fit(self, rows: Rows) -> None:
-        """Say once what the fit of the method costs, before the rows: it may take longer than they do."""
-        number, self._is_announced = self.settings.num_fit_rows(len(rows)), True
-        announce(
-            f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
-            f"gradients, {number / len(rows):.1f} times as many as rows.",
-            self.run.progress,
-        )
-
     def finish(self, rows: Rows) -> int:
         """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
 
@@ -355,6 +352,13 @@ class FeaturizingSession:
             Number of rows that this process wrote.
         """
         written, patience = 0, Patience()
+
+        def holders() -> str:
+            """Return the holder of rows of the first unfinished checkpoint."""
+            path = self._path(self._unfinished[0][1])
+            holder = holder_of(self.store.open_table(path))
+            return holder or f"another process works on the curvature fit of {path}."
+
         while self._unfinished:
             unfinished, self._unfinished = self._unfinished, []
             for checkpoint, digest in unfinished:
@@ -370,20 +374,13 @@ class FeaturizingSession:
                     self._unfinished.append((checkpoint, digest))
             if self._unfinished:
                 self.ranks.watch()
-                patience.wait(f"for rows of {len(self._unfinished)} checkpoints", self._holders)
+                patience.wait(f"for rows of {len(self._unfinished)} checkpoints", holders)
         return written
-
-    def _holders(self) -> str:
-        """Return the holder of rows of the first unfinished checkpoint."""
-        path = self._path(self._unfinished[0][1])
-        return (
-            holder_of(self.store.open_table(path)) or f"another process works on the curvature fit of {path}."
-        )
 
     def _is_featurized(self, path: str) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         fisher: Fisher | None = self.settings.method.fisher_fit
-        is_fitted = fisher is None or self.fisher_fits(fisher).has(path)
+        is_fitted = fisher is None or self._fisher_fits(fisher).has(path)
         return is_fitted and self.store.open_table(path).complete
 
     def _is_left_alone(self, path: str) -> bool:
@@ -391,7 +388,7 @@ class FeaturizingSession:
         fisher: Fisher | None = self.settings.method.fisher_fit
         if has_free_rows(self.store.open_table(path)):
             return True
-        return fisher is not None and self.fisher_fits(fisher).is_left_alone(path)
+        return fisher is not None and self._fisher_fits(fisher).is_left_alone(path)
 
     def _path(self, digest: str) -> str:
         """Return the table of a checkpoint that is being featurized."""
@@ -405,8 +402,7 @@ class FeaturizingSession:
 
     # ---------------------------------------------------------------- fits
 
-    def fisher_fits(self, method: Fisher) -> FisherFits:
-        """Return the fits of a method."""
+    def _fisher_fits(self, method: Fisher) -> FisherFits:
         return FisherFits(self.store, method, self.settings.layout)
 
     def fit(self, method: AbstractMethod, train: Mapping[str, AbstractRowTable]) -> None:
@@ -422,20 +418,19 @@ class FeaturizingSession:
         if fisher is None:
             return
         paths = {digest: table_path(table) for digest, table in train.items()}
-        fits = self.fisher_fits(fisher)
-        waiting = {digest: train[digest] for digest in train if not self.agreed(fits.has(paths[digest]))}
-        if not waiting:
-            return
-        rows = self.train_rows(f"{method.name} has to be fitted to")
-        self.visit(
-            waiting,
-            lambda digest, label: self._fit_fisher(paths[digest], label, rows, fisher),
-            purpose="to fit the Fisher information",
-        )
+        has = self._fisher_fits(fisher).has
+        waiting = {digest: table for digest, table in train.items() if not self.agreed(has(paths[digest]))}
+        if waiting:
+            rows = self.train_rows(f"{method.name} has to be fitted to")
+            self.visit(
+                waiting,
+                lambda digest, label: self._fit_fisher(paths[digest], label, rows, fisher),
+                purpose="to fit the Fisher information",
+            )
 
     def _fit_fisher(self, path: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
         """Fit the Fisher information of the loaded checkpoint, with this train table, if it is not stored yet."""
-        fits, settings = self.fisher_fits(method), self.settings
+        fits, settings = self._fisher_fits(method), self.settings
         if self.agreed(fits.has(path)):
             fits.sweep(path)
             return
@@ -451,7 +446,7 @@ class FeaturizingSession:
     def _fit_pass(self, rows: Rows, method: Fisher, model_id: int) -> tuple[RowPass, TableSpec]:
         """Return the pass over the samples of a fit of the loaded checkpoint, and the spec of a table of them."""
         settings = self.settings
-        computer = settings.fisher_computer()
+        computer = settings.computer(of_drawn_labels=True)
         computer.load_model_params(self.model)
         chosen, draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
         spec, at_once = drawn_spec(chosen, draws, settings.layout.width, {})
@@ -535,13 +530,15 @@ class FeaturizingSession:
         )
         return rows
 
-    def candidates(self, needed: Iterable[str]) -> Iterator[Checkpoint]:
-        """Yield checkpoints that may have the needed weights: from featurize, from disk, then the model's own."""
+    def candidates(self, train: Mapping[str, AbstractRowTable]) -> Iterator[Checkpoint]:
+        """Yield checkpoints that may have the weights of some train tables by weights digest.
+
+        They are those of featurize, then those noted in the store, then the model's own weights.
+        """
         for source in self.run.sources:
             yield from iterate_checkpoints(*source)
-        tables = checkpoint_tables(self.store)
-        for digest in sorted(needed):
-            noted = noted_checkpoint(self.store.attributes(tables[digest]).get("source"))
+        for digest in sorted(train):
+            noted = noted_checkpoint(self.store.attributes(table_path(train[digest])).get("source"))
             if noted is not None:
                 yield noted
         yield from iterate_checkpoints(None)
@@ -562,7 +559,7 @@ class FeaturizingSession:
         waiting = set(train)
 
         def needed() -> Iterator[Checkpoint]:
-            for checkpoint in self.candidates(set(waiting)):
+            for checkpoint in self.candidates(train):
                 if not waiting:
                     return
                 if self.load(checkpoint) in waiting:
@@ -575,17 +572,14 @@ class FeaturizingSession:
                 visit(digest, checkpoint.name)
                 waiting.remove(digest)
         if waiting:
-            paths = checkpoint_tables(self.store)
-            lacking = {
-                path: self.store.attributes(path).get("name")
-                for path in sorted(paths[digest] for digest in waiting)
-            }
+            paths = sorted(table_path(train[digest]) for digest in waiting)
+            lacking = {path: self.store.attributes(path).get("name") for path in paths}
             named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
             raise StateError(
-                f"The store has {len(paths)} checkpoints, and the weights of {named} are needed {purpose}, but none of "
-                "the known sources has them. Pass the checkpoints to use to this call, checkpoints=..., or all of them "
-                "to featurize. If these are of another training, remove them from the store, "
-                f"drop_checkpoint({next(iter(lacking))!r}), or use another path."
+                f"The store has {len(checkpoint_tables(self.store))} checkpoints, and the weights of {named} are "
+                f"needed {purpose}, but none of the known sources has them. Pass the checkpoints to use to this call, "
+                "checkpoints=..., or all of them to featurize. If these are of another training, remove them from the "
+                f"store, drop_checkpoint({paths[0]!r}), or use another path."
             )
 
     def load(self, checkpoint: Checkpoint) -> str:

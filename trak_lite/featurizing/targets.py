@@ -12,7 +12,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
 from trak_lite.featurizing.kronecker.precondition import Inverse
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.methods import CG, AbstractInverseMethod, AbstractMethod, LiSSA
+from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import complete_tables, target_table_path
 from trak_lite.store import AbstractRowTable
@@ -42,8 +42,8 @@ class TargetSet:
     def __post_init__(self) -> None:
         """Set the identity."""
         self.identity = self.session.run.target_identity(self.rows)
-        if isinstance(self.method, AbstractInverseMethod):
-            self.identity["curvature"] = self.session.kronecker_fits(self.method).record()
+        if self.method.inverse is not None:
+            self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
 
     def add(self, checkpoint: Checkpoint, known: Mapping[str, str]) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights.
@@ -79,9 +79,12 @@ class TargetSet:
         Raises:
             ManifestMismatchError: If they differ from the stored ones.
         """
-        if self.is_compared or isinstance(self.method, CG | LiSSA):  # see _fill
+        solver: AbstractInverseMethod | None = self.method.inverse
+        if self.is_compared or (solver is not None and solver.is_iterative):  # see _fill
             return
-        there = {digest for digest, table in train.items() if self.session.agreed(self._is_there(table))}
+        there = {
+            digest: table for digest, table in train.items() if self.session.agreed(self._is_there(table))
+        }
         if not there:
             return
         try:

@@ -30,7 +30,6 @@ from trak_lite.types import (
     GradientBlock,
     OutputTerms,
     ParameterShapes,
-    SingleBlock,
     num_entries,
 )
 
@@ -79,16 +78,13 @@ class ProductProjector(AbstractProjector):
         def add(block: GradientBlock) -> None:
             check_block(block, num_samples, parameters)
             for part in block.parts:
-                self._add_part(part, products)
+                narrow, targets = part.narrowed(self._targets[block.name])
+                for samples in sample_slices(block.num_samples, targets.shape[1]):
+                    rows = precise(narrow.samples(samples).dense().detach()).to(targets)
+                    first = block.start + samples.start
+                    products[first : first + len(rows)].addmm_(rows, targets.T)
 
         return Accumulator(add, lambda: products)
-
-    def _add_part(self, block: SingleBlock, products: Tensor) -> None:
-        targets, start = self._targets[block.name], block.start
-        block, targets = block.narrowed(targets)
-        for samples in sample_slices(block.num_samples, targets.shape[1]):
-            rows = precise(block.samples(samples).dense().detach()).to(targets)
-            products[start + samples.start : start + samples.stop].addmm_(rows, targets.T)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment of m columns."""

@@ -36,15 +36,7 @@ class FeaturizeCallback(SavedFeatures, Callback):
     """
 
     def __init__(self, attributor: Attributor, data: Any) -> None:
-        """Check the data and store the arguments.
-
-        Args:
-            attributor: Attributor of the trained ``LightningModule``, or of a module inside it.
-            data: The train rows, as for :meth:`~trak_lite.Attributor.featurize`.
-
-        Raises:
-            InvalidInputError: If the data have no fixed order of rows.
-        """
+        """Check the data. The attributor is that of the trained ``LightningModule``, or of a module inside it."""
         super().__init__(attributor, data)
         self._prefix = ""
         self._seen: set[tuple[Path, int]] = set()

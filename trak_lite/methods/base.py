@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,30 @@ class MatrixParts(Protocol):
         """Return the mean of the derivatives through finished :class:`~trak_lite.unrolled.TrainingRun` objects."""
 
 
+Check: TypeAlias = Callable[..., Any]
+"""Returns its one keyword value, or raises."""
+CHECK_LAYOUT: Final = partial(one_of, ("stored", "joint"))
+
+
+def optional(check: Check) -> Check:
+    """Return a check that accepts ``None``, too."""
+    return lambda **named: None if next(iter(named.values())) is None else check(**named)
+
+
+def _finite_weights(**named: Any) -> tuple[float, ...]:
+    """Return the one keyword value as floats; raise if one is not finite or all are zero."""
+    ((field, weights),) = named.items()
+    try:
+        values = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError):
+        values = ()
+    if not values or not all(map(math.isfinite, values)) or not any(values):
+        raise InvalidInputError(
+            f"{field} must be finite numbers that are not all zero, one per checkpoint, got {weights!r}."
+        )
+    return values
+
+
 @dataclass(frozen=True, kw_only=True)
 class AbstractMethod(ABC):
     r"""Defines how scores are computed from stored feature rows. A subclass is a frozen dataclass of its settings.
@@ -79,12 +104,17 @@ class AbstractMethod(ABC):
     multiplies_rows: ClassVar[bool] = True
     """Whether scores are products of stored rows, so that some can be computed without the others."""
 
+    checks: ClassVar[Mapping[str, Check]] = {
+        "q": partial(one_of, ("inside", "outside", "off")),
+        "checkpoint_weights": optional(_finite_weights),
+    }
+    """Checks of fields, besides those of the bases."""
+
     def __post_init__(self) -> None:
         """Check the fields."""
-        one_of(("inside", "outside", "off"), q=self.q)
-        if self.checkpoint_weights is not None:
-            weights = _finite_weights("checkpoint_weights", self.checkpoint_weights)
-            object.__setattr__(self, "checkpoint_weights", weights)
+        for cls in reversed(type(self).__mro__):
+            for name, check in vars(cls).get("checks", {}).items():
+                object.__setattr__(self, name, check(**{name: getattr(self, name)}))
 
     @property
     @abstractmethod
@@ -215,13 +245,7 @@ class AbstractLearningRateMethod(AbstractMethod):
     checkpoint_weights: None = field(init=False, default=None)
     """None, because the learning rates are the weights."""
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        if self.learning_rates is not None:
-            rates = _finite_weights("learning_rates", self.learning_rates)
-            object.__setattr__(self, "learning_rates", rates)
-
+    checks: ClassVar = {"learning_rates": optional(_finite_weights)}
     kernel = None
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
@@ -245,28 +269,9 @@ class AbstractKernelMethod(AbstractMethod):
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]
     """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        if self.damping is not None:
-            object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
-        one_of(("stored", "joint"), layout=self.layout)
+    checks: ClassVar = {"damping": optional(partial(real_at_least, 0.0)), "layout": CHECK_LAYOUT}
 
     @property
     def kernel(self) -> KernelSettings:
         """The matrix whose inverse multiplies the targets."""
         return KernelSettings(weighting=self.weighting, damping=self.damping)
-
-
-def _finite_weights(field: str, weights: Any) -> tuple[float, ...]:
-    """Return the weights as floats; raise if one is not finite or all are zero."""
-    try:
-        values = tuple(float(weight) for weight in weights)
-    except (TypeError, ValueError):
-        values = ()
-    if not values or not all(map(math.isfinite, values)) or not any(values):
-        raise InvalidInputError(
-            f"{field} must be finite numbers that are not all zero, one per checkpoint, got {weights!r}."
-        )
-    return values

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import Tensor
 
 from trak_lite._validate import one_of, positive_int, real_at_least
 from trak_lite.errors import InvalidInputError
-from trak_lite.methods.base import AbstractMethod
+from trak_lite.methods.base import AbstractMethod, optional
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._base import LossModelOutput
 
 __all__ = ["CG", "EKFAC", "AbstractInverseMethod", "AbstractIterativeMethod", "LiSSA"]
 
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
+
+
+def _above_zero(message: str = "{name} must be above 0, got {value!r}.", **named: object) -> float:
+    """Return the one keyword value as a finite float above 0."""
+    ((name, value),) = named.items()
+    number = real_at_least(0.0, **named)
+    if number == 0.0:
+        raise InvalidInputError(message.format(name=name, value=value))
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,21 +122,17 @@ class EKFAC(AbstractInverseMethod):
     max_side: int = 16384
     """Longest side to decompose. A longer one (a vocabulary) is not rotated into an eigenbasis."""
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        damping = real_at_least(0.0, damping=self.damping)
-        if damping == 0.0:
-            raise InvalidInputError(
-                "EKFAC(damping=0) would divide by zero wherever no train row has curvature. Use a number above 0 (the "
-                "default is 1)."
-            )
-        object.__setattr__(self, "damping", damping)
-        one_of(("auto", "sampled", "empirical", "curvature"), fisher=self.fisher)
-        positive_int(draws=self.draws)
-        positive_int(max_side=self.max_side)
-        if self.max_rows is not None:
-            positive_int(max_rows=self.max_rows)
+    checks: ClassVar = {
+        "damping": partial(
+            _above_zero,
+            "EKFAC(damping=0) would divide by zero wherever no train row has curvature. Use a number above 0 (the "
+            "default is 1).",
+        ),
+        "fisher": partial(one_of, ("auto", "sampled", "empirical", "curvature")),
+        "draws": positive_int,
+        "max_side": positive_int,
+        "max_rows": optional(positive_int),
+    }
 
     @property
     def ekfac(self) -> EKFAC:
@@ -191,13 +197,7 @@ class AbstractIterativeMethod(AbstractInverseMethod):
     """Seed of all drawn labels, and of drawn rows."""
 
     is_iterative: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        object.__setattr__(self, "damping", _above_zero(damping=self.damping))
-        if self.draws is not None:
-            positive_int(draws=self.draws)
+    checks: ClassVar = {"damping": _above_zero, "draws": optional(positive_int)}
 
     @property
     def product_draws(self) -> int | None:
@@ -233,14 +233,11 @@ class CG(AbstractIterativeMethod):
     """Number of evenly spaced train rows that H is computed from, scaled to all; ``None`` uses all."""
 
     gradient_copies: ClassVar[int] = 7
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        object.__setattr__(self, "tolerance", _above_zero(tolerance=self.tolerance))
-        positive_int(max_iterations=self.max_iterations)
-        if self.max_rows is not None:
-            positive_int(max_rows=self.max_rows)
+    checks: ClassVar = {
+        "tolerance": _above_zero,
+        "max_iterations": positive_int,
+        "max_rows": optional(positive_int),
+    }
 
     def solve(self, solver: Any, gradients: Tensor) -> Any:
         """Solve by conjugate gradients; see :meth:`AbstractInverseMethod.solve`."""
@@ -268,24 +265,13 @@ class LiSSA(AbstractIterativeMethod):
     estimate of the largest eigenvalue by 10 power iterations over all train rows."""
 
     gradient_copies: ClassVar[int] = 4
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        for name in ("depth", "rows", "repeats"):
-            positive_int(**{name: getattr(self, name)})
-        if self.scale is not None:
-            object.__setattr__(self, "scale", _above_zero(scale=self.scale))
+    checks: ClassVar = {
+        "depth": positive_int,
+        "rows": positive_int,
+        "repeats": positive_int,
+        "scale": optional(_above_zero),
+    }
 
     def solve(self, solver: Any, gradients: Tensor) -> Any:
         """Sum the series; see :meth:`AbstractInverseMethod.solve`."""
         return solver.neumann_series(self, gradients)
-
-
-def _above_zero(**named: object) -> float:
-    """Return the number; raise if it is not finite and above 0."""
-    (name, value), *_ = named.items()
-    number = real_at_least(0.0, **{name: value})
-    if number == 0.0:
-        raise InvalidInputError(f"{name} must be above 0, got {value!r}.")
-    return number

@@ -60,12 +60,7 @@ class Fisher(AbstractKernelMethod):
     """Seed of the draws. The draws of a row depend only on the seed and the row number."""
 
     weighting: ClassVar[Literal["fisher"]] = "fisher"
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        positive_int(samples_per_feature=self.samples_per_feature)
-        positive_int(max_draws=self.max_draws)
+    checks: ClassVar = {"samples_per_feature": positive_int, "max_draws": positive_int}
 
     @property
     def fisher_fit(self) -> Fisher:

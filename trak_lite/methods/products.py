@@ -7,10 +7,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.products import unit_segments
-from trak_lite.methods.base import AbstractLearningRateMethod, AbstractMethod
+from trak_lite.methods.base import CHECK_LAYOUT, AbstractLearningRateMethod, AbstractMethod
 from trak_lite.types import FeatureLayout
 
 __all__ = ["LESS", "GradCos", "GradDot", "TracIn"]
@@ -39,12 +38,7 @@ class GradCos(AbstractMethod):
     """``"stored"`` sums the cosines over the segments of the stored rows. ``"joint"`` uses the cosine of whole rows."""
 
     linear: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        one_of(("stored", "joint"), layout=self.layout)
-
+    checks: ClassVar = {"layout": CHECK_LAYOUT}
     kernel = None
 
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:

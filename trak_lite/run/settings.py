@@ -11,6 +11,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal, Self, final
 
 import numpy as np
@@ -163,7 +164,7 @@ class AttributorSettings:
             self.layout.width,
         )
 
-    @property
+    @cached_property
     def layout(self) -> FeatureLayout:
         """Segments of a feature row."""
         return self.projector.layout(self.parameters)
@@ -232,15 +233,19 @@ class AttributorSettings:
         reason = self._made_with.get("gradient_computer_reason")
         return str(name) if reason is None else f"{name} ({reason})"
 
-    def computer(self) -> AbstractGradientComputer:
-        """Return a gradient computer with the model's current weights."""
-        return self._computer_of(self.task)
+    def computer(self, *, of_drawn_labels: bool = False) -> AbstractGradientComputer:
+        """Return a gradient computer with the model's current weights.
 
-    def _computer_of(self, task: AbstractModelOutput) -> AbstractGradientComputer:
+        Args:
+            of_drawn_labels: For gradients of the log-likelihood of labels that are drawn from the model.
+
+        Raises:
+            InvalidInputError: If labels cannot be drawn, or the rows are normalised.
+        """
         more: dict[str, Any] = {} if self._is_own_computer else {"float32_products": self._products}
         return (self._make_computer or FunctionalGradientComputer)(
             model=self._model,
-            task=task,
+            task=self._fisher_task() if of_drawn_labels else self.task,
             grad_dim=num_entries(self.parameters),
             dtype=None,
             device=self.device,
@@ -250,17 +255,12 @@ class AttributorSettings:
 
     def num_fit_rows(self, num_rows: int) -> int:
         """Return the number of gradients that ``featurize`` computes for the fit of a checkpoint; 0 without a fit."""
-        if not isinstance(self.method, Fisher):
-            return 0
-        return math.prod(self.method.num_draws(num_rows, self.layout, self.projector.proj_dim))
-
-    def fisher_computer(self) -> AbstractGradientComputer:
-        """Return a gradient computer for gradients of the log-likelihood of labels drawn from the model.
-
-        Raises:
-            InvalidInputError: If the task cannot draw labels, or the rows are normalised.
-        """
-        return self._computer_of(self._fisher_task())
+        fisher: Fisher | None = self.method.fisher_fit
+        return (
+            0
+            if fisher is None
+            else math.prod(fisher.num_draws(num_rows, self.layout, self.projector.proj_dim))
+        )
 
     @property
     def _is_normalised(self) -> bool:

@@ -58,7 +58,6 @@ class Preconditioner:
                 f"The damping of a Kronecker-factored curvature is {damping!r}. Expected a number above 0: without "
                 "damping, directions in which no train row has curvature would be divided by zero."
             )
-        self.damping = damping
         self._inverses = {
             found.basis.unit: (found, found.inverse(damping, absolute=absolute)) for found in curvature.units
         }
