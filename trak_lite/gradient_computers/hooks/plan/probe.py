@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
-from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
-from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder, grows_twice
+from trak_lite.gradient_computers.hooks.plan.recorder import RECURRENT, Record, Recorder, grows_twice
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
@@ -268,7 +267,7 @@ def _site(two: Record, three: Record, names: tuple[str, ...], reads_samples: boo
         return site
     leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
     site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
-    site.routed = site.batched and site.function in PACKED and not _sequences_are_samples(three, leaves[0])
+    site.routed = site.batched and site.function in RECURRENT and not _sequences_are_samples(three, leaves[0])
     known = not any(isinstance(axis, str) for axis in leaves)
     site.sliceable = known and two.others == three.others
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
@@ -301,7 +300,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         for site, record in zip(plan.sites, records, strict=True)
         if site.batched
         and not site.routed
-        and site.function not in PACKED
+        and site.function not in RECURRENT
         and record.outputs[0].requires_grad
     ]
     if not batched or not outputs.requires_grad:
