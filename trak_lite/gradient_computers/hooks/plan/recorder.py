@@ -127,13 +127,15 @@ class Recorder(AbstractInterceptor):
         if self.looks_away:
             return func(*args, **kwargs)
         name = _name_of(func)
-        given = tensors_of((args, kwargs))
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        given = [args[0]] if alone else tensors_of((args, kwargs))
         moved = self._moved_sizes(name, func, args, kwargs)
         chooses, num_read = _chooses_by_value(name, func, args), _num_read(name, func, args, kwargs)
         value_free = self._is_made_of_sizes(name, given)
         reasons = set(self._taints_of(given))
         result = super().__torch_function__(func, types, args, kwargs)
-        tensors = tensors_of(written(func, args, result))
+        output = written(func, args, result)
+        tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
         if num_read:
             self.reads.append((len(self.records), num_read))
             if self.depth:
