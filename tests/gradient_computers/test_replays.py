@@ -573,9 +573,50 @@ def test_other_labels_of_the_same_inputs_run_what_depends_on_labels_alone(logits
     run.computer.confirm()
     assert held[0]._halves.kept is None
     check(first, second)
-    for batch in batches(size=7):
-        run(batch)
-    assert held[0]._halves.kept is None, "batches of another shape hold theirs"
+    run(next(batches(1, size=7)))
+    assert held[0]._halves.kept is None, "a pass over a batch of another shape runs without it"
+    check(first, second)
+    with torch.overrides.BaseTorchFunctionMode():  # is not replayed
+        run((x, torch.zeros(4, dtype=torch.long)))
+    assert held[0]._halves.kept is None
+
+
+def test_a_replay_is_divided_again_if_other_inputs_stay(request):
+    """Those that stay from the first batch to the second may differ from those of later batches."""
+
+    class Three(torch.nn.Module):
+        def forward(self, x, mask, labels):
+            return (x.exp() * mask.exp()).sum(1) * labels
+
+    inputs = [torch.randn(4, 5), torch.rand(4, 5), torch.ones(4)]
+    tape = Tape(inputs, [])
+    with tape, torch.no_grad():
+        found = Three()(*inputs)
+    replay = tape.finish([found])
+    stack = contextlib.ExitStack()
+    request.addfinalizer(stack.close)
+    stack.enter_context(recording.repeating_inputs())
+    used = []
+    for text, mask in [(0, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (3, 2), (3, 3), (3, 4)]:
+        for place, number in ((0, text), (1, mask)):
+            if not used or used[-1][place] != number:
+                inputs[place] = inputs[place] + 1
+        inputs[2] = torch.randn(4)
+        (result,) = replay(*inputs)
+        torch.testing.assert_close(result, Three()(*inputs), rtol=0, atol=0)
+        used.append((text, mask, replay._halves and sorted(replay._halves.places)))
+        assert sum(one.kept is not None for one in replay._divisions.values()) <= 1
+    assert [places for *_, places in used] == [None, [1], *[[0, 1]] * 5, [0], [0]]
+
+
+def test_a_lifted_tensor_is_its_argument():
+    x = torch.randn(3)
+    tape = Tape([x], [])
+    with tape, torch.no_grad():
+        found = torch.ops.aten.lift(x) * 2
+    replay = tape.finish([found])
+    assert replay.num_operations == 1
+    assert torch.equal(replay(x + 1)[0], (x + 1) * 2)
 
 
 def test_passes_are_not_recorded_if_too_few_batches_follow():

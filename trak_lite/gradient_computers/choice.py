@@ -85,9 +85,7 @@ def choose_gradient_computer(
             computer.stream_gradients(few, lambda _: None)
         except InvalidInputError:
             raise
-        except (
-            Exception
-        ) as error:  # of the model's code; named in the reason, and raised if all computers fail
+        except Exception as error:  # of the model's code; named in the reason, and raised if all fail
             refuse_machine_failure(error)
             errors[name] = error
             continue

@@ -122,7 +122,8 @@ class Recording:
         self.num_operations = len(steps)
         self.num_bytes = sum(fixed[number].nbytes for number in own)
         """Memory that the recording holds between replays."""
-        self.may_wait = any(_may_wait(step) for step in steps)
+        solves = [name for name in map(_name_of, steps) if "linalg" in name and "norm" not in name]
+        self.may_wait = bool(solves) or any(s.value is not None or s.is_between_devices for s in steps)
         """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
         self._steps, self._inputs, self._outputs = steps, [*inputs], outputs
         self._fixed, self._roots = fixed, roots
@@ -131,6 +132,8 @@ class Recording:
         self._before: list[tuple[weakref.ref[Tensor], int | None]] = []
         """Inputs of the last replay, and their versions."""
         self._halves: _Halves | None = None
+        self._divisions: dict[frozenset[int], _Halves] = {}
+        self._last_unchanged: frozenset[int] = frozenset()
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run the operations.
@@ -147,13 +150,18 @@ class Recording:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             unchanged = self._unchanged(inputs)
             self._before = [(weakref.ref(tensor), _version(tensor)) for tensor in inputs]
-            if self._halves is None and 0 < len(unchanged) < len(inputs):
-                self._halves = _Halves(
-                    *(self._steps, self._inputs, self._fixed, self._outputs, self._roots, unchanged)
-                )
-            if self._halves is None:
-                return self._replay(*inputs)
-            return self._halves(inputs, unchanged)
+            if 0 < len(unchanged) < len(inputs):
+                self._divide(unchanged)
+            return self._replay(*inputs) if self._halves is None else self._halves(inputs, unchanged)
+
+    def _divide(self, unchanged: frozenset[int]) -> None:
+        """Choose the halves; a set of inputs that has lost some waits for its second call, as at the next text."""
+        known, self._last_unchanged = self._last_unchanged, unchanged
+        if self._halves is None or unchanged == known or not unchanged <= self._halves.places:
+            before, self._halves = self._halves, self._divisions.get(unchanged) or _Halves(self, unchanged)
+            self._divisions[unchanged] = self._halves
+            if before is not None and before is not self._halves:
+                before.kept = None
 
     def whole(self, *inputs: Tensor) -> list[Tensor]:
         """Run all operations, whatever the last call was given; see :meth:`__call__`."""
@@ -183,23 +191,17 @@ class Recording:
 class _Halves:
     """A replay in two halves: what depends on some inputs alone, which is kept while these stay, and the rest."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        inputs: Sequence[int],
-        fixed: dict[int, Tensor],
-        outputs: Sequence[int],
-        roots: Sequence[int],
-        places: frozenset[int],
-    ) -> None:
-        """Divide the steps; ``places`` are those of the inputs that stay. See :class:`Recording`.
+    def __init__(self, whole: Recording, places: frozenset[int]) -> None:
+        """Divide the steps of a recording; ``places`` are those of the inputs that stay.
 
         What is written to, or returned, belongs to the second half, so that what is kept stays as it is.
         """
-        self._places = places
-        written = {roots[number] for step in steps for number in step.writes} | {roots[n] for n in outputs}
-        known = {number for number in fixed if roots[number] not in written}
-        known |= {inputs[place] for place in places if roots[inputs[place]] not in written}
+        self.places = places
+        steps, inputs, fixed, roots = whole._steps, whole._inputs, whole._fixed, whole._roots
+        written = {roots[number] for step in steps for number in step.writes}
+        written |= {roots[number] for number in whole._outputs}
+        known = {number for number in (*fixed, *(inputs[place] for place in places))}
+        known = {number for number in known if roots[number] not in written}
         first, second, made = list[Step](), list[Step](), set[int]()
         for step in steps:
             own = [number for number in step.outputs if number is not None]
@@ -211,13 +213,12 @@ class _Halves:
             else:
                 second.append(step)
         live = sorted(made.intersection(number for step in second for number in step.reads))
-        results = {  # zeros, which every replay sets again, and their views
-            roots[number] for step in steps for number in step.outputs if number is not None
-        }
+        # Zeros, which every replay sets again, and their views are no constants.
+        results = {roots[number] for step in steps for number in step.outputs if number is not None}
         read = {number for step in first for number in step.reads}
         self._constants = [fixed[n] for n in sorted(read.intersection(fixed)) if roots[n] not in results]
         self._first, _ = _compiled(first, inputs, fixed, live)
-        self._second, _ = _compiled(second, [*inputs, *live], fixed, outputs)
+        self._second, _ = _compiled(second, [*inputs, *live], fixed, whole._outputs)
         self.kept: list[Tensor] | None = None
         """Results of the first half that the second reads."""
         self._versions: list[int | None] = []
@@ -225,7 +226,7 @@ class _Halves:
     def __call__(self, inputs: Sequence[Tensor], unchanged: frozenset[int]) -> list[Tensor]:
         """Run the second half, and before it the first if one of its inputs has changed, or a weight."""
         versions = [_version(tensor) for tensor in self._constants]
-        stays = self._places <= unchanged and versions == self._versions and None not in versions
+        stays = self.places <= unchanged and versions == self._versions and None not in versions
         if self.kept is None or not stays:
             self.kept = None  # freed before the next ones are made
             self.kept, self._versions = self._first(*inputs), versions
@@ -250,9 +251,9 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _may_wait(step: Step) -> bool:
-    name = step.function.overloadpacket.__name__
-    return step.value is not None or step.is_between_devices or ("linalg" in name and "norm" not in name)
+def _name_of(step: Step) -> str:
+    name: str = step.function.overloadpacket.__name__
+    return name
 
 
 def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
@@ -262,7 +263,7 @@ def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
     if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
         one, other = (fixed[number] for number in step.reads)
         return _place(one) == _place(other)
-    if step.function.overloadpacket.__name__ in BUFFERS - UNINITIALISED:
+    if _name_of(step) in BUFFERS - UNINITIALISED:
         return False  # initialised again
     return not step.writes and all(number is None or number in fixed for number in step.outputs)
 
@@ -306,7 +307,7 @@ class _Writer:
 
     def _line(self, step: Step) -> str:
         (made,) = step.outputs if len(step.outputs) == 1 else (None,)
-        if made in self._fixed and step.function.overloadpacket.__name__ in BUFFERS:
+        if made in self._fixed and _name_of(step) in BUFFERS:
             return f"{self._name(made)}.zero_()"
         words = [self._text(value) for value in step.args]
         words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]

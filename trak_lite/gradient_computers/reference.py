@@ -64,7 +64,7 @@ def gradients_alone(
     kept: Mapping[str, nn.Parameter],
     take: Callable[[str, Tensor], None],
 ) -> None:
-    """Call ``take`` with the flat gradient of f of a row for each parameter; one gradient is held at a time.
+    """Call ``take`` with the gradient ``(1, P)`` of f of a row for each parameter; one gradient is held at a time.
 
     Parameters that f does not depend on are left out.
 
@@ -74,7 +74,7 @@ def gradients_alone(
 
     def catch(name: str, grad: Tensor) -> Tensor:
         with _pop_mode_temporarily(), torch._C.DisableTorchFunction():
-            take(name, grad.detach().to_dense().flatten())
+            take(name, grad.detach().to_dense().reshape(1, -1))
             # Replace the gradient by an expanded scalar: autograd holds it until it returns. A sparse one is small.
             empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
             return empty if grad.layout == torch.strided else grad

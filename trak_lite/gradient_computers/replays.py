@@ -158,11 +158,12 @@ class Replays:
             SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
         """
         leaves, flags = _leaves_of(batch)
-        if leaves is None or _is_watched(leaves[0].device) or not type(projector).__weakrefoffset__:
-            return work()
         alive: list[Any] = []
-        state = identities(computer.model, computer.modelout_fn, (computer, projector), alive)
-        if state is None:
+        state = None
+        if leaves is not None and not _is_watched(leaves[0].device) and type(projector).__weakrefoffset__:
+            state = identities(computer.model, computer.modelout_fn, (computer, projector), alive)
+        if leaves is None or state is None:
+            self._keep_for(None)
             return work()
         if state != self._state or self._projector() is not projector:
             # The model, the task or the projector is another one.
@@ -173,6 +174,7 @@ class Replays:
         kind = self._kind((layout, flags, _surroundings(leaves[0]), tuple(setting)))
         kind.count += 1
         self._num_batches += 1
+        self._keep_for(None if kind.graph else kind.recording)
         kind.first, kind.last = kind.first or self._num_batches, self._num_batches
         if kind.refusal is not None or (kind.recording is None and not self._pays(kind, to_come)):
             return _timed(kind, work)
@@ -326,6 +328,7 @@ class Replays:
                     kind.recording = recording  # its last replay is still to be compared
         except MODEL_FAILURES:  # the pass names the cause, or succeeds
             pass
+        self._keep_for(None)
         return None
 
     def _compared(self, kind: _Kind, own: _Pass) -> Sequence[Tensor]:
@@ -367,10 +370,8 @@ class Replays:
     def _is_unsteady(kind: _Kind, own: _Pass, found: Sequence[Tensor]) -> bool:
         """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
         if not kind.is_unsteady and found[0].device.type != "cpu":
-            checks, own.computer.checks = (
-                own.computer.checks,
-                SelfCheck(),
-            )  # it is no further batch of the schedule
+            checks = own.computer.checks
+            own.computer.checks = SelfCheck()  # it is no further batch of the schedule
             try:
                 kind.is_unsteady = not all(map(_same_bits, found, own.without_checks()))
             finally:

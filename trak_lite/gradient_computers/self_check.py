@@ -272,8 +272,8 @@ class Samples:
             return sink
 
         def take(block: GradientBlock) -> None:
-            first = block.start - self._start
-            rows = [row for row, at in enumerate(self.positions) if 0 <= at - first < block.num_samples]
+            first, end = block.start - self._start, block.start - self._start + block.num_samples
+            rows = [row for row, at in enumerate(self.positions) if first <= at < end]
             step = max(1, _MOST_ENTRIES // self._sizes[block.name])
             for some in (rows[i : i + step] for i in range(0, len(rows), step)):
                 with torch._C.DisableTorchFunction():
@@ -320,9 +320,7 @@ def _alone(
     """Return the numbers ``(W,)`` of autograd's gradients for a row; see :class:`Samples`."""
     samples = Samples([row], kept)
     with restoring_draws(computer.model, seed):
-        gradients_alone(
-            computer, batch, row, kept, lambda name, grad: samples.add(slice(0, 1), name, grad[None])
-        )
+        gradients_alone(computer, batch, row, kept, functools.partial(samples.add, slice(0, 1)))
     return samples.sums(kept)[0]
 
 

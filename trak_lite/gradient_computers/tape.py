@@ -40,7 +40,12 @@ _READS = {
     torch.ops.aten.equal.default,
 }
 """Operations that return values of tensors to Python."""
-_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
+_SAME = {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.lift.default,
+    torch.ops.aten.lift_fresh.default,
+}
 """Operations whose result is their argument, once autograd is out of the way."""
 _UNSEEN_READS = {"__array__", "__dlpack__", "__format__", "__repr__", "data_ptr", "numpy", "tolist"}
 _UNSEEN_READS |= {"apply_", "map2_", "map_"}

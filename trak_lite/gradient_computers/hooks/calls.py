@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.randomness import RandomState
+from trak_lite.gradient_computers.recording import ENTRIES
 from trak_lite.types import FactoredBlock, LookupBlock, SummedBlock
 
 __all__ = [
@@ -21,7 +23,9 @@ __all__ = [
     "Pieces",
     "conjugate",
     "dense_of",
+    "flattened",
     "merged",
+    "rebuilt",
     "transposed",
 ]
 
@@ -114,6 +118,9 @@ OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tens
 """``rule(call, output_grad)`` yields pairs of argument and contribution; nothing if it does not apply."""
 
 
+_SIZES = frozenset({tuple, list, torch.Size})
+
+
 def conjugate(value: Any) -> Any:
     """Return the conjugate of a complex factor: autograd's gradient of a product has it for the other factor."""
     if isinstance(value, Tensor):
@@ -166,3 +173,26 @@ def _one_product(parts: Sequence[FactoredBlock], shape: torch.Size, keep_factors
     if keep_factors or positions * (inputs[0].shape[2] + grads[0].shape[2]) <= 4 * shape.numel():
         return FactoredBlock("", torch.cat(inputs, 1), torch.cat(grads, 1))
     return functools.reduce(torch.add, [dense_of(part, shape) for part in parts])
+
+
+def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec | None]:
+    """Return the leaves of the arguments, like ``tree_flatten``; sizes count as one leaf if all are positional.
+
+    The structure is ``None`` then.
+    """
+    if not kwargs:
+        for arg in args:
+            is_leaf = type(arg) in ENTRIES or isinstance(arg, Tensor)
+            if not is_leaf and not (type(arg) in _SIZES and all([type(entry) is int for entry in arg])):
+                break
+        else:
+            return list(args), None
+    return tree_flatten((args, dict(kwargs)))
+
+
+def rebuilt(leaves: list[Any], spec: TreeSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with these leaves: the inverse of :func:`flattened`."""
+    if spec is None:
+        return tuple(leaves), {}
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, undispatched
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe
-from trak_lite.gradient_computers.hooks.plan.rearranging import RECURRENT, flattened, rebuilt
-from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
+from trak_lite.gradient_computers.hooks.plan.recorder import RECURRENT, differentiable, is_in_place, written
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.hooks.routing import RowTags, routed_contributions, summed_by_sample
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from trak_lite._devices import add_at_
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, dense_of
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, dense_of, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.probe import Site, describe, mixed
-from trak_lite.gradient_computers.hooks.plan.rearranging import flattened, rebuilt
 from trak_lite.gradient_computers.hooks.rules.generic import looped
 from trak_lite.gradient_computers.hooks.rules.operations import RULES, matrices_of
 from trak_lite.types import FactoredBlock, LookupBlock

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
-from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED
-from trak_lite.gradient_computers.hooks.plan.recorder import Record, Recorder, grows_twice
+from trak_lite.gradient_computers.hooks.plan.recorder import RECURRENT, Record, Recorder, grows_twice
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
@@ -268,17 +267,14 @@ def _site(two: Record, three: Record, names: tuple[str, ...], reads_samples: boo
         return site
     leaves = [batch_axis(a, b) for a, b in zip(two.shapes, three.shapes, strict=True)]
     site.leaf_axes = tuple(None if isinstance(axis, str) else axis for axis in leaves)
-    site.routed = site.batched and site.function in PACKED and not _sequences_are_samples(three, leaves[0])
+    if site.batched and site.function in RECURRENT and len(three.shapes[0]) != 2:
+        # The sequences are not packed, and may be others than the samples in order.
+        site.routed = leaves[0] != BatchAxis(int(not three.others[-1]))
     known = not any(isinstance(axis, str) for axis in leaves)
     site.sliceable = known and two.others == three.others
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
         raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
     return site
-
-
-def _sequences_are_samples(record: Record, axis: BatchAxis | str | None) -> bool:
-    """Whether a recurrent layer's sequences are the samples in order; true for packed sequences."""
-    return len(record.shapes[0]) == 2 or axis == BatchAxis(int(not record.others[-1]))
 
 
 def mixed(site: Site, reason: str) -> UnsupportedModelError:
@@ -301,7 +297,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         for site, record in zip(plan.sites, records, strict=True)
         if site.batched
         and not site.routed
-        and site.function not in PACKED
+        and site.function not in RECURRENT
         and record.outputs[0].requires_grad
     ]
     if not batched or not outputs.requires_grad:
@@ -311,9 +307,13 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
     for sample in range(len(outputs)):
         with naming_graph_failures():
             grads = torch.autograd.grad(outputs[sample], tensors, retain_graph=True, allow_unused=True)
+        others = [i for i in range(len(outputs)) if i != sample]
         for place, grad in enumerate(grads):
-            if grad is not None:
-                orders[place] = [axis for axis in orders[place] if _owned(grad, axis, sample, len(outputs))]
+            if grad is not None:  # it is zero at all other samples; NaN and infinity are ignored
+                found = grad.detach().nan_to_num(0.0, 0.0, 0.0)
+                orders[place] = [
+                    axis for axis in orders[place] if not by_sample(found, axis, len(outputs))[others].any()
+                ]
     for (site, _), possible in zip(batched, orders, strict=True):
         if not possible:
             raise mixed(site, "f of one sample depends on values of another sample")
@@ -331,12 +331,6 @@ def _orders(site: Site) -> list[BatchAxis]:
     axis = site.output_axes[_first(site)]
     assert axis is not None
     return [axis] if axis.multiple == 1 else [axis, replace(axis, sample_major=False)]
-
-
-def _owned(grad: Tensor, axis: BatchAxis, sample: int, count: int) -> bool:
-    """Whether the gradient of one sample's f is zero at all other samples; NaN and infinity are ignored."""
-    others = [i for i in range(count) if i != sample]
-    return not bool(by_sample(grad.detach(), axis, count)[others].nan_to_num(0.0, 0.0, 0.0).any())
 
 
 def _ordered(axis: BatchAxis | None, like: BatchAxis) -> BatchAxis | None:

@@ -1,8 +1,16 @@
-"""Recording of a forward pass: the operations that depend on kept parameters, and what is known of their rows."""
+"""Recording of a forward pass: the operations that depend on kept parameters, and what is known of their rows.
+
+Some operations select, sort or move rows by values, and shapes cannot identify the samples of such rows. Two kinds of
+indices move no sample's rows: an index that does not depend on sample values (``arange(B)``), and an index into an axis
+that does not grow with the batch (the label's logit, the last token, a word's row of a table). A comparison of two
+batch sizes shows whether the axes along which rows move grow with the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +19,18 @@ from torch import Tensor, nn
 
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
-from trak_lite.gradient_computers.hooks.plan.rearranging import PACKED, examine
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.recording import leaves_of, tensors_of
 
-__all__ = ["Record", "Recorder", "differentiable", "grows_twice", "is_in_place", "written"]
+__all__ = ["RECURRENT", "Record", "Recorder", "differentiable", "grows_twice", "is_in_place", "written"]
+
+RECURRENT: dict[Any, str] = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "tanh",
+    torch.rnn_relu: "relu",
+}
+"""Kind of recurrence by operation. It may read the rows of a packed sequence, whose order shapes do not show."""
 
 _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
@@ -58,7 +73,7 @@ class Record:
     @property
     def has_unknown_rows(self) -> bool:
         """Whether the probe's equal samples cannot show which samples' rows it reads in other batches."""
-        packed = _PACKED_ROWS in self.taints and self.function not in PACKED
+        packed = _PACKED_ROWS in self.taints and self.function not in RECURRENT
         return packed or _MOVED in self.taints
 
 
@@ -111,22 +126,27 @@ class Recorder(AbstractInterceptor):
         kwargs = kwargs or {}
         if self.looks_away:
             return func(*args, **kwargs)
-        found = examine(func, args, kwargs, self._is_value_free, bool(self.reads))
-        reasons = set(self._taints_of((args, dict(kwargs))))
+        name = _name_of(func)
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        given = [args[0]] if alone else tensors_of((args, kwargs))
+        moved = self._moved_sizes(name, func, args, kwargs)
+        chooses, num_read = _chooses_by_value(name, func, args), _num_read(name, func, args, kwargs)
+        value_free = self._is_made_of_sizes(name, given)
+        reasons = set(self._taints_of(given))
         result = super().__torch_function__(func, types, args, kwargs)
-        tensors = tensors_of(written(func, args, result))
-        if found.num_read:
-            self.reads.append((len(self.records), found.num_read))
+        output = written(func, args, result)
+        tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
+        if num_read:
+            self.reads.append((len(self.records), num_read))
             if self.depth:
-                self.read_by_model += found.num_read
+                self.read_by_model += num_read
                 of_quantifier = bool(args) and id(args[0]) in self._quantifiers
-                self.reads_only_quantifiers &= of_quantifier and found.num_read == 1
+                self.reads_only_quantifiers &= of_quantifier and num_read == 1
         if getattr(func, "__name__", "") in ("all", "any"):
             self._quantifiers.update((id(t), t) for t in tensors)
-        if found.is_value_free:
+        if value_free:
             self._value_free.update((id(t), (t, t._version)) for t in tensors)
-        seen = _Seen(func, found.moved, _shapes(tensors))
-        if self._moves(seen, found.is_value_free) or found.chooses_by_value:
+        if self._moves(_Seen(func, moved, _shapes(tensors)), value_free) or chooses:
             reasons.add(_MOVED)
             self.moves_rows = True
         if func is torch._pack_padded_sequence:
@@ -172,18 +192,37 @@ class Recorder(AbstractInterceptor):
         known = self._value_free.get(id(index))
         return known is not None and known[1] == index._version
 
+    def _is_made_of_sizes(self, name: str, given: Sequence[Tensor]) -> bool:
+        """Whether a result does not depend on values; Python may have passed on values that it read."""
+        if name in _RANDOM or name in _LIKE:
+            return name in _LIKE
+        if not given:
+            return name in _FACTORIES or not self.reads
+        return all(map(self._is_value_free, given))
+
+    def _moved_sizes(
+        self, name: str, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the sizes of the axes along which an operation sorts or moves entries by values."""
+        find = _FINDERS.get(name)
+        # Torch's recurrent layers restore the order of what they sort.
+        if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
+            return ()
+        return find(_Call(name, function, args, kwargs, self._is_value_free))
+
     def _taint(self, function: Function, tensors: Sequence[Tensor], reasons: frozenset[str]) -> None:
         for place, tensor in enumerate(tensors):
             # The last states of a recurrent layer have a batch axis again.
-            own = reasons - {_PACKED_ROWS} if function in PACKED and place else reasons
+            own = reasons - {_PACKED_ROWS} if function in RECURRENT and place else reasons
             if own:
                 self.taints[id(tensor)] = (tensor, own)
             if own and is_in_place(function):  # other tensors on this memory hold the same rows
                 self.taints[_memory(tensor)] = (tensor, own)
 
-    def _taints_of(self, arguments: Any) -> frozenset[str]:
-        leaves = tensors_of(arguments) if self.taints else []
-        keys = [key for leaf in leaves for key in (id(leaf), _memory(leaf)) if key in self.taints]
+    def _taints_of(self, tensors: Sequence[Tensor]) -> frozenset[str]:
+        if not self.taints:
+            return frozenset()
+        keys = [key for leaf in tensors for key in (id(leaf), _memory(leaf)) if key in self.taints]
         return frozenset().union(*(self.taints[key][1] for key in keys))
 
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -196,7 +235,7 @@ class Recorder(AbstractInterceptor):
         shapes = _shapes(tensors)
         sources = [self.sources.get(id(leaf)) for leaf in tensors]
         value_free = [self._is_value_free(leaf) for leaf in tensors]
-        taints = self._taints_of(leaves)
+        taints = self._taints_of(tensors)
         result = function(*args, **kwargs)
         outputs = differentiable(written(function, args, result))
         if not any(tensor.requires_grad for tensor in outputs):  # a shape, a device, a detached value
@@ -214,7 +253,13 @@ class Recorder(AbstractInterceptor):
         if read:
             names, outputs = [self.sources[id(p)] for p in read], differentiable(out)
             # The module's inputs are not inspected.
-            reads = _shapes(read), list[Any](), outputs, _shapes(outputs), self._taints_of((args, kwargs))
+            reads = (
+                _shapes(read),
+                list[Any](),
+                outputs,
+                _shapes(outputs),
+                self._taints_of(tensors_of((args, kwargs))),
+            )
             self._record(Record(module, names, *reads, [False] * len(read)))
         return out
 
@@ -244,3 +289,164 @@ def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
 def _memory(tensor: Tensor) -> int:
     """Return a key for a tensor's memory; it is negative, so that it differs from every ``id``."""
     return -1 - tensor.untyped_storage().data_ptr()
+
+
+def _name_of(function: Function) -> str:
+    """Return an operation's name; ``torch.f``, ``Tensor.f``, ``Tensor.f_`` and ``aten.f`` have the same name."""
+    name: str = getattr(function, "__name__", "").partition(".")[0]
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def _parts_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the parts of a subscript."""
+    return args[1] if isinstance(args[1], tuple) else args[1:2]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_BY_VALUE = _names(
+    "nonzero nonzero_static argwhere masked_select unique unique_consecutive unique_dim bincount"
+)
+_READING_METHODS = ("item", "tolist", "numpy", "__array__", "__int__", "__float__", "__bool__", "__index__")
+_READING_OUT = frozenset(getattr(Tensor, name) for name in _READING_METHODS)
+_FACTORIES = _names("arange zeros ones empty full eye tril_indices triu_indices rand randn")
+_TAKING_SIZES = _names(
+    "narrow expand repeat tile view reshape unflatten split split_with_sizes tensor_split chunk "
+    "select roll new_zeros new_ones new_empty new_full"
+)
+_LIKE = _names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+_RANDOM = _names("rand randn randint randperm bernoulli multinomial normal rand_like randint_like")
+_READING_AT = _names("gather index_select take_along_dim")
+_WRITING_AT = _names("index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce")
+
+
+def _chooses_by_value(name: str, function: Function, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of an operation's result depends on values, so that its rows may belong to any sample."""
+    if name == "__getitem__" and len(args) == 2:
+        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in _parts_of(args))
+    if name == "repeat_interleave":
+        alone = function is torch.repeat_interleave and len(args) == 1
+        return alone or any(isinstance(part, Tensor) for part in args[1:])
+    return name in _BY_VALUE or (name == "where" and len(args) == 1)
+
+
+def _num_read(name: str, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of tensor values that an operation passes to Python, which may slice samples by them."""
+    if function in _READING_OUT:
+        return int(args[0].numel())
+    sizes: Any = ()  # the operation reads the values of tensors that are slice bounds or sizes
+    if name in ("__getitem__", "__setitem__"):
+        sizes = [(part.start, part.stop, part.step) for part in _parts_of(args) if isinstance(part, slice)]
+    elif name in _FACTORIES or name in _TAKING_SIZES:
+        sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
+    return (
+        sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point()) if sizes else 0
+    )
+
+
+class _Call(NamedTuple):
+    """An operation that may move entries by values, before it runs."""
+
+    name: str
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value_free: Callable[[Any], bool]
+    """Whether an index is the same for all batches of equal size."""
+
+
+def _ordered(call: _Call) -> tuple[int, ...]:
+    args = call.args
+    values = args[0] if args else call.kwargs["input"]
+    place = 2 if call.name == "topk" else 1
+    by_position = len(args) > place and not isinstance(args[place], bool)
+    dim = call.kwargs.get("dim", args[place] if by_position else -1)
+    return (_size(values, 0 if call.name == "msort" else dim),)
+
+
+def _along_one_axis(call: _Call) -> tuple[int, ...]:
+    names = ("input", "indices", "dim") if call.name == "take_along_dim" else ("input", "dim", "index")
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    values, dim, index = given["input"], given.get("dim"), given.get("indices", given.get("index"))
+    if not isinstance(index, Tensor) or call.value_free(index):
+        return ()
+    if dim is None:  # take_along_dim without dim: all axes flattened
+        return (int(values.numel()),)
+    read = (_size(values, dim),)
+    return (*read, _size(index, dim if index.dim() > 1 else 0)) if call.name in _WRITING_AT else read
+
+
+def _anywhere(call: _Call) -> tuple[int, ...]:
+    index = call.args[1] if len(call.args) > 1 else call.kwargs.get("index")
+    return () if call.value_free(index) else (int(call.args[0].numel()),)
+
+
+def _rows_of_a_table(call: _Call) -> tuple[int, ...]:
+    if call.function is not torch.embedding:  # torch.nn.functional.embedding wraps it, with the other order
+        return ()
+    table, ids = (*call.args, *call.kwargs.values())[:2]
+    return () if call.value_free(ids) else (len(table),)
+
+
+def _by_subscript(call: _Call) -> tuple[int, ...]:
+    values, by_name = call.args[0], not call.name.startswith("__")
+    named: Sequence[Any] = call.kwargs.get("indices", ())
+    parts = named if by_name and len(call.args) < 2 else call.args[1] if by_name else _parts_of(call.args)
+    axis, moved, fixed = 0, list[int](), False
+    taken = sum(_axes_of(part, by_name) for part in parts)
+    for part in parts:
+        if part is Ellipsis:
+            axis += values.dim() - taken
+            continue
+        if _is_index(part):
+            if call.value_free(part):
+                fixed = True
+            else:
+                moved.append(_size(values, axis))
+        axis += _axes_of(part, by_name)
+    if moved and not fixed and call.name in ("__setitem__", "index_put"):
+        moved += [
+            part.numel() if isinstance(part, Tensor) else len(part) for part in filter(_is_index, parts)
+        ]
+    return tuple(moved)
+
+
+def _axes_of(part: Any, by_name: bool) -> int:
+    """Return how many axes one part of a subscript consumes."""
+    if part is Ellipsis or isinstance(part, bool) or (part is None and not by_name):
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _is_index(part: Any) -> bool:
+    """Whether a part of a subscript is an integer index of several entries."""
+    if isinstance(part, Tensor):
+        return part.dtype not in (torch.bool, torch.uint8)
+    return isinstance(part, Sequence) or bool(getattr(part, "ndim", 0))
+
+
+def _size(values: Tensor, dim: int) -> int:
+    return int(values.shape[dim]) if values.dim() else 1
+
+
+_FINDERS: dict[str, Callable[[_Call], tuple[int, ...]]] = {
+    **dict.fromkeys(("sort", "argsort", "msort", "topk"), _ordered),
+    **dict.fromkeys(_READING_AT | _WRITING_AT, _along_one_axis),
+    **dict.fromkeys(("take", "put"), _anywhere),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index"), _by_subscript),
+    "embedding": _rows_of_a_table,
+}
+
+
+def _called_by(*modules: str) -> bool:
+    """Whether one of the nearest eight stack frames belongs to these modules."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") in modules:
+            return True
+        frame = frame.f_back
+    return False
