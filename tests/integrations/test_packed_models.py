@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, datasets, gradients_of, transformers
+from late import Late
 from torch import Tensor
 
 from trak_lite import Attributor, Documents, methods, pad_documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
-from trak_lite.integrations.huggingface import attributor_from_trainer as hub_attributor
 from trak_lite.modelout_functions import require_separate_documents, resolve_task
 
+huggingface = Late("trak_lite.integrations.huggingface")
 IGNORED = -100
 PRECISE, ROUNDED = {"rtol": 1e-9, "atol": 1e-11}, {"rtol": 1e-6, "atol": 1e-6}
 """Llama computes norms and rotary positions in float32 in models of any dtype."""
@@ -204,8 +205,10 @@ def test_a_trainer_with_a_collator_that_flattens_is_told_what_to_use(tmp_path):
     model, rows = hub.made(hub.llama), hub.texts(hub.made(hub.llama))
     trainer = hub.trainer_of(model, tmp_path, rows=rows, collator=transformers.DataCollatorWithFlattening())
     with pytest.raises(InvalidInputError, match=r"collate=trak_lite\.pad_documents"):
-        hub_attributor(trainer, None)
+        huggingface.attributor_from_trainer(trainer, None)
     ids = rows.select_columns(["input_ids", "labels"])
-    hub_attributor(trainer, tmp_path / "a.zarr", rows=ids, collate=pad_documents, **EXACT).featurize(ids)
+    path = tmp_path / "a.zarr"
+    made_for = huggingface.attributor_from_trainer(trainer, path, rows=ids, collate=pad_documents, **EXACT)
+    made_for.featurize(ids)
     expected = hub.expected_rows(model, rows)
     assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-5
