@@ -88,7 +88,7 @@ def test_a_plan_of_a_language_model_tells_its_fit(tmp_path):
     assert set(plan.seconds) == {"rows", "fit", "scores"}
     assert plan.seconds["fit"].mean > 0
     assert plan.disk["fit, while it runs"] == 60 * made.layout.width * 4  # 4 x 8 gradients, of 30 rows twice
-    assert plan.seconds["scores"] == plan.seconds["scores"].none()
+    assert plan.seconds["scores"] == planning.Span()
     assert made.featurize(data).rows_written == 30
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_named_with_a_setting_that_does(tmp_path, monkeypat
 def test_a_clearly_faster_batch_size_is_proposed_only_if_it_fits():
     def trial(seconds, growth):
         span = planning.Span(seconds, seconds, seconds, seconds)
-        return planning._Trial(span.none(), span.none(), span, growth)
+        return planning._Trial(planning.Span(), planning.Span(), span, growth)
 
     settings, free = attributor(None)._settings, planning._free_memory(torch.device("cpu"))
     workspace, disk = planning.Workspace(None), {"scores": 0}

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from forking import Forks
 
+pytest.register_assert_rewrite("store_laws")  # a failing law shows its values
+
 
 class Victims(Forks):
     """Starts actions of ``store_victims`` in processes of their own."""

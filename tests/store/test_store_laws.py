@@ -1,13 +1,13 @@
-"""Every store obeys the laws of the public conformance kit: on disk, in memory, and in object stores."""
+"""Every store obeys the laws of ``store_laws.py``: on disk, in memory, and in object stores."""
 
 import uuid
 from pathlib import Path
 
 import pytest
+from store_laws import StoreTests
 
 from trak_lite.errors import UnsupportedStoreError
 from trak_lite.store import MemoryFeatureStore, RemotePlace, ZarrFeatureStore, create_store, open_store
-from trak_lite.testing import StoreTests
 
 
 class TestZarrFeatureStore(StoreTests):

@@ -366,9 +366,7 @@ def scores_of(config: RunConfig) -> Scores:
     """
     with open_store(config.path) as store:
         settings = StoredSettings.of(
-            store.manifest,
-            device=resolve_device(config.values["device"]),
-            where=str(config.path),
+            store.manifest, device=resolve_device(config.values["device"]), where=str(config.path)
         )
         known = scored_names(store)
     chosen = config.values["score"]

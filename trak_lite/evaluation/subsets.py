@@ -21,12 +21,7 @@ __all__ = ["LossRise", "leave_one_out_masks", "removal_masks", "subset_masks", "
 
 
 def subset_masks(
-    num_rows: int,
-    num_subsets: int,
-    *,
-    alpha: float = 0.5,
-    seed: int = 0,
-    strata: ArrayLike | None = None,
+    num_rows: int, num_subsets: int, *, alpha: float = 0.5, seed: int = 0, strata: ArrayLike | None = None
 ) -> NDArray[np.bool_]:
     """Draw random subsets of the train rows, each of ``round(alpha * N)`` rows.
 
@@ -126,12 +121,7 @@ class LossRise:
 
 
 def target_loss_rise(
-    before: ArrayLike,
-    after: ArrayLike,
-    *,
-    num_resamples: int = 1000,
-    seed: int = 0,
-    confidence: float = 0.95,
+    before: ArrayLike, after: ArrayLike, *, num_resamples: int = 1000, seed: int = 0, confidence: float = 0.95
 ) -> LossRise:
     """Return the increase of target losses after removal of their highest-scoring rows (QLD).
 

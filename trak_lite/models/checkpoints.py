@@ -97,8 +97,7 @@ class Checkpoint:
 
 
 def iterate_checkpoints(
-    checkpoints: CheckpointSource,
-    checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+    checkpoints: CheckpointSource, checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None
 ) -> Iterator[Checkpoint]:
     """Yield the checkpoints of a source in order, without loading them.
 

@@ -427,10 +427,7 @@ class Turns:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Join the other ranks' passes until all are done; after an error outside a pass, signal it to them."""
         if self._lockstep.is_alone:

@@ -109,12 +109,7 @@ class Survey:
 
     @classmethod
     def of(
-        cls,
-        scores: ReportedScores,
-        targets: Sequence[int] | None,
-        *,
-        k: int,
-        where: Where | None = None,
+        cls, scores: ReportedScores, targets: Sequence[int] | None, *, k: int, where: Where | None = None
     ) -> Self:
         """Read the scores once; arguments as in :func:`write_report`. Memory: one tile, ``4 k`` numbers per target.
 

@@ -112,10 +112,7 @@ def chosen_top(
 
 
 def group_sums(
-    matrix: AbstractScoreMatrix,
-    train_labels: Column | None,
-    target_labels: Column | None,
-    choice: RowChoice,
+    matrix: AbstractScoreMatrix, train_labels: Column | None, target_labels: Column | None, choice: RowChoice
 ) -> GroupSums:
     """Return scores summed over groups, in one pass and float64.
 

@@ -5,11 +5,13 @@ Shapes: N train rows, M targets, K feature width, C checkpoints.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,16 +57,11 @@ _MOST_STORED: Final = 1 << 26
 class Span(NamedTuple):
     """A duration in seconds with its spread, by the fastest and the slowest tenth of the measured batches."""
 
-    mean: float
-    low: float
-    high: float
-    cpu: float
+    mean: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    cpu: float = 0.0
     """Processor time of this process."""
-
-    @classmethod
-    def none(cls) -> Span:
-        """Return no time."""
-        return cls(0.0, 0.0, 0.0, 0.0)
 
     def plus(self, other: Span) -> Span:
         """Return the sum."""
@@ -109,10 +106,7 @@ class Plan:
     @property
     def total(self) -> Span:
         """Time to the end of all steps."""
-        total = Span.none()
-        for span in self.seconds.values():
-            total = total.plus(span)
-        return total
+        return functools.reduce(Span.plus, self.seconds.values(), Span())
 
     def __str__(self) -> str:
         """Return the plan on a few lines."""
@@ -148,13 +142,7 @@ class _Trial:
     """Peak bytes beyond those in use before."""
 
 
-def planned(
-    run: Run,
-    rows: Rows,
-    targets: Rows | None,
-    checkpoint: Checkpoint,
-    count: int,
-) -> Plan:
+def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, count: int) -> Plan:
     """Return the plan of featurizing rows and scoring targets with ``count`` checkpoints like ``checkpoint``.
 
     Nothing is written but a folder beside the store, which is removed.
@@ -356,18 +344,10 @@ def _timed(call: Callable[[], None]) -> Span:
     return Span(gap.wall, gap.wall, gap.wall, gap.cpu)
 
 
-def _widths(layout: FeatureLayout) -> dict[int, int]:
-    """Return the number of segments of each width."""
-    found: dict[int, int] = {}
-    for segment in layout.segments:
-        found[segment.width] = found.get(segment.width, 0) + 1
-    return found
-
-
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     """Return the time of the products of a fit of Fisher."""
-    total = Span.none()
-    for width, count in _widths(settings.layout).items():
+    total = Span()
+    for width, count in Counter(segment.width for segment in settings.layout.segments).items():
         rows = torch.ones(_PRODUCT_ROWS, width, device=settings.device)
 
         def product(rows: Tensor = rows) -> None:
@@ -399,9 +379,9 @@ def _scoring(
     method: AbstractMethod = settings.method
     if method.inverse is not None or not method.multiplies_rows:
         advice.append(f"Not measured: the fit of {method.name}, and its scores.")
-        return Span.none(), 0
+        return Span(), 0
     if not num_targets:
-        return Span.none(), 0
+        return Span(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
     targets = torch.ones(
         num_targets, layout.width, device=device
@@ -413,7 +393,7 @@ def _scoring(
     if kernel is None:
         return total, held
     squares = widest = 0
-    for width, count in _widths(layout).items():
+    for width, count in Counter(segment.width for segment in layout.segments).items():
         is_fisher = kernel.weighting == "fisher"
         side = num_rows if not is_fisher and keeps_rows(width, num_rows) else width
         part = rows[:, :width].contiguous()

@@ -29,10 +29,7 @@ from trak_lite.store.manifest import stored_json
 __all__ = ["ScoreEntries", "ScoreRecord", "shown_settings"]
 
 _VerdictType = TypeVar("_VerdictType", Verdict, OneRunVerdict)
-_VERDICTS: Final = {
-    Verdict: (verdict_path, "verdict"),
-    OneRunVerdict: (one_run_path, "verdict of one run"),
-}
+_VERDICTS: Final = {Verdict: (verdict_path, "verdict"), OneRunVerdict: (one_run_path, "verdict of one run")}
 """Path and name in messages of every kind of verdict."""
 
 

@@ -19,12 +19,7 @@ from trak_lite._devices import copied_ahead, wide_dtype
 from trak_lite._validate import some_of
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.kernel import (
-    SegmentKernel,
-    eigenpath_segments,
-    precondition,
-    precondition_path,
-)
+from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
 from trak_lite.linalg.products import self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks

@@ -121,11 +121,9 @@ def source_of_stored(
 ) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
     path = score_path(scores.name, scores.method, settings.method)
-    train = complete_tables(store, list(store.open_table(path).spec.fingerprint["checkpoints"]))
+    train = complete_tables(store, list(store.open_table(path).spec.fingerprint["checkpoints"])).values()
     device = float64_device(settings.device)
-    return ScoreSource(
-        store, list(train.values()), scores.name, scores.method, layout=settings.layout, device=device
-    )
+    return ScoreSource(store, list(train), scores.name, scores.method, layout=settings.layout, device=device)
 
 
 def _record(

@@ -261,14 +261,12 @@ def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow],
     for row in rows:
         alike.setdefault(structure_of(row.batch), []).append(row)
     parts = [same[start : start + size] for same in alike.values() for start in range(0, len(same), size)]
-    return [(part, _joined([row.batch for row in part])) for part in parts]
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    """Return one batch of the samples of batches with the same structure."""
-    _, rebuild = flatten_batch(batches[0])
-    leaves = zip(*(flatten_batch(batch)[0] for batch in batches), strict=True)
-    return rebuild([torch.cat(parts) for parts in leaves])
+    joined = []
+    for part in parts:
+        _, rebuild = flatten_batch(part[0].batch)
+        leaves = zip(*(flatten_batch(row.batch)[0] for row in part), strict=True)
+        joined.append((part, rebuild([torch.cat(tensors) for tensors in leaves])))
+    return joined
 
 
 def _repeated(tensor: Tensor, count: int) -> Tensor:

@@ -26,12 +26,7 @@ from trak_lite.featurizing.solvers import Convergence
 from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import (
-    EKFAC,
-    AbstractMethod,
-    Method,
-    as_method,
-)
+from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import Ranks

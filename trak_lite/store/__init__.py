@@ -3,7 +3,7 @@
 :class:`ZarrFeatureStore` stores rows on disk as zarr v3 arrays; the process may be killed at any moment.
 :class:`MemoryFeatureStore` implements the same contract in memory, and :class:`RemoteFeatureStore` in an object store.
 A custom store subclasses :class:`AbstractFeatureStore` and :class:`AbstractRowTable` and is tested with
-``trak_lite.testing.StoreTests``. This package does not import torch.
+``StoreTests`` of ``tests/store/store_laws.py``. This package does not import torch.
 """
 
 from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore

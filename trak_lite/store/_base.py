@@ -66,7 +66,7 @@ class Difference:
 class AbstractRowTable(ABC):
     """Rows of one table. A row is done or pending; a done row never changes, even if the process is killed.
 
-    ``trak_lite.testing.StoreTests`` checks these guarantees:
+    ``StoreTests`` in ``tests/store/store_laws.py`` checks these guarantees:
 
     - Rows read equal the rows put, bitwise. In a quantised column they are within half the row's scale, with the same
       bits in every store.

@@ -1,13 +1,13 @@
 """Conformance kits for third-party extensions: subclass a kit, return your object, run pytest.
 
-``StoreTests``, ``ProjectorTests``, ``RandomProjectorTests``, ``ModelOutputTests``, ``GradientComputerTests``,
+``ProjectorTests``, ``RandomProjectorTests``, ``ModelOutputTests``, ``GradientComputerTests``,
 ``GradientRuleTests`` and ``MethodTests`` test the same laws that the package's own classes obey. They need pytest,
 which the package does not install; no other module of the package imports pytest.
 """
 
 import pytest
 
-_KITS = ("gradients", "methods", "modelout", "projectors", "store")
+_KITS = ("gradients", "methods", "modelout", "projectors")
 pytest.register_assert_rewrite(*(f"{__name__}.{kit}" for kit in _KITS))  # a failing law shows its values
 
 from trak_lite.testing.gradients import GradientComputerTests as GradientComputerTests
@@ -17,7 +17,6 @@ from trak_lite.testing.modelout import ModelOutputCase as ModelOutputCase
 from trak_lite.testing.modelout import ModelOutputTests as ModelOutputTests
 from trak_lite.testing.projectors import ProjectorTests as ProjectorTests
 from trak_lite.testing.projectors import RandomProjectorTests as RandomProjectorTests
-from trak_lite.testing.store import StoreTests as StoreTests
 
 __all__ = [
     "GradientComputerTests",
@@ -27,5 +26,4 @@ __all__ = [
     "ModelOutputTests",
     "ProjectorTests",
     "RandomProjectorTests",
-    "StoreTests",
 ]

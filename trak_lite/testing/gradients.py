@@ -25,11 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
-from trak_lite.gradient_computers import (
-    AbstractGradientComputer,
-    HookGradientComputer,
-    collect_gradients,
-)
+from trak_lite.gradient_computers import AbstractGradientComputer, HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.types import Batch
 

@@ -35,11 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trak_lite._progress import KeptProgress
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import (
-    CorruptStoreError,
-    NonFiniteError,
-    UnsupportedModelError,
-)
+from trak_lite.errors import CorruptStoreError, NonFiniteError, UnsupportedModelError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.unrolled.dropout import step_key

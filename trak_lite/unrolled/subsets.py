@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trak_lite.data.datasets import checked_indices
-from trak_lite.errors import (
-    InvalidInputError,
-    NonFiniteError,
-)
+from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.unrolled.optimizers import State
 from trak_lite.unrolled.program import Program, TrainingSettings, naming_failures, repeatable
 

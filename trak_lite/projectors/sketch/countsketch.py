@@ -34,13 +34,7 @@ from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
-from trak_lite.types import (
-    FactoredBlock,
-    GradientBlock,
-    LookupBlock,
-    ParameterShapes,
-    SingleBlock,
-)
+from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, ParameterShapes, SingleBlock
 
 __all__ = ["CountSketchProjector"]
 

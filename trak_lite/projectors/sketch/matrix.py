@@ -112,7 +112,10 @@ class MatrixSketch(AbstractSketch):
         """Return features ``(b, K)`` of gradients in factors."""
         kernels = triton_kernels(block.inputs)
         if self._uses_fourier(block, triton=kernels is not None):
-            return self._convolved(block)
+            size, budget = self._proj_dim, scratch_bytes(block.inputs.device)
+            if block.inputs.device.type == "cpu":
+                return convolved(block, size, self._spectra, budget * 8)
+            return convolved(block, size, self._at_once.spectra, budget // 4)
         if kernels is None:
             return self._formed(block, scratch)
         return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
@@ -215,14 +218,6 @@ class MatrixSketch(AbstractSketch):
         if self._kernel is None:
             self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, self._blocks)
         return self._kernel
-
-    def _convolved(self, block: FactoredBlock) -> Tensor:
-        """Multiply the Fourier transforms of the sketches of the factors; no gradient is formed."""
-        if block.inputs.device.type != "cpu":
-            return convolved(
-                block, self._proj_dim, self._at_once.spectra, scratch_bytes(block.inputs.device) // 4
-            )
-        return convolved(block, self._proj_dim, self._spectra, scratch_bytes(block.inputs.device) * 8)
 
     def _spectra(self, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the Fourier transforms ``(b, K // 2 + 1)`` of the features of every block."""
