@@ -19,7 +19,6 @@ from trak_lite.store.disk.documents import (
     record_checksum,
 )
 from trak_lite.store.disk.files import named_errors, read_file
-from trak_lite.store.disk.folders import names_in
 from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
 
 __all__ = [
@@ -136,18 +135,16 @@ def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where:
     return spec_from_json(record, where=where)
 
 
-def refuse_undescribed(folder: str, spec: TableSpec) -> None:
-    """Raise if a table's folder holds an array that is missing in the table's ``zarr.json``.
+def refuse_undescribed(folder: str, arrays: Sequence[str]) -> None:
+    """Raise if a table's folder holds arrays that are missing in the table's ``zarr.json``.
 
     Raises:
         CorruptStoreError: If so; names the arrays. The chunks may be valid; they must not be checked against this spec.
     """
-    others = set(names_in(folder)) - {array.name for array in spec.arrays}
-    arrays = sorted(name for name in others if os.path.lexists(f"{folder}/{name}/zarr.json"))
     if arrays:
+        names = some_of(map(repr, sorted(arrays)))
         raise CorruptStoreError(
-            f"{folder}/zarr.json does not name the arrays [{some_of(map(repr, arrays))}] that are in the folder. "
-            f"{_RESTORE}"
+            f"{folder}/zarr.json does not name the arrays [{names}] that are in the folder. {_RESTORE}"
         )
 
 

@@ -355,7 +355,8 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _opened(self, path: str, record: Mapping[str, Any]) -> RowTable:
         folder, spec = f"{self._root}/{path}", self._spec(record, path)
         self._require_listed(path, spec)
-        refuse_undescribed(folder, spec)
+        others = set(names_in(folder)) - {array.name for array in spec.arrays}
+        refuse_undescribed(folder, [n for n in others if os.path.lexists(f"{folder}/{n}/zarr.json")])
         for array in spec.arrays:
             found = read_zarr_json(f"{folder}/{array.name}")
             check_array(found, folder, array, spec, under_way=sizes_under_way(record))
