@@ -21,7 +21,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows
 from trak_lite.store._content import content_digest, raise_incomplete
 from trak_lite.store._exchange import diff_stores, merge_stores
-from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
+from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import group_of_tables, inside_a_table, missing_table, natural_order, path_parts
 from trak_lite.store._values import check_block, check_derived, short_list
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
@@ -179,9 +179,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
-        made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
-        self._contents = _Contents(Manifest(fingerprint, made_with, manifest.format))
+        self._contents = _Contents(plain_manifest(manifest))
         self._writable = True
         self._closed = False
 

@@ -19,14 +19,12 @@ from trak_lite.store._check_report import Finding, Tally
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.documents import DROPPED, identity_of
-from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, StoreEntries, disk_entries, entry_of
-from trak_lite.store.disk.folders import is_old, names_in
-from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
-from trak_lite.store.disk.metadata import (
+from trak_lite.store.disk.documents import (
+    DROPPED,
     attributes_from_json,
     check_array,
     check_hidden,
+    identity_of,
     manifest_from_json,
     misnamed,
     own_attributes,
@@ -35,6 +33,9 @@ from trak_lite.store.disk.metadata import (
     sizes_under_way,
     table_from_json,
 )
+from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, StoreEntries, disk_entries, entry_of
+from trak_lite.store.disk.folders import is_old, names_in
+from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.records import CommitLogs
 
 __all__ = ["OTHER_TABLE", "AnyTableLook", "DiskLook", "StoreLook", "TableLook", "missing_store"]

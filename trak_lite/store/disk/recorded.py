@@ -21,9 +21,9 @@ from trak_lite.store._names import (
     path_parts,
 )
 from trak_lite.store._values import check_derived
+from trak_lite.store.disk.documents import attributes_from_json, misnamed, table_from_json
 from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.listing import lost_table
-from trak_lite.store.disk.metadata import attributes_from_json, misnamed, table_from_json
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.manifest import Manifest
 

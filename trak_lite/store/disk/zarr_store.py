@@ -35,6 +35,7 @@ from trak_lite.store._grid import (
     compare_specs,
     grown_spec,
     plain_json,
+    plain_manifest,
 )
 from trak_lite.store._names import path_parts
 from trak_lite.store._values import check_derived
@@ -44,10 +45,16 @@ from trak_lite.store.disk.chunk_maps import ChunkMaps
 from trak_lite.store.disk.documents import (
     CHECKSUM,
     GROWS_TO,
+    check_array,
     encode_document,
     group_document,
     hidden_document,
+    manifest_from_json,
+    read_attributes,
+    read_zarr_json,
+    refuse_undescribed,
     sealed,
+    sizes_under_way,
     store_record,
     table_documents,
     table_identity,
@@ -70,14 +77,6 @@ from trak_lite.store.disk.folders import (
     write_document,
 )
 from trak_lite.store.disk.listing import TABLES, TableList
-from trak_lite.store.disk.metadata import (
-    check_array,
-    manifest_from_json,
-    read_attributes,
-    read_zarr_json,
-    refuse_undescribed,
-    sizes_under_way,
-)
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.disk.row_table import RowTable
@@ -147,11 +146,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         """
         if manifest.format != FORMAT:
             raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
-        root = os.path.realpath(os.fspath(path))
-        manifest = Manifest(
-            plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint"),
-            plain_json(dict(manifest.made_with), what="The manifest's made_with"),
-        )
+        root, manifest = os.path.realpath(os.fspath(path)), plain_manifest(manifest)
         with named_errors("Creating", root):
             if read_attributes(root) is None:
                 _refuse_occupied(root)

@@ -12,9 +12,9 @@ from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.check import OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.documents import parse_zarr_json
 from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
-from trak_lite.store.disk.metadata import parse_zarr_json
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
