@@ -117,6 +117,12 @@ class RecordedFeatureStore(AbstractFeatureStore):
         self._require_writable()
         self._entries.drop(name)
 
+    def close(self) -> None:
+        """Release files and locks. Rows already put are safe."""
+        self._closed = True
+        for table in self._tables.values():
+            table.close()
+
     def _require_writable(self) -> None:
         if not self._writable:
             raise ReadOnlyStoreError(f"{self._where} was opened for reading. Open it with mode='r+'.")

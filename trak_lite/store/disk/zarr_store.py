@@ -329,12 +329,6 @@ class ZarrFeatureStore(RecordedFeatureStore):
             table.forget()
         return check_folder(self._root, repair=True)
 
-    def close(self) -> None:
-        """Release files and locks. Rows already put are safe."""
-        self._closed = True
-        for table in self._tables.values():
-            table.close()
-
     def _open(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:

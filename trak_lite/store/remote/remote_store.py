@@ -259,12 +259,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
         """
         return check_remote(self._objects, repair=repair)
 
-    def close(self) -> None:
-        """Release the staging folder. Rows already put are safe."""
-        self._closed = True
-        for table in self._tables.values():
-            table.close()
-
     def _stage(self, path: str) -> str:
         """Return the folder on this machine that holds the row logs of a table."""
         return f"{self._staging}/{entry_name(path)}"
