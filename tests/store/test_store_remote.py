@@ -319,6 +319,7 @@ def test_a_drop_that_was_interrupted_is_finished_by_creating_anew(bucket, here, 
     with bucket.failing("delete", FIRST), pytest.raises(StoreError, match="the line is dead"):
         store.drop_table(NAME)
     assert open_store(there.place).table_names() == []
+    assert here.check().ok
     with pytest.raises(MissingStoreError):
         there.reader()
     assert not there.table().done().any()

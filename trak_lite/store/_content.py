@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 
 from trak_lite._validate import parse_json
 from trak_lite.errors import IncompleteStoreError
-from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._grid import shape_to_json
 from trak_lite.store._names import path_parts
@@ -25,7 +24,7 @@ __all__ = [
     "ARRAY_SUFFIX",
     "DecodedArray",
     "array_file_name",
-    "content_digest",
+    "content_key",
     "decode_array",
     "encode_array",
     "encoded_size",
@@ -45,16 +44,14 @@ def raise_incomplete(table: AbstractRowTable, chunk: int, *, where: str) -> NoRe
     )
 
 
-def content_digest(spec: TableSpec, checksums: Iterable[Mapping[str, int]]) -> str:
-    """Return a digest of a complete table.
-
-    Args:
-        spec: Its fingerprint is ignored.
-        checksums: For each chunk, the CRC-32C of each array, including padding.
-    """
-    digest = hashlib.sha256(canonical_json(shape_to_json(spec)).encode())
-    for columns in checksums:
-        digest.update(canonical_json(dict(columns)).encode())
+def content_key(table: AbstractRowTable, *, where: str) -> str:
+    """Return a digest of the shape and committed contents of a table; see :meth:`AbstractRowTable.content_key`."""
+    missing = set(range(table.num_chunks)).difference(table.committed_chunks())
+    if missing:
+        raise_incomplete(table, min(missing), where=where)
+    digest = hashlib.sha256(canonical_json(shape_to_json(table.spec)).encode())
+    for chunk in range(table.num_chunks):
+        digest.update(canonical_json(table.checksums(chunk)).encode())
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
 from trak_lite.store._names import check_name
-from trak_lite.store.manifest import StoredValues, canonical_json, compare_fingerprints
+from trak_lite.store.manifest import Manifest, StoredValues, canonical_json, compare_fingerprints
 
 __all__ = [
     "Run",
@@ -23,6 +23,7 @@ __all__ = [
     "flat_spec",
     "grown_spec",
     "plain_json",
+    "plain_manifest",
     "shape_to_json",
     "spec_from_json",
     "spec_to_json",
@@ -77,6 +78,14 @@ def plain_json(value: Any, *, what: str) -> Any:
             "Convert the others."
         ) from error
     return plain
+
+
+def plain_manifest(given: Manifest) -> Manifest:
+    """Return a manifest after a JSON round trip; see :func:`plain_json`."""
+    fingerprint = plain_json(dict(given.fingerprint), what="The manifest's fingerprint")
+    return Manifest(
+        fingerprint, plain_json(dict(given.made_with), what="The manifest's made_with"), given.format
+    )
 
 
 def check_spec(spec: TableSpec) -> TableSpec:

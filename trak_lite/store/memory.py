@@ -19,9 +19,9 @@ from trak_lite.errors import (
 from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._content import content_key, raise_incomplete
 from trak_lite.store._exchange import diff_stores, merge_stores
-from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json
+from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import group_of_tables, inside_a_table, missing_table, natural_order, path_parts
 from trak_lite.store._values import check_block, check_derived, short_list
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
@@ -59,13 +59,13 @@ class _Contents:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class MemoryRowTable(AbstractRowTable):
     """Rows of one table of a :class:`MemoryFeatureStore`."""
 
-    def __init__(self, path: str, rows: MemoryRows, store: MemoryFeatureStore) -> None:
-        self._path = path
-        self._rows = rows
-        self._store = store
+    _path: str
+    _rows: MemoryRows
+    _store: MemoryFeatureStore
 
     @property
     def spec(self) -> TableSpec:
@@ -124,8 +124,7 @@ class MemoryRowTable(AbstractRowTable):
         """Return the rows of a complete chunk; see :meth:`AbstractRowTable.stored_chunk`."""
         first, stop = self.chunk_range(chunk)
         found = self.column(column)
-        if not self._is_complete(chunk):
-            raise_incomplete(self, chunk, where=self._path)
+        self._require_complete(chunk)
         rows = self._stored(found)[first:stop]
         for array in rows.arrays:
             array.flags.writeable = False
@@ -133,9 +132,7 @@ class MemoryRowTable(AbstractRowTable):
 
     def checksums(self, chunk: int) -> dict[str, int]:
         """Return the CRC-32C of each array of a complete chunk."""
-        self.chunk_range(chunk)
-        if not self._is_complete(chunk):
-            raise_incomplete(self, chunk, where=self._path)
+        self._require_complete(chunk)
         rows = slice(chunk * self.spec.chunk_rows, (chunk + 1) * self.spec.chunk_rows)
         return {name: crc32c(array[rows]) for name, array in self._rows.arrays.items()}
 
@@ -147,10 +144,7 @@ class MemoryRowTable(AbstractRowTable):
 
     def content_key(self) -> str:
         """Return a digest of the contents, equal to that of a disk store with the same rows."""
-        for chunk in range(self.num_chunks):
-            if not self._is_complete(chunk):
-                raise_incomplete(self, chunk, where=self._path)
-        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+        return content_key(self, where=self._path)
 
     def _stored(self, column: Column) -> StoredRows:
         return StoredRows(column, tuple(self._rows.arrays[array.name] for array in column.arrays))
@@ -162,6 +156,10 @@ class MemoryRowTable(AbstractRowTable):
                 f"rows {first} to {stop - 1} (chunk {chunk}) of {self._path}: another handle of this process holds "
                 "them. Wait for it to finish, or put other rows."
             )
+
+    def _require_complete(self, chunk: int) -> None:
+        if not self._is_complete(chunk):
+            raise_incomplete(self, chunk, where=self._path)
 
     def _is_complete(self, chunk: int) -> bool:
         first, stop = self.chunk_range(chunk)
@@ -179,9 +177,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
-        made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
-        self._contents = _Contents(Manifest(fingerprint, made_with, manifest.format))
+        self._contents = _Contents(plain_manifest(manifest))
         self._writable = True
         self._closed = False
 

@@ -1,47 +1,49 @@
-"""Read-only, lock-free check of a whole disk store.
+"""Read-only, lock-free check of a whole store, on a disk or in an object store.
 
 It can run while writers are active, whose unfinished rows are not reported, and on a store that is too damaged to open.
-This module checks the folder tree, the metadata and unknown files; ``check_chunk`` checks the chunks.
+This module checks the folder tree, the metadata and unknown files, and the tables of a disk; ``check_chunk`` checks
+their chunks, and ``remote.check`` those of an object store.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import NEEDED_UNTIL
+from trak_lite.store._base import NEEDED_UNTIL, TableSpec
 from trak_lite.store._check_report import Finding, Tally
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.documents import identity_of
-from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, disk_entries, entry_of
-from trak_lite.store.disk.folders import is_old, names_in
-from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
-from trak_lite.store.disk.metadata import (
+from trak_lite.store.disk.documents import (
+    DROPPED,
     attributes_from_json,
     check_array,
     check_hidden,
+    identity_of,
     manifest_from_json,
     misnamed,
-    read_attributes,
+    own_attributes,
     read_zarr_json,
     refuse_undescribed,
     sizes_under_way,
     table_from_json,
 )
+from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, StoreEntries, disk_entries, entry_of
+from trak_lite.store.disk.folders import is_old, names_in
+from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.records import CommitLogs
 
-__all__ = ["StoreLook", "TableLook", "missing_store"]
+__all__ = ["OTHER_TABLE", "AnyTableLook", "DiskLook", "StoreLook", "TableLook", "missing_store"]
 
+OTHER_TABLE = "another table than the one that the store lists under this path"
 _METADATA = "zarr.json"
 _SCRATCH = re.compile(r".+\.safetensors\.new-[0-9a-f]{32}")
 _LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
-_LIST_AGAIN = "check with --repair, which lists the tables that exist"
 _NEXT_WRITER = "nothing: the next writer does it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
 _NOT_OURS = "remove it if it is not needed"
@@ -56,163 +58,169 @@ def missing_store(root: str) -> MissingStoreError:
     )
 
 
-@final
-@dataclass(slots=True)
-class StoreLook:
-    """Check of a store: the folder tree, the metadata and all tables."""
+class AnyTableLook(Protocol):
+    """Check of the rows of one table."""
 
-    root: str
-    findings: list[Finding] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-    tables: dict[str, TableLook] = field(default_factory=dict)
-    """Checks of the tables with valid metadata, by path."""
-    entries: list[str] = field(default_factory=list)
-    """Tables whose list entry a repair sets aside: damaged entries, and those of lost tables."""
-    list_damaged: bool = False
-    """Whether the folder of the list must be recreated."""
-    record: dict[str, Any] | None = None
-    """Record of the store; ``None`` if its metadata is damaged."""
-    wrong_entries: list[str] = field(default_factory=list)
-    """Entries of the store (arrays, not tables) that are not as they were written."""
-    _identities: dict[str, str] = field(default_factory=dict)
+    tally: Tally
 
-    @classmethod
-    def at(cls, root: str) -> StoreLook:
-        """Check a store.
+    def findings(self) -> list[Finding]:
+        """Check the table once and return all findings."""
+        ...
+
+
+class StoreLook(ABC):
+    """Check of a store: the folder tree, the metadata, the list of tables and the entries.
+
+    A subclass says how a store is read. Paths are relative to the store, which itself is ``""``.
+    """
+
+    _list_again = "check with --repair, which lists the tables that exist"
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.findings: list[Finding] = []
+        self.tally = Tally()
+        self.tables: dict[str, AnyTableLook] = {}
+        """Checks of the tables with valid metadata, by path."""
+        self.list_damaged = False
+        """Whether the folder of the list must be recreated."""
+        self.record: dict[str, Any] | None = None
+        """Record of the store; ``None`` if its metadata is damaged."""
+        self.wrong_entries: list[str] = []
+        """Entries of the store (arrays, not tables) that are not as they were written."""
+        self._identities: dict[str, str] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
+        self._strays: list[Finding] = []
+
+    @abstractmethod
+    def _names(self, folder: str) -> Iterable[str]: ...
+
+    @abstractmethod
+    def _is_link(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def _is_folder(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def _has(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def _document(self, folder: str) -> dict[str, Any] | None: ...
+
+    @abstractmethod
+    def _entries(self) -> StoreEntries: ...
+
+    @abstractmethod
+    def _list(self, names: Iterable[str]) -> None:
+        """Compare the tables in the list, whose folder holds these names, with the tables found."""
+
+    @abstractmethod
+    def _scratch(self, path: str) -> None:
+        """Report what an interrupted creation or removal left."""
+
+    @abstractmethod
+    def _table_look(self, path: str, spec: TableSpec) -> AnyTableLook: ...
+
+    def look(self) -> None:
+        """Check the store.
 
         Raises:
             MissingStoreError: If there is neither store metadata nor a table.
             ManifestMismatchError: If the store has the format of another trak_lite version.
         """
-        look = cls(root)
-        look._root()
-        if os.path.isdir(root):
-            folder = f"{root}/{TABLES}"
+        self._root()
+        if self._is_folder(""):
             # Read the list before the folders, so that the folder of each listed table is visited.
-            names = names_in(folder) if os.path.isdir(folder) and not os.path.islink(folder) else []
-            look._group(root, ())
-            if not os.path.islink(folder):  # reported as a link
-                look._list(names)
-                look._entries()
-        if not os.path.lexists(f"{root}/{_METADATA}") and not look.tables:
-            raise missing_store(root)
-        for table in look.tables.values():
-            look.findings += table.findings()
-            look.tally.add(table.tally)
-        look._leftovers()
-        return look
-
-    def _leftovers(self) -> None:
-        """Report intermediate tables that are no longer needed because the tables computed from them are complete."""
-        for path, table in self.tables.items():
-            until = self.tables.get(str(table.files.attributes().get(NEEDED_UNTIL)))
-            if until is not None and not until.tally.pending_rows:
-                text = f"left over: it was needed until {until.path} was complete"
+            names = [] if self._is_link(TABLES) else list(self._names(TABLES))
+            self._group("")
+            if not self._is_link(TABLES):  # reported as a link
+                self._list_folder(names)
+                self._list(names)
+                self._check_entries()
+        if not self._has(_METADATA) and not self.tables:
+            raise missing_store(self.where)
+        for table in self.tables.values():
+            self.findings += table.findings()
+            self.tally.add(table.tally)
+        for path, attributes in self._attributes.items():
+            until = str(attributes.get(NEEDED_UNTIL))
+            if until in self.tables and not self.tables[until].tally.pending_rows:
+                text = f"left over: it was needed until {until} was complete"
                 self.findings.append(Finding("note", path, text, "nothing: the next run drops it"))
+        self.findings += self._strays
 
     def _root(self) -> None:
+        record = None
         try:
-            record = read_attributes(self.root)
-        except StoreError as error:
-            self._damage(None, str(error), _RESTORE)
-            return
-        if record is None:
-            self._damage(None, f"{self.root}/{_METADATA} is missing", _RESTORE)
-            return
-        if "columns" in record:
-            raise MissingStoreError(
-                f"{self.root} is a table inside a store. Give the path of the store itself."
-            )
-        try:
-            manifest_from_json(record, self.root)
-            self.record = record
+            record = self._attributes_of("")
+            if record is None:
+                self._damage(None, f"{self.where}/{_METADATA} is missing", _RESTORE)
+            elif "columns" not in record:
+                manifest_from_json(record, self.where)
+                self.record = record
         except ManifestMismatchError:
             raise  # an unknown format cannot be checked
         except StoreError as error:
             self._damage(None, str(error), _RESTORE)
+        if record and "columns" in record:
+            raise MissingStoreError(
+                f"{self.where} is a table inside a store. Give the path of the store itself."
+            )
 
-    def _group(self, folder: str, parts: tuple[str, ...]) -> None:
-        for name in sorted(names_in(folder)):
-            inside = (*parts, name)
+    def _attributes_of(self, folder: str) -> dict[str, Any] | None:
+        document = self._document(folder)
+        return None if document is None else own_attributes(document, self._at(folder))
+
+    def _at(self, path: str) -> str:
+        return f"{self.where}/{path}".rstrip("/")
+
+    def _group(self, folder: str) -> None:
+        for name in sorted(self._names(folder)):
+            path = f"{folder}/{name}".lstrip("/")
             try:
-                self._entry(f"{folder}/{name}", inside)
+                self._look_at(path, name)
             except StoreError as error:
-                self._damage("/".join(inside), str(error), _RESTORE)
+                self._damage(path, str(error), _RESTORE)
 
-    def _entry(self, path: str, inside: tuple[str, ...]) -> None:
-        name = inside[-1]
+    def _look_at(self, path: str, name: str) -> None:
         if name == _METADATA:
             return  # already read by the caller
-        if os.path.islink(path):
-            self._damage("/".join(inside), "a symbolic link, which is not followed", _PUT_BACK)
-        elif inside in ((CACHE,), (ENTRIES,)):
-            self._hidden(path, name)
-        elif inside == (TABLES,):
+        if self._is_link(path):
+            self._damage(path, "a symbolic link, which is not followed", _PUT_BACK)
+        elif path in (CACHE, ENTRIES):
+            self._hidden(path)
+        elif path == TABLES:
             pass  # checked last
-        elif os.path.isdir(path) and is_name(name):
-            self._folder(path, inside)
-        elif not name.startswith("."):
-            if os.path.lexists(f"{path}/{_METADATA}"):
-                raise misnamed(path)  # its rows would be missed silently
-            self._stray(path)
+        elif self._is_folder(path) and is_name(name):
+            self._folder(path)
+        elif not name.startswith(".") and self._has(f"{path}/{_METADATA}"):
+            raise misnamed(self._at(path))  # its rows would be missed silently
         else:
             self._stray(path)
 
-    def _list(self, names: Sequence[str]) -> None:
-        """Compare the names in the folder of the list of tables with the tables found."""
-        tables = TableList(self.root)
+    def _list_folder(self, names: Iterable[str]) -> None:
         try:
-            check_hidden(read_zarr_json(tables.folder), tables.folder)
+            check_hidden(self._document(TABLES), self._at(TABLES))
         except StoreError as error:
             self.list_damaged = True
-            self._damage(None, f"{error} The list of tables is there", _LIST_AGAIN)
+            self._damage(None, f"{error} The list of tables is there", self._list_again)
         for name in sorted(names):
             if _LEFT.fullmatch(name):
-                self._scratch(f"{tables.folder}/{name}")
+                self._scratch(f"{TABLES}/{name}")
             elif name != _METADATA and listed_path(name) is None is entry_of(name) and name != SET_ASIDE:
-                self._stray(f"{tables.folder}/{name}")
-        paths = sorted({*filter(None, map(listed_path, names)), *self._identities})
-        lost = tables.lost(paths)
-        for path in paths:
-            try:
-                if path in lost:
-                    raise lost_table(path, where=self.root)
-                self._listed(tables, path)
-            except StoreError as error:
-                is_damaged = path not in self._identities and os.path.lexists(f"{self.root}/{path}")
-                if os.path.lexists(tables.entry(path)) and not is_damaged:
-                    self.entries.append(path)
-                self._damage(path, str(error), _LIST_AGAIN)
+                self._stray(f"{TABLES}/{name}")
 
-    def _listed(self, tables: TableList, path: str) -> None:
-        identity, found = tables.identity(path), self._identities.get(path)
-        if identity is None and os.path.lexists(f"{self.root}/{path}/{_METADATA}"):
-            if tables.identity(path) is None and is_old(f"{self.root}/{path}/{_METADATA}"):
-                self._note(f"the table {path!r} is not listed: its creation was interrupted", _NEXT_WRITER)
-        elif None not in (identity, found) and identity != found:
-            record = read_attributes(f"{self.root}/{path}") or {}
-            if record and identity_of(record) == found and tables.identity(path) == identity:
-                self._damage(
-                    path, "another table than the one that the store lists under this path", _PUT_BACK_TABLE
-                )
-
-    def _hidden(self, path: str, folder: str) -> None:
+    def _hidden(self, path: str) -> None:
         """Check the folder of cached arrays or of entries; the entries themselves are checked last."""
-        try:
-            check_hidden(read_zarr_json(path), path)
-        except StoreError as error:
-            self._note(str(error), "remove the file: the next writer creates it again")
-        for name in sorted(names_in(path)):
+        for name in sorted(self._names(path)):
             if _SCRATCH.fullmatch(name):
                 self._scratch(f"{path}/{name}")
-            elif folder == ENTRIES and name != _METADATA and entry_of(name) is None:
+            elif path == ENTRIES and name != _METADATA and entry_of(name) is None:
                 self._stray(f"{path}/{name}")
-        for name in HiddenFiles(self.root).damaged_arrays() if folder == CACHE else ():
-            self._note(f"the derived array {name!r} is damaged", "nothing: it is ignored")
 
-    def _entries(self) -> None:
+    def _check_entries(self) -> None:
         """Compare the entries with their marks and with the store."""
-        entries = disk_entries(self.root, self.record)
+        entries = self._entries()
         try:
             wrong = dict(entries.problems())
         except StoreError as error:
@@ -222,65 +230,61 @@ class StoreLook:
         for name, text in wrong.items():
             self._damage(None, f"the entry {name!r} {text}", entries.remedy(text))
 
-    def _scratch(self, path: str) -> None:
-        if is_old(path):
-            self._note(f"{path!r}: left by a creation or removal that was interrupted", _NEXT_WRITER)
-
-    def _folder(self, path: str, inside: tuple[str, ...]) -> None:
-        record = read_attributes(path)
+    def _folder(self, path: str) -> None:
+        record = self._attributes_of(path)
         if record is None:
-            self._without_metadata(path, inside)
+            self._without_metadata(path)
         elif "columns" in record:
-            self._table(path, inside, record)
-        else:
+            self._table(path, record)
+        elif DROPPED not in record:  # otherwise its objects are being deleted
             if record:
-                text = f"{path}/{_METADATA} describes neither a table nor a group of tables"
-                self._damage("/".join(inside), text, _RESTORE)
-            self._group(path, inside)
+                text = f"{self._at(path)}/{_METADATA} describes neither a table nor a group of tables"
+                self._damage(path, text, _RESTORE)
+            self._group(path)
 
-    def _without_metadata(self, path: str, inside: tuple[str, ...]) -> None:
-        names = names_in(path)
-        links = [name for name in names if os.path.islink(f"{path}/{name}")]
-        if any(os.path.lexists(f"{path}/{name}/{_METADATA}") for name in names):
-            self._damage("/".join(inside), f"{path}/{_METADATA} is missing", _RESTORE)
-            if not any(os.path.isdir(f"{path}/{name}/{COMMITS}") for name in names):
-                self._group(path, inside)  # a group of tables, not a table
+    def _without_metadata(self, path: str) -> None:
+        names = list(self._names(path))
+        links = [name for name in names if self._is_link(f"{path}/{name}")]
+        if any(self._has(f"{path}/{name}/{_METADATA}") for name in names):
+            self._damage(path, f"{self._at(path)}/{_METADATA} is missing", _RESTORE)
+            if not any(self._is_folder(f"{path}/{name}/{COMMITS}") for name in names):
+                self._group(path)  # a group of tables, not a table
         elif links:  # links may replace tables
             for name in links:
-                self._damage("/".join((*inside, name)), "a symbolic link, which is not followed", _PUT_BACK)
-        elif os.path.isdir(path):  # False if it has just been dropped
+                self._damage(f"{path}/{name}", "a symbolic link, which is not followed", _PUT_BACK)
+        elif self._is_folder(path):  # False if it has just been dropped
             self._stray(path)
 
-    def _table(self, path: str, inside: tuple[str, ...], record: dict[str, Any]) -> None:
-        table = "/".join(inside)
+    def _table(self, path: str, record: dict[str, Any]) -> None:
+        where = self._at(path)
         try:
             # if the store's metadata is damaged (already reported), trust the table's
             origin = str(self.record["origin"] if self.record else record.get("store"))
-            spec = table_from_json(record, table, origin, where=f"{path}/{_METADATA}")
-            self._identities[table] = identity_of(record)
-            attributes_from_json(record, where=f"{path}/{_METADATA}")
-            refuse_undescribed(path, spec)
+            spec = table_from_json(record, path, origin, where=f"{where}/{_METADATA}")
+            self._identities[path] = identity_of(record)
+            attributes = attributes_from_json(record, where=f"{where}/{_METADATA}")
+            others = set(self._names(path)) - {_METADATA, *(array.name for array in spec.arrays)}
+            refuse_undescribed(where, [name for name in others if self._has(f"{path}/{name}/{_METADATA}")])
         except StoreError as error:
-            self._damage(table, str(error), _RESTORE)
+            self._damage(path, str(error), _RESTORE)
             return
-        for name in sorted(set(names_in(path)) - {_METADATA, *(array.name for array in spec.arrays)}):
+        for name in sorted(others):
             self._stray(f"{path}/{name}")
         before = len(self.findings)
         for array in spec.arrays:
             try:
-                found = read_zarr_json(f"{path}/{array.name}")
-                check_array(found, path, array, spec, under_way=sizes_under_way(record))
+                found = self._document(f"{path}/{array.name}")
+                check_array(found, where, array, spec, under_way=sizes_under_way(record))
             except StoreError as error:
-                self._damage(table, str(error), _RESTORE, column=array.name)
+                self._damage(path, str(error), _RESTORE, column=array.name)
         if len(self.findings) == before:
-            files = TableFiles(path, spec, root=self.root, identity=self._identities[table])
-            self.tables[table] = TableLook(table, files)
+            self.tables[path], self._attributes[path] = self._table_look(path, spec), attributes
             for size in sizes_under_way(record):
                 text = f"growing it to {size} rows was interrupted, or is under way"
-                self.findings.append(Finding("note", table, text, "grow it again, or leave it as it is"))
+                self.findings.append(Finding("note", path, text, "grow it again, or leave it as it is"))
         else:  # with a wrong shape, valid chunks would look damaged and be set aside
             text = "its chunks were not checked: its metadata must be restored first"
-            self.findings.append(Finding("note", table, text, "check again afterwards"))
+            self.findings.append(Finding("note", path, text, "check again afterwards"))
 
     def _damage(self, table: str | None, text: str, next_step: str, *, column: str | None = None) -> None:
         self.findings.append(Finding("damage", table, text, next_step, column=column))
@@ -289,7 +293,81 @@ class StoreLook:
         self.findings.append(Finding("note", None, text, next_step))
 
     def _stray(self, path: str) -> None:
-        self._note(f"{os.path.relpath(path, self.root)!r} belongs to no table", _NOT_OURS)
+        self._strays.append(Finding("note", None, f"{path!r} belongs to no table", _NOT_OURS))
+
+
+@final
+class DiskLook(StoreLook):
+    """Check of a store in a local folder."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.tables: dict[str, TableLook] = {}  # type: ignore[assignment]
+        self.entries: list[str] = []
+        """Tables whose list entry a repair sets aside: damaged entries, and those of lost tables."""
+        self.look()
+
+    def _names(self, folder: str) -> list[str]:
+        return names_in(self._at(folder))
+
+    def _is_link(self, path: str) -> bool:
+        return os.path.islink(self._at(path))
+
+    def _is_folder(self, path: str) -> bool:
+        return os.path.isdir(self._at(path))
+
+    def _has(self, path: str) -> bool:
+        return os.path.lexists(self._at(path))
+
+    def _document(self, folder: str) -> dict[str, Any] | None:
+        return read_zarr_json(self._at(folder))
+
+    def _entries(self) -> StoreEntries:
+        return disk_entries(self.where, self.record)
+
+    def _table_look(self, path: str, spec: TableSpec) -> TableLook:
+        identity = self._identities[path]
+        return TableLook(path, TableFiles(self._at(path), spec, root=self.where, identity=identity))
+
+    def _hidden(self, path: str) -> None:
+        try:
+            check_hidden(self._document(path), self._at(path))
+        except StoreError as error:
+            self._note(str(error), "remove the file: the next writer creates it again")
+        super()._hidden(path)
+        for name in HiddenFiles(self.where).damaged_arrays() if path == CACHE else ():
+            self._note(f"the derived array {name!r} is damaged", "nothing: it is ignored")
+
+    def _list(self, names: Iterable[str]) -> None:
+        tables = TableList(self.where)
+        paths = sorted({*filter(None, map(listed_path, names)), *self._identities})
+        lost = tables.lost(paths)
+        for path in paths:
+            try:
+                if path in lost:
+                    raise lost_table(path, where=self.where)
+                self._listed(tables, path)
+            except StoreError as error:
+                is_damaged = path not in self._identities and self._has(path)
+                if os.path.lexists(tables.entry(path)) and not is_damaged:
+                    self.entries.append(path)
+                self._damage(path, str(error), self._list_again)
+
+    def _listed(self, tables: TableList, path: str) -> None:
+        identity, found = tables.identity(path), self._identities.get(path)
+        metadata = f"{path}/{_METADATA}"
+        if identity is None and self._has(metadata):
+            if tables.identity(path) is None and is_old(self._at(metadata)):
+                self._note(f"the table {path!r} is not listed: its creation was interrupted", _NEXT_WRITER)
+        elif None not in (identity, found) and identity != found:
+            record = self._attributes_of(path)
+            if record and identity_of(record) == found and tables.identity(path) == identity:
+                self._damage(path, OTHER_TABLE, _PUT_BACK_TABLE)
+
+    def _scratch(self, path: str) -> None:
+        if is_old(self._at(path)):
+            text = f"{self._at(path)!r}: left by a creation or removal that was interrupted"
+            self._note(text, _NEXT_WRITER)
 
 
 @final

@@ -66,11 +66,13 @@ def stored_checksum(path: str, size: int) -> int:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class ChunkLook:
     """Checks single chunks of a table, whose logs are polled after its folders were listed."""
 
-    def __init__(self, table: str, files: TableFiles, logs: CommitLogs) -> None:
-        self._table, self._files, self._logs = table, files, logs
+    _table: str
+    _files: TableFiles
+    _logs: CommitLogs
 
     def settled(self, chunk: int) -> ChunkState:
         """Return the state of a chunk that a writer may be changing.

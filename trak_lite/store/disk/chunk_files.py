@@ -27,7 +27,13 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._values import short_list
-from trak_lite.store.disk.documents import identity_of
+from trak_lite.store.disk.documents import (
+    attributes_from_json,
+    identity_of,
+    own_attributes,
+    parse_zarr_json,
+    read_zarr_bytes,
+)
 from trak_lite.store.disk.files import (
     Descriptors,
     file_size,
@@ -43,12 +49,6 @@ from trak_lite.store.disk.files import (
     zeros,
 )
 from trak_lite.store.disk.folders import names_in
-from trak_lite.store.disk.metadata import (
-    attributes_from_json,
-    own_attributes,
-    parse_zarr_json,
-    read_zarr_bytes,
-)
 from trak_lite.store.disk.records import CommitLog, CommitLogs, CommitRecord
 
 __all__ = ["COMMITS", "SET_ASIDE", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]

@@ -1,4 +1,4 @@
-"""The ``zarr.json`` documents that a store writes, and the identity of a table.
+"""The ``zarr.json`` documents of a store: writing them, reading and validating them, and the identity of a table.
 
 The store writes these documents itself, so that a document read can be compared with the expected one. The document of
 an array follows from the record of its table. The records of tables and of the store (``attributes.trak_lite`` of their
@@ -10,30 +10,47 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from trak_lite._validate import parse_json, some_of
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
-from trak_lite.store._grid import spec_to_json
-from trak_lite.store.manifest import FORMAT, Manifest, canonical_json
+from trak_lite.store._grid import spec_from_json, spec_to_json
+from trak_lite.store.disk.files import named_errors, read_file
+from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
 
 __all__ = [
     "CHECKSUM",
     "DROPPED",
     "GROWS_TO",
     "array_document",
+    "attributes_from_json",
+    "check_array",
+    "check_hidden",
     "encode_document",
     "group_document",
     "hidden_document",
     "identity_of",
+    "manifest_from_json",
+    "misnamed",
+    "own_attributes",
+    "parse_zarr_json",
+    "read_attributes",
+    "read_zarr_bytes",
+    "read_zarr_json",
     "record_checksum",
+    "refuse_undescribed",
     "sealed",
+    "sizes_under_way",
     "store_record",
     "table_documents",
+    "table_from_json",
     "table_identity",
 ]
 
@@ -43,6 +60,8 @@ DROPPED = "dropped"
 GROWS_TO = "grows_to"
 _NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
 """Keys of a table's record that may change without changing any row."""
+_MOST_BYTES = 64 << 20
+_RESTORE = "Restore the file from a backup, or use another path."
 
 
 def record_checksum(record: Mapping[str, Any]) -> str:
@@ -164,3 +183,237 @@ def _how_to_read(column: Column) -> dict[str, Any]:
 
 def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(value).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def read_attributes(folder: str) -> dict[str, Any] | None:
+    """Return the ``trak_lite`` attributes of a zarr group, or ``None`` if the folder has no ``zarr.json``.
+
+    Raises:
+        CorruptStoreError: If the file is not the JSON of a zarr group.
+    """
+    document = read_zarr_json(folder)
+    return None if document is None else own_attributes(document, folder)
+
+
+def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return the ``trak_lite`` attributes in the ``zarr.json`` of a group; empty for a group of tables.
+
+    Raises:
+        CorruptStoreError: If the document is not that of a zarr group, or its checksum is wrong.
+    """
+    attributes = document.get("attributes")
+    own = attributes.get("trak_lite") if isinstance(attributes, dict) else None
+    kind = document.get("zarr_format"), document.get("node_type")
+    if kind != (3, "group") or not isinstance(own, dict):
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not describe a zarr group with trak_lite's attributes. {_RESTORE}"
+        )
+    other_format = "columns" not in own and type(own.get("format")) is int and own["format"] != FORMAT
+    if own and not other_format and own.get(CHECKSUM) != record_checksum(own):
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not match its checksum: it was changed after it was written. {_RESTORE}"
+        )
+    return own
+
+
+def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
+    """Return the manifest recorded in a store's ``zarr.json``.
+
+    Raises:
+        ManifestMismatchError: If another version of trak_lite made the store, with another format.
+        CorruptStoreError: If the record is not that of a store.
+    """
+    version = record.get("format")
+    if type(version) is int and version != FORMAT:
+        raise ManifestMismatchError(
+            f"{root} has the format {version}, this version of trak_lite reads the format {FORMAT}. "
+            + (
+                "Install a newer trak_lite."
+                if version > FORMAT
+                else "Featurize again into another path, or use the version that made it."
+            )
+        )
+    fingerprint, made_with = record.get("fingerprint"), record.get("made_with")
+    known = version == FORMAT and isinstance(record.get("origin"), str)
+    if not known or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
+        raise CorruptStoreError(
+            f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
+            f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
+        )
+    where = f"{root}/zarr.json"
+    return Manifest(StoredValues(fingerprint, where=where), StoredValues(made_with, where=where))
+
+
+def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the table attributes recorded in a table's ``zarr.json``.
+
+    Raises:
+        CorruptStoreError: If they are not a mapping.
+    """
+    found = record.get("attributes", {})
+    if not isinstance(found, dict):
+        raise CorruptStoreError(
+            f"{where} records {type(found).__name__} as attributes, expected a mapping. {_RESTORE}"
+        )
+    return dict(found)
+
+
+def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where: str) -> TableSpec:
+    """Return the spec recorded in a table's ``zarr.json``.
+
+    Args:
+        record: Record in the file.
+        path: Path of the table.
+        origin: Origin of the store; see :func:`store_record`.
+        where: Name of the file in error messages.
+
+    Raises:
+        CorruptStoreError: If the record is not that of a table, or has another path or store.
+    """
+    if (record.get("table"), record.get("store")) != (path, origin):
+        other = "another store" if record.get("table") == path else repr(record.get("table"))
+        raise CorruptStoreError(
+            f"{where} describes the table of {other}: folders or files were exchanged, renamed or copied. Move the "
+            "folder back to where it was; if it was copied from elsewhere, remove it."
+        )
+    return spec_from_json(record, where=where)
+
+
+def refuse_undescribed(folder: str, arrays: Sequence[str]) -> None:
+    """Raise if a table's folder holds arrays that are missing in the table's ``zarr.json``.
+
+    Raises:
+        CorruptStoreError: If so; names the arrays. The chunks may be valid; they must not be checked against this spec.
+    """
+    if arrays:
+        names = some_of(map(repr, sorted(arrays)))
+        raise CorruptStoreError(
+            f"{folder}/zarr.json does not name the arrays [{names}] that are in the folder. {_RESTORE}"
+        )
+
+
+def misnamed(folder: str) -> CorruptStoreError:
+    """Return the error for a table or group with an invalid name."""
+    return CorruptStoreError(
+        f"{folder} holds a zarr.json, and no table or group can have the name {os.path.basename(folder)!r}. Give it "
+        "the name that it had, or move it out of the store."
+    )
+
+
+def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
+    """Return the target row counts of unfinished ``grow_table`` calls."""
+    sizes = record.get(GROWS_TO, [])
+    return [size for size in sizes if isinstance(size, int)] if isinstance(sizes, list) else []
+
+
+def check_array(
+    found: Mapping[str, Any] | None,
+    folder: str,
+    array: StoredArray,
+    spec: TableSpec,
+    *,
+    under_way: Sequence[int] = (),
+) -> None:
+    """Raise unless the ``zarr.json`` of an array equals what the store would write; sizes are relied on when mapping.
+
+    Keys and attributes added by other tools are ignored.
+
+    Args:
+        found: The document; ``None`` if it is missing.
+        folder: Folder or address of the table, for messages.
+        array: Stored array of the table.
+        spec: Spec of the table.
+        under_way: Other allowed row counts; see :func:`sizes_under_way`.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
+    path = f"{folder}/{array.name}/zarr.json"
+    if found is None:
+        raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
+    expected = array_document(array, spec)
+    shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
+    expected["shape"] = next((shape for shape in shapes if shape == found.get("shape")), shapes[0])
+    own = expected.pop("attributes").get("trak_lite")
+    differing = _differing(expected, found)
+    attributes = found.get("attributes")
+    if not isinstance(attributes, dict):
+        differing.append(f"attributes is {attributes!r:.100}, expected a mapping")
+    elif not _same(own, attributes.get("trak_lite")):
+        differing.append(f"attributes.trak_lite is {attributes.get('trak_lite')!r:.100}, expected {own!r}")
+    if differing:
+        raise CorruptStoreError(f"{path} contradicts its table: {'; '.join(differing)}. {_RESTORE}")
+
+
+def check_hidden(found: Mapping[str, Any] | None, folder: str) -> None:
+    """Raise unless the ``zarr.json`` of a hidden folder equals what the store would write.
+
+    Raises:
+        CorruptStoreError: Names every differing key.
+    """
+    expected = hidden_document(os.path.basename(folder).removeprefix("."))
+    differing = ["it is missing"] if found is None else _differing(expected, found)
+    if differing:
+        raise CorruptStoreError(f"{folder}/zarr.json is not as it was written: {'; '.join(differing)}.")
+
+
+def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    # zarr refuses a document with other keys, unless their values say that they need not be understood.
+    strange = [
+        f"{key!r:.100} is not a key of such a file"
+        for key, value in found.items()
+        if key not in {*expected, "attributes"}
+        and not (isinstance(value, dict) and value.get("must_understand") is False)
+    ]
+    if not strange and _same(expected, {key: found.get(key) for key in expected}):
+        return []
+    return strange[:10] + [
+        f"{key} is {found.get(key)!r:.100}, expected {value!r}"
+        for key, value in expected.items()
+        if not _same(value, found.get(key))
+    ]
+
+
+def _same(expected: Any, found: Any) -> bool:
+    """Return whether two JSON values are equal; unlike ``==``, distinguishes 1, 1.0 and true."""
+    return canonical_json(expected) == canonical_json(found)
+
+
+def read_zarr_json(folder: str) -> dict[str, Any] | None:
+    """Return the ``zarr.json`` of a folder, or ``None`` if there is none.
+
+    Raises:
+        CorruptStoreError: If it is not a JSON object.
+    """
+    text = read_zarr_bytes(folder)
+    return None if text is None else parse_zarr_json(text, os.path.join(folder, "zarr.json"))
+
+
+def read_zarr_bytes(folder: str) -> bytes | None:
+    """Return the bytes of the ``zarr.json`` of a folder, or ``None`` if there is none."""
+    path = os.path.join(folder, "zarr.json")
+    with named_errors("Reading", path):
+        try:
+            return read_file(path, most=_MOST_BYTES, remedy="Restore it from a backup, or use another path.")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
+    """Parse the text of a ``zarr.json``.
+
+    Raises:
+        CorruptStoreError: If it is not a JSON object.
+    """
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise CorruptStoreError(
+            f"{path} is not JSON ({error}). It was damaged after it was written, and is not created again, because "
+            "there are rows. Restore the file from a backup, or use another path."
+        ) from error
+    if not isinstance(document, dict):
+        raise CorruptStoreError(
+            f"{path} holds {type(document).__name__}, expected a JSON object. Restore it from a backup."
+        )
+    return document

@@ -21,9 +21,9 @@ from trak_lite.store._names import (
     path_parts,
 )
 from trak_lite.store._values import check_derived
+from trak_lite.store.disk.documents import attributes_from_json, misnamed, table_from_json
 from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.listing import lost_table
-from trak_lite.store.disk.metadata import attributes_from_json, misnamed, table_from_json
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.manifest import Manifest
 
@@ -116,6 +116,12 @@ class RecordedFeatureStore(AbstractFeatureStore):
         """Delete an entry if it exists."""
         self._require_writable()
         self._entries.drop(name)
+
+    def close(self) -> None:
+        """Release files and locks. Rows already put are safe."""
+        self._closed = True
+        for table in self._tables.values():
+            table.close()
 
     def _require_writable(self) -> None:
         if not self._writable:

@@ -17,7 +17,7 @@ from typing import final
 from trak_lite.errors import BusyError, CorruptStoreError, ReadOnlyStoreError
 from trak_lite.store._check_report import Finding, Report, SetAside, row_ranges
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store.disk.check import StoreLook, TableLook
+from trak_lite.store.disk.check import DiskLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
 from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_files
@@ -30,7 +30,7 @@ from trak_lite.store.disk.staging import StagedChunk, StagedRows
 __all__ = ["check_folder"]
 
 
-def repair_list(root: str, look: StoreLook) -> list[SetAside]:
+def repair_list(root: str, look: DiskLook) -> list[SetAside]:
     """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them.
 
     Raises:
@@ -166,7 +166,7 @@ def _is_no_file(path: str, *, alone: bool) -> bool:
 def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
     """Check and optionally repair a disk store; see :func:`~trak_lite.store.check_store`."""
     root = os.path.realpath(folder)
-    look = StoreLook.at(root)
+    look = DiskLook(root)
     if not repair:
         return Report(root, tuple(look.findings), look.tally)
     if not os.access(root, os.W_OK | os.X_OK):
@@ -180,5 +180,5 @@ def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
     busy = [finding for each in repairs for finding in each.busy]
     moved += [part for each in repairs for part in each.set_aside]
     if moved or look.list_damaged or look.wrong_entries:
-        look = StoreLook.at(root)
+        look = DiskLook(root)
     return Report(root, (*look.findings, *busy), look.tally, tuple(moved))

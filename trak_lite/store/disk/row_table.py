@@ -29,7 +29,7 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_digest, raise_incomplete
+from trak_lite.store._content import content_key, raise_incomplete
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
 from trak_lite.store._values import RowBlock, check_block, short_list
@@ -206,11 +206,7 @@ class RowTable(AbstractRowTable):
 
     def content_key(self) -> str:
         """Return a digest of the committed contents, equal to that of any other store with the same rows."""
-        committed = set(self.committed_chunks())
-        for chunk in range(self.num_chunks):
-            if chunk not in committed:
-                raise_incomplete(self, chunk, where=self._files.where)
-        return content_digest(self.spec, map(self.checksums, range(self.num_chunks)))
+        return content_key(self, where=self._files.where)
 
     def close(self) -> None:
         """Release locks and files. Rows already put are safe, and reading remains possible."""

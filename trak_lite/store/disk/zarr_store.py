@@ -35,6 +35,7 @@ from trak_lite.store._grid import (
     compare_specs,
     grown_spec,
     plain_json,
+    plain_manifest,
 )
 from trak_lite.store._names import path_parts
 from trak_lite.store._values import check_derived
@@ -44,10 +45,16 @@ from trak_lite.store.disk.chunk_maps import ChunkMaps
 from trak_lite.store.disk.documents import (
     CHECKSUM,
     GROWS_TO,
+    check_array,
     encode_document,
     group_document,
     hidden_document,
+    manifest_from_json,
+    read_attributes,
+    read_zarr_json,
+    refuse_undescribed,
     sealed,
+    sizes_under_way,
     store_record,
     table_documents,
     table_identity,
@@ -70,14 +77,6 @@ from trak_lite.store.disk.folders import (
     write_document,
 )
 from trak_lite.store.disk.listing import TABLES, TableList
-from trak_lite.store.disk.metadata import (
-    check_array,
-    manifest_from_json,
-    read_attributes,
-    read_zarr_json,
-    refuse_undescribed,
-    sizes_under_way,
-)
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.disk.row_table import RowTable
@@ -147,11 +146,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         """
         if manifest.format != FORMAT:
             raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
-        root = os.path.realpath(os.fspath(path))
-        manifest = Manifest(
-            plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint"),
-            plain_json(dict(manifest.made_with), what="The manifest's made_with"),
-        )
+        root, manifest = os.path.realpath(os.fspath(path)), plain_manifest(manifest)
         with named_errors("Creating", root):
             if read_attributes(root) is None:
                 _refuse_occupied(root)
@@ -334,12 +329,6 @@ class ZarrFeatureStore(RecordedFeatureStore):
             table.forget()
         return check_folder(self._root, repair=True)
 
-    def close(self) -> None:
-        """Release files and locks. Rows already put are safe."""
-        self._closed = True
-        for table in self._tables.values():
-            table.close()
-
     def _open(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
@@ -355,7 +344,8 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _opened(self, path: str, record: Mapping[str, Any]) -> RowTable:
         folder, spec = f"{self._root}/{path}", self._spec(record, path)
         self._require_listed(path, spec)
-        refuse_undescribed(folder, spec)
+        others = set(names_in(folder)) - {array.name for array in spec.arrays}
+        refuse_undescribed(folder, [n for n in others if os.path.lexists(f"{folder}/{n}/zarr.json")])
         for array in spec.arrays:
             found = read_zarr_json(f"{folder}/{array.name}")
             check_array(found, folder, array, spec, under_way=sizes_under_way(record))

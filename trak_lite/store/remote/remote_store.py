@@ -22,16 +22,20 @@ from trak_lite.errors import (
 from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._check_report import Report
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._grid import check_spec, compare_specs, plain_json
+from trak_lite.store._grid import check_spec, compare_specs, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import (
     DROPPED,
+    check_array,
     encode_document,
     group_document,
     hidden_document,
+    manifest_from_json,
+    own_attributes,
+    parse_zarr_json,
     sealed,
     store_record,
     table_documents,
@@ -46,12 +50,6 @@ from trak_lite.store.disk.listing import (
     encode_entry,
     entry_name,
     listed_path,
-)
-from trak_lite.store.disk.metadata import (
-    check_array,
-    manifest_from_json,
-    own_attributes,
-    parse_zarr_json,
 )
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.row_table import RowTable
@@ -125,10 +123,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
             UnsupportedStoreError: If the object store does not support conditional creation of objects.
             ReadOnlyStoreError: If the address is not writable.
         """
-        place = _as_place(where)
-        made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
-        fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
-        manifest = Manifest(fingerprint, made_with, manifest.format)
+        place, manifest = _as_place(where), plain_manifest(manifest)
         if _read_document(place.objects, "") is None:
             require_exclusive(place.objects)
             _refuse_occupied(place.objects)
@@ -263,12 +258,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
             UnsupportedStoreError: If ``repair`` is set.
         """
         return check_remote(self._objects, repair=repair)
-
-    def close(self) -> None:
-        """Release the staging folder. Rows already put are safe."""
-        self._closed = True
-        for table in self._tables.values():
-            table.close()
 
     def _stage(self, path: str) -> str:
         """Return the folder on this machine that holds the row logs of a table."""
