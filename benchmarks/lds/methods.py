@@ -87,6 +87,7 @@ def ours(
     checkpoints: str = "run",
     fields: dict[str, Any] | None = None,
     task: Any = None,
+    target_task: Any = None,
     **settings: Any,
 ) -> Attribution:
     """Featurize and score.
@@ -96,6 +97,7 @@ def ours(
         checkpoints: As in :meth:`Problem.checkpoints`.
         fields: Fields of the attributor's method to replace in ``score``.
         task: Replaces the task of the setting.
+        target_task: Task of the targets alone; ``None`` is that of the train rows.
         **settings: Arguments of ``Attributor``.
     """
     states = problem.checkpoints(checkpoints)
@@ -110,7 +112,7 @@ def ours(
         )
         attributor.featurize(problem.train, states)
         method = replace(attributor.method, **(fields or {}))
-        scores = attributor.score(problem.targets, method=method).numpy()
+        scores = attributor.score(problem.targets, method=method, task=target_task).numpy()
         row_bytes = attributor.row_bytes * len(states)
         return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
 
@@ -198,6 +200,7 @@ METHODS: dict[str, Method] = {
 TEXT_METHODS: dict[str, Method] = {
     "BM25": word_overlap,
     "default of margins, run": partial(ours, task=MARGINS),
+    "default with margins as targets, run": partial(ours, target_task=MARGINS),
     "EK-FAC of margins, not projected, run": partial(NOT_PROJECTED, task=MARGINS),
 }
 """For the language model alone."""

@@ -18,7 +18,12 @@ from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateErro
 from trak_lite.evaluation import subset_masks
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.methods import GradCos, GradDot, Mean
-from trak_lite.modelout_functions import ActivationModelOutput, ModelCall, QuestionsModelOutput
+from trak_lite.modelout_functions import (
+    ActivationModelOutput,
+    CausalLanguageModelingModelOutput,
+    ModelCall,
+    QuestionsModelOutput,
+)
 
 N, M, D, C = 10, 6, 4, 3
 EXACT = {"projector": "none", "dtype": "float32", "layout": "joint", "method": GradDot()}
@@ -91,6 +96,28 @@ def test_a_question_or_a_task_of_targets_gives_products_with_its_gradients(plain
     np.testing.assert_allclose(mean, standard, rtol=1e-3, atol=1e-4)
     margins = attributor.score(TARGETS, name="plain").numpy()
     np.testing.assert_allclose(margins, plain["rows"] @ plain["margin"].T, **CLOSE)
+
+
+def test_margins_are_targets_of_train_rows_by_log_p() -> None:
+    """Of a language model: rows by the gradients of their summed log p, targets by those of their summed margins."""
+    ids = randint(C, (N + M, T), 5)
+    model = prepared(nn.Sequential(nn.Embedding(C, D), nn.Tanh(), nn.Linear(D, C)))
+
+    def log_p(row: Tensor) -> Tensor:
+        return -nn.functional.cross_entropy(model(row[None])[0, :-1], row[1:], reduction="none")
+
+    def summed_margins(row: Tensor) -> Tensor:
+        return (log_p(row) - torch.log1p(-log_p(row).exp())).sum()
+
+    rows = np.stack([flat_gradient(log_p(row).sum(), model) for row in ids[:N]])
+    margins = np.stack([flat_gradient(summed_margins(row), model) for row in ids[N:]])
+    attributor = Attributor(model, "causal_language_modeling", None, progress=False, **EXACT)
+    attributor.featurize(TensorDataset(ids[:N], ids[:N]))
+
+    task = CausalLanguageModelingModelOutput(output="margin")
+    scores = attributor.score(TensorDataset(ids[N:], ids[N:]), name="margins", task=task)
+
+    np.testing.assert_allclose(scores.numpy(), rows @ margins.T, **CLOSE)
 
 
 def test_a_group_is_one_target_for_every_method(plain: Any) -> None:
