@@ -144,7 +144,8 @@ def test_batch_sizes_are_compared_by_whole_batches(monkeypatch):
         return measured(run, settings, rows, checkpoint, batch_size, **more)
 
     monkeypatch.setattr(planning, "_tried", recorded)
-    attributor(None).plan(TensorDataset(*(tensor[torch.arange(2000) % 400] for tensor in TRAIN.tensors)))
+    data = TensorDataset(*(tensor[torch.arange(2000) % 400] for tensor in TRAIN.tensors))
+    attributor(None).plan(Rows(data, batch_size=32))
     assert tried == [32, 128]
 
 
