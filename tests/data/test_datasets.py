@@ -274,6 +274,6 @@ def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(
 
     data = TensorDataset(torch.arange(4.0 * num_rows).reshape(num_rows, 4).cos(), torch.arange(num_rows) % 3)
     given = data if loader_size is None else DataLoader(data, batch_size=loader_size)
-    attributor = Attributor(Recording(*layers), "image_classification", tmp_path / "store", proj_dim=8)
+    attributor = Attributor(Recording(*layers), "image_classification", tmp_path / "store")
     attributor.featurize(given)
     assert max(seen) == expected
