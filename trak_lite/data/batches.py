@@ -39,8 +39,8 @@ def default_batch_size(model: nn.Module, num_rows: int) -> int:
     """Return the samples per pass if the user sets none: 32, or up to 256 for perceptrons.
 
     A batch of a small perceptron costs nearly the same for 32 and for 256 rows. The size depends on the modules and N
-    only, and not on a measured time, so that each run over the same data computes the same batches. Of other models a
-    parameter does not tell how much memory a row takes (positions of a convolution, tokens), and batches gain less.
+    only, and not on a measured time, so that each run over the same data computes the same batches. Of a model with
+    other parameters (convolutions, embeddings), their number does not bound the memory of a row, and batches gain less.
 
     Args:
         model: Its parameters decide.
@@ -49,7 +49,7 @@ def default_batch_size(model: nn.Module, num_rows: int) -> int:
     holders = [
         module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
     ]
-    if not all(isinstance(module, _DENSE) for module in holders):
+    if not all(type(module) in _DENSE for module in holders):
         return DEFAULT_BATCH_SIZE
     num_values = sum(parameter.numel() for parameter in model.parameters())
     size = _LARGEST_DEFAULT

@@ -104,7 +104,7 @@ class AbstractMethod(ABC):
     multiplies_rows: ClassVar[bool] = True
     """Whether scores are products of stored rows, so that some can be computed without the others."""
 
-    checks: ClassVar[Mapping[str, Check]] = {
+    _checks: ClassVar[Mapping[str, Check]] = {
         "q": partial(one_of, ("inside", "outside", "off")),
         "checkpoint_weights": optional(_finite_weights),
     }
@@ -113,7 +113,7 @@ class AbstractMethod(ABC):
     def __post_init__(self) -> None:
         """Check the fields."""
         for cls in reversed(type(self).__mro__):
-            for name, check in vars(cls).get("checks", {}).items():
+            for name, check in vars(cls).get("_checks", {}).items():
                 object.__setattr__(self, name, check(**{name: getattr(self, name)}))
 
     @property
@@ -245,7 +245,7 @@ class AbstractLearningRateMethod(AbstractMethod):
     checkpoint_weights: None = field(init=False, default=None)
     """None, because the learning rates are the weights."""
 
-    checks: ClassVar = {"learning_rates": optional(_finite_weights)}
+    _checks: ClassVar = {"learning_rates": optional(_finite_weights)}
     kernel = None
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
@@ -269,7 +269,7 @@ class AbstractKernelMethod(AbstractMethod):
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]
     """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
-    checks: ClassVar = {"damping": optional(partial(real_at_least, 0.0)), "layout": CHECK_LAYOUT}
+    _checks: ClassVar = {"damping": optional(partial(real_at_least, 0.0)), "layout": CHECK_LAYOUT}
 
     @property
     def kernel(self) -> KernelSettings:

@@ -122,7 +122,7 @@ class EKFAC(AbstractInverseMethod):
     max_side: int = 16384
     """Longest side to decompose. A longer one (a vocabulary) is not rotated into an eigenbasis."""
 
-    checks: ClassVar = {
+    _checks: ClassVar = {
         "damping": partial(
             _above_zero,
             "EKFAC(damping=0) would divide by zero wherever no train row has curvature. Use a number above 0 (the "
@@ -197,7 +197,7 @@ class AbstractIterativeMethod(AbstractInverseMethod):
     """Seed of all drawn labels, and of drawn rows."""
 
     is_iterative: ClassVar[bool] = True
-    checks: ClassVar = {"damping": _above_zero, "draws": optional(positive_int)}
+    _checks: ClassVar = {"damping": _above_zero, "draws": optional(positive_int)}
 
     @property
     def product_draws(self) -> int | None:
@@ -233,7 +233,7 @@ class CG(AbstractIterativeMethod):
     """Number of evenly spaced train rows that H is computed from, scaled to all; ``None`` uses all."""
 
     gradient_copies: ClassVar[int] = 7
-    checks: ClassVar = {
+    _checks: ClassVar = {
         "tolerance": _above_zero,
         "max_iterations": positive_int,
         "max_rows": optional(positive_int),
@@ -265,7 +265,7 @@ class LiSSA(AbstractIterativeMethod):
     estimate of the largest eigenvalue by 10 power iterations over all train rows."""
 
     gradient_copies: ClassVar[int] = 4
-    checks: ClassVar = {
+    _checks: ClassVar = {
         "depth": positive_int,
         "rows": positive_int,
         "repeats": positive_int,

@@ -60,7 +60,7 @@ class Fisher(AbstractKernelMethod):
     """Seed of the draws. The draws of a row depend only on the seed and the row number."""
 
     weighting: ClassVar[Literal["fisher"]] = "fisher"
-    checks: ClassVar = {"samples_per_feature": positive_int, "max_draws": positive_int}
+    _checks: ClassVar = {"samples_per_feature": positive_int, "max_draws": positive_int}
 
     @property
     def fisher_fit(self) -> Fisher:

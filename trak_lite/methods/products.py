@@ -38,7 +38,7 @@ class GradCos(AbstractMethod):
     """``"stored"`` sums the cosines over the segments of the stored rows. ``"joint"`` uses the cosine of whole rows."""
 
     linear: ClassVar[bool] = False
-    checks: ClassVar = {"layout": CHECK_LAYOUT}
+    _checks: ClassVar = {"layout": CHECK_LAYOUT}
     kernel = None
 
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
