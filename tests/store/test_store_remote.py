@@ -251,6 +251,19 @@ def test_verifying_tells_what_is_in_flight_and_what_is_not_ours(bucket, here):
         store.check()
 
 
+def test_a_table_that_is_not_listed_is_named_until_a_writer_lists_it(bucket, here):
+    put_pending(here.table())
+    (entry,) = (key for key in bucket.kept if key.startswith(".tables/") and not key.endswith("zarr.json"))
+    del bucket.kept[entry]
+    (note,) = here.check().findings
+    assert note.level == "note"
+    assert f"{NAME!r} is not listed" in note.finding
+    here.table()
+    assert not here.check().findings
+    assert entry in bucket.kept
+    check_rows(here.reader())
+
+
 def test_a_document_in_another_place_is_refused_only_where_a_check_names_it(bucket, here):
     """Of the store, a group, a table, an array or the list of tables, each copied over each other."""
     spec, names = replace(SPEC, columns=SPEC.columns[1:2]), ["targets/one", "two"]

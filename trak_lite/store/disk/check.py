@@ -38,13 +38,21 @@ from trak_lite.store.disk.folders import is_old, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.records import CommitLogs
 
-__all__ = ["OTHER_TABLE", "AnyTableLook", "DiskLook", "StoreLook", "TableLook", "missing_store"]
+__all__ = [
+    "NEXT_WRITER",
+    "OTHER_TABLE",
+    "AnyTableLook",
+    "DiskLook",
+    "StoreLook",
+    "TableLook",
+    "missing_store",
+]
 
 OTHER_TABLE = "another table than the one that the store lists under this path"
 _METADATA = "zarr.json"
 _SCRATCH = re.compile(r".+\.safetensors\.new-[0-9a-f]{32}")
 _LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
-_NEXT_WRITER = "nothing: the next writer does it"
+NEXT_WRITER = "nothing: the next writer does it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
 _NOT_OURS = "remove it if it is not needed"
 _PUT_BACK = "replace it by the folder"
@@ -358,7 +366,7 @@ class DiskLook(StoreLook):
         metadata = f"{path}/{_METADATA}"
         if identity is None and self._has(metadata):
             if tables.identity(path) is None and is_old(self._at(metadata)):
-                self._note(f"the table {path!r} is not listed: its creation was interrupted", _NEXT_WRITER)
+                self._note(f"the table {path!r} is not listed: its creation was interrupted", NEXT_WRITER)
         elif None not in (identity, found) and identity != found:
             record = self._attributes_of(path)
             if record and identity_of(record) == found and tables.identity(path) == identity:
@@ -367,7 +375,7 @@ class DiskLook(StoreLook):
     def _scratch(self, path: str) -> None:
         if is_old(self._at(path)):
             text = f"{self._at(path)!r}: left by a creation or removal that was interrupted"
-            self._note(text, _NEXT_WRITER)
+            self._note(text, NEXT_WRITER)
 
 
 @final

@@ -10,7 +10,7 @@ from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.store._base import TableSpec
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
-from trak_lite.store.disk.check import OTHER_TABLE, StoreLook, missing_store
+from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import parse_zarr_json
 from trak_lite.store.disk.entries import StoreEntries
@@ -91,6 +91,9 @@ class RemoteLook(StoreLook):
 
     def _list(self, names: Iterable[str]) -> None:
         paths = sorted(filter(None, map(listed_path, names)))
+        for path in sorted(self._identities.keys() - set(paths)):
+            unlisted = f"the table {path!r} is not listed: its creation was interrupted, or is under way"
+            self._note(unlisted, NEXT_WRITER)
         texts = self._objects.get_many(f"{TABLES}/{entry_name(path)}" for path in paths)
         for path, (key, text) in zip(paths, texts.items(), strict=True):
             if text is None:
