@@ -202,5 +202,7 @@ TEXT_METHODS: dict[str, Method] = {
     "default of margins, run": partial(ours, task=MARGINS),
     "default with margins as targets, run": partial(ours, target_task=MARGINS),
     "EK-FAC of margins, not projected, run": partial(NOT_PROJECTED, task=MARGINS),
+    "EK-FAC with margins as targets, not projected, run": partial(NOT_PROJECTED, target_task=MARGINS),
+    "EK-FAC with margins as targets, projected, run": partial(ours, method=EKFAC(), target_task=MARGINS),
 }
 """For the language model alone."""
