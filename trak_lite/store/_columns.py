@@ -1,9 +1,9 @@
-"""Columns of a table and the storage of their rows: as floats or quantised."""
+"""Shape of a table, its columns, and the storage of their rows: as floats or quantised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trak_lite.store._quantised import QUANTISATION, QUANTISED, dequantise, quantise
 
-__all__ = ["DTYPES", "Column", "StoredArray", "StoredRows", "dtype_fingerprint"]
+__all__ = ["DTYPES", "Column", "StoredArray", "StoredRows", "TableSpec", "dtype_fingerprint"]
 
 DTYPES = ("float32", "float16", *QUANTISED)
 """Allowed values of ``Column.dtype``."""
@@ -130,6 +130,28 @@ class Column:
         """NumPy lines that decode a quantised column to float32 from its zarr ``group``; empty if not quantised."""
         lines = _RECIPES.get(self.dtype, ())
         return tuple(line.format(name=self.name, width=self.width) for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """Shape of a table. All columns share the chunk grid and the record of done rows."""
+
+    num_rows: int
+    columns: tuple[Column, ...]
+    chunk_rows: int
+    """Rows per chunk. A chunk is the unit of committing, locking and memory mapping."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that determine the rows; compared key by key by ``create_table`` if the table exists."""
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """The stored arrays of all columns, in column order."""
+        return tuple(array for column in self.columns for array in column.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on disk, over all columns."""
+        return sum(column.row_bytes for column in self.columns)
 
 
 @final

@@ -1,11 +1,10 @@
-"""Functions shared by all stores: the error for pending rows, content digests and the encoding of single arrays."""
+"""Encoding of single arrays, cached or stored as entries, with a checksum."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import safetensors.numpy
@@ -13,46 +12,19 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from trak_lite._validate import parse_json
-from trak_lite.errors import IncompleteStoreError
-from trak_lite.store._base import AbstractRowTable
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._grid import shape_to_json
 from trak_lite.store._names import path_parts
-from trak_lite.store.manifest import canonical_json
 
 __all__ = [
     "ARRAY_SUFFIX",
     "DecodedArray",
     "array_file_name",
-    "content_key",
     "decode_array",
     "encode_array",
     "encoded_size",
-    "raise_incomplete",
 ]
 
 ARRAY_SUFFIX: Final = ".safetensors"
-
-
-def raise_incomplete(table: AbstractRowTable, chunk: int, *, where: str) -> NoReturn:
-    """Raise the error for a chunk that is not committed."""
-    first, stop = table.chunk_range(chunk)
-    pending = int((~table.done()[first:stop]).sum())
-    raise IncompleteStoreError(
-        f"Rows {first} to {stop - 1} (chunk {chunk}) of {where} are not complete: "
-        f"{pending} of {stop - first} are pending. Featurize them first; pending() lists them."
-    )
-
-
-def content_key(table: AbstractRowTable, *, where: str) -> str:
-    """Return a digest of the shape and committed contents of a table; see :meth:`AbstractRowTable.content_key`."""
-    missing = set(range(table.num_chunks)).difference(table.committed_chunks())
-    if missing:
-        raise_incomplete(table, min(missing), where=where)
-    digest = hashlib.sha256(canonical_json(shape_to_json(table.spec)).encode())
-    for chunk in range(table.num_chunks):
-        digest.update(canonical_json(table.checksums(chunk)).encode())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

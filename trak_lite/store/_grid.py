@@ -9,8 +9,7 @@ from typing import Any
 
 from trak_lite._validate import check_depth, one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
+from trak_lite.store._columns import DTYPES, Column, TableSpec, dtype_fingerprint
 from trak_lite.store._names import check_name
 from trak_lite.store.manifest import Manifest, StoredValues, canonical_json, compare_fingerprints
 

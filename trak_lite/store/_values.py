@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import Run, contiguous_runs
 from trak_lite.store._names import path_parts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -16,13 +16,12 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
 )
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.store._base import AbstractFeatureStore
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_key, raise_incomplete
-from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import group_of_tables, inside_a_table, missing_table, natural_order, path_parts
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_block, check_derived, short_list
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
 
@@ -76,7 +75,7 @@ class MemoryRowTable(AbstractRowTable):
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
         """Store rows; see :meth:`AbstractRowTable.put`."""
-        self._store.require_writable()
+        self._store._require_writable()
         self._store.require_table(self._path, self._rows)
         block = check_block(rows, values, self.spec)
         for chunk in block.runs:
@@ -98,7 +97,7 @@ class MemoryRowTable(AbstractRowTable):
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
         """Lock a chunk until the context exits; see :meth:`AbstractRowTable.claim`."""
-        self._store.require_writable()
+        self._store._require_writable()
         self._store.require_table(self._path, self._rows)
         first, stop = self.chunk_range(chunk)
         self._refuse_claimed(chunk)
@@ -142,9 +141,9 @@ class MemoryRowTable(AbstractRowTable):
         rows = np.flatnonzero(self._rows.done[first:stop]) + first
         return rows, {column.name: self._stored(column)[rows].decode() for column in self.spec.columns}
 
-    def content_key(self) -> str:
-        """Return a digest of the contents, equal to that of a disk store with the same rows."""
-        return content_key(self, where=self._path)
+    @property
+    def _where(self) -> str:
+        return self._path
 
     def _stored(self, column: Column) -> StoredRows:
         return StoredRows(column, tuple(self._rows.arrays[array.name] for array in column.arrays))
@@ -159,7 +158,7 @@ class MemoryRowTable(AbstractRowTable):
 
     def _require_complete(self, chunk: int) -> None:
         if not self._is_complete(chunk):
-            raise_incomplete(self, chunk, where=self._path)
+            self._raise_incomplete(chunk)
 
     def _is_complete(self, chunk: int) -> bool:
         first, stop = self.chunk_range(chunk)
@@ -204,7 +203,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
         """Whether the store is open for writing."""
         return self._writable
 
-    def require_writable(self) -> None:
+    def _require_writable(self) -> None:
         """Raise unless this handle is open for writing.
 
         Raises:
@@ -220,7 +219,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> AbstractRowTable:
         """Open a table for writing; create it if it does not exist."""
-        self.require_writable()
+        self._require_writable()
         spec = check_spec(spec)
         plain = plain_json(dict(attributes or {}), what="A table's attributes")
         self._refuse_nesting(path)
@@ -245,13 +244,13 @@ class MemoryFeatureStore(AbstractFeatureStore):
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows."""
-        self.require_writable()
+        self._require_writable()
         self._find(path)
         del self._contents.tables[path]
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table."""
-        self.require_writable()
+        self._require_writable()
         rows = self._find(path)
         spec = grown_spec(rows.spec, num_rows)
         if spec != rows.spec:
@@ -264,20 +263,11 @@ class MemoryFeatureStore(AbstractFeatureStore):
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
-        self.require_writable()
+        self._require_writable()
         given = plain_json(dict(given), what="The manifest's fingerprint")
         self._contents.manifest = replaced_fingerprint(
             self.manifest, known, given, where="The store in memory"
         )
-
-    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return the differences between this store and another one."""
-        return diff_stores(self, other)
-
-    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Copy the rows that are missing here from other stores."""
-        self.require_writable()
-        return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
         """Return the attributes recorded when the table was created."""
@@ -309,7 +299,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
-        self.require_writable()
+        self._require_writable()
         self._contents.entries[name] = key, array.copy()
 
     def entry_names(self, prefix: str = "") -> list[str]:
@@ -319,7 +309,7 @@ class MemoryFeatureStore(AbstractFeatureStore):
 
     def drop_entry(self, name: str) -> None:
         """Delete an entry if it exists."""
-        self.require_writable()
+        self._require_writable()
         self._contents.entries.pop(name, None)
 
     def close(self) -> None:

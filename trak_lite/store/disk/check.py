@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import NEEDED_UNTIL, TableSpec
+from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._check_report import Finding, Tally
+from trak_lite.store._columns import TableSpec
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles

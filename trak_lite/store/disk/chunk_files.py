@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, StateError
-from trak_lite.store._base import TableSpec
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import StoredArray
+from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._values import short_list
 from trak_lite.store.disk.documents import (

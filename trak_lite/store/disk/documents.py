@@ -19,8 +19,7 @@ import numpy as np
 
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
-from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
+from trak_lite.store._columns import Column, StoredArray, TableSpec, dtype_fingerprint
 from trak_lite.store._grid import spec_from_json, spec_to_json
 from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json

@@ -10,8 +10,8 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StateError
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
-from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._base import AbstractFeatureStore
+from trak_lite.store._columns import TableSpec
 from trak_lite.store._names import (
     group_of_tables,
     inside_a_table,
@@ -20,6 +20,7 @@ from trak_lite.store._names import (
     natural_order,
     path_parts,
 )
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.documents import attributes_from_json, misnamed, table_from_json
 from trak_lite.store.disk.entries import StoreEntries
@@ -70,15 +71,6 @@ class RecordedFeatureStore(AbstractFeatureStore):
     def open_table(self, path: str) -> AbstractRowTable:
         """Open an existing table, for writing if the store is writable."""
         return self._open(path)
-
-    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return the differences between this store and another one."""
-        return diff_stores(self, other)
-
-    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Copy the rows that are missing here from other stores."""
-        self._require_writable()
-        return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
         """Return the attributes recorded when the table was created."""

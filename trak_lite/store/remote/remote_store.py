@@ -19,11 +19,12 @@ from trak_lite.errors import (
     CorruptStoreError,
     UnsupportedStoreError,
 )
-from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._check_report import Report
+from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import check_spec, compare_specs, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
