@@ -32,6 +32,7 @@ from trak_lite.store._content import (
 )
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._names import path_parts
+from trak_lite.store.disk.documents import read_zarr_bytes
 from trak_lite.store.disk.files import (
     file_size,
     named_errors,
@@ -45,7 +46,16 @@ from trak_lite.store.disk.files import (
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.listing import TABLES, TableList, decode_entry, encode_entry, entry_name
 
-__all__ = ["CACHE", "ENTRIES", "HiddenFiles", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
+__all__ = [
+    "CACHE",
+    "ENTRIES",
+    "Files",
+    "HiddenFiles",
+    "StoreEntries",
+    "disk_entries",
+    "entry_files",
+    "entry_of",
+]
 
 CACHE = ".cache"
 _LONGEST_HEAD = 4096
@@ -60,10 +70,20 @@ _MARK: Final = f"{ENTRIES}%"
 class Files(Protocol):
     """Files or objects of a store by key."""
 
-    def get(self, key: str) -> bytes | None: ...
-    def put(self, key: str, content: bytes) -> None: ...
-    def delete(self, key: str) -> None: ...
-    def sizes(self, folder: str) -> Iterable[str]: ...
+    def get(self, key: str) -> bytes | None:
+        """Return the content of a file, ``None`` if it is missing."""
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write a file, replacing an existing one."""
+
+    def delete(self, key: str) -> None:
+        """Delete a file if it exists."""
+
+    def sizes(self, folder: str) -> Iterable[str]:
+        """Return the keys of all files in a folder."""
+
+    def folders(self, folder: str) -> Iterable[str]:
+        """Return the names of the folders in a folder."""
 
 
 def entry_files(name: str) -> tuple[str, str]:
@@ -214,7 +234,7 @@ class StoreEntries:
 @final
 @dataclass(frozen=True, slots=True)
 class HiddenFiles:
-    """Files of a store by key, ``"folder/name"``: the part of the methods of objects that entries need."""
+    """Files of a store by key, ``"folder/name"``: the methods of objects that documents and entries need."""
 
     root: str
     """Folder of the store."""
@@ -223,9 +243,11 @@ class HiddenFiles:
         """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size.
 
         Raises:
-            StoreError: If it cannot be read.
+            StoreError: If it cannot be read, or is a ``zarr.json`` and no plain file.
         """
         path = f"{self.root}/{key}"
+        if os.path.basename(path) == "zarr.json":
+            return read_zarr_bytes(os.path.dirname(path))
         with named_errors("Reading", path):
             try:
                 size = file_size(path) or 0
@@ -262,10 +284,11 @@ class HiddenFiles:
         """Return the keys of all files in a folder."""
         return [f"{folder}/{name}" for name in names_in(f"{self.root}/{folder}")]
 
-    def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the cached array with this name and key, or ``None`` if it is missing or damaged."""
-        found = decode_array(self.get(f"{CACHE}/{array_file_name(name)}") or b"", name)
-        return None if found is None or (found.key, found.bound) != (key, ()) else found.array
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders in a folder; in that of the store, if ``folder`` is empty."""
+        path = os.path.join(self.root, folder)
+        names = names_in(path) if os.path.isdir(path) else []
+        return [name for name in names if os.path.isdir(os.path.join(path, name))]
 
     def damaged_arrays(self) -> list[str]:
         """Return the names of damaged files of cached arrays."""
@@ -278,10 +301,6 @@ class HiddenFiles:
             return decode_array(self.get(f"{CACHE}/{file}") or b"", name) is not None
         except StoreError:
             return False
-
-    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Cache an array, replacing any array of the same name."""
-        self.put(f"{CACHE}/{array_file_name(name)}", encode_array(name, key, array))
 
 
 def disk_entries(root: str, record: Mapping[str, Any] | None) -> StoreEntries:

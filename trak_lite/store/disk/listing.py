@@ -131,10 +131,6 @@ class TableList:
                 "backup, or call check_store(path, repair=True), which lists the tables that exist."
             )
 
-    def paths(self) -> list[str]:
-        """Return the paths of the listed tables, unordered."""
-        return [path for path in map(listed_path, names_in(self.folder)) if path is not None]
-
     def identity(self, path: str) -> str | None:
         """Return the identity of a listed table, or ``None`` if it is not listed.
 

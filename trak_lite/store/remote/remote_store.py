@@ -12,8 +12,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
-from numpy.typing import NDArray
-
 from trak_lite._validate import one_of
 from trak_lite.errors import (
     CorruptStoreError,
@@ -22,10 +20,8 @@ from trak_lite.errors import (
 from trak_lite.store._check_report import Report
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._grid import check_spec, compare_specs, plain_json, plain_manifest
-from trak_lite.store._names import path_parts
+from trak_lite.store._grid import plain_manifest
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import (
@@ -35,14 +31,13 @@ from trak_lite.store.disk.documents import (
     group_document,
     hidden_document,
     manifest_from_json,
-    own_attributes,
     parse_zarr_json,
     sealed,
     store_record,
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.entries import CACHE, HiddenFiles, StoreEntries
+from trak_lite.store.disk.entries import CACHE, HiddenFiles
 from trak_lite.store.disk.files import locked_file, named_errors, open_file, remove_tree
 from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import (
@@ -50,9 +45,8 @@ from trak_lite.store.disk.listing import (
     decode_entry,
     encode_entry,
     entry_name,
-    listed_path,
 )
-from trak_lite.store.disk.recorded import RecordedFeatureStore
+from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import logs_locked
 from trak_lite.store.disk.zarr_store import CheckChunks
@@ -100,12 +94,11 @@ class RemoteFeatureStore(RecordedFeatureStore):
         writable: bool,
         check: CheckChunks = "first_touch",
     ) -> None:
-        entries = StoreEntries(place.objects, place.url, record)
-        super().__init__(place.url, manifest, record, entries, writable=writable)
         self._objects: AbstractObjects = place.objects
         self._check = check
         self._staging = place.staging_root(manifest)
-        self._cache = HiddenFiles(self._staging)
+        cache = HiddenFiles(self._staging)
+        super().__init__(place.url, manifest, record, place.objects, cache=cache, writable=writable)
         if writable:
             with named_errors("Making", self._staging):
                 make_folders(f"{self._staging}/{CACHE}")
@@ -125,7 +118,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
             ReadOnlyStoreError: If the address is not writable.
         """
         place, manifest = _as_place(where), plain_manifest(manifest)
-        if _read_document(place.objects, "") is None:
+        if read_group(place.objects, "", where=place.url) is None:
             require_exclusive(place.objects)
             _refuse_occupied(place.objects)
             place.objects.create(f"{TABLES}/{_METADATA}", encode_document(hidden_document("tables")))
@@ -159,7 +152,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), check=check)
         place = _as_place(where)
-        record = _read_group(place.objects, "")
+        record = read_group(place.objects, "", where=place.url)
         if record is None:
             raise missing_store(place.url)
         manifest = manifest_from_json(record, place.url)
@@ -177,14 +170,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         """The objects of the store."""
         return self._objects
 
-    def create_table(
-        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
-    ) -> AbstractRowTable:
-        """Open a table for writing; create it if it does not exist."""
-        self._require_writable()
-        parts = path_parts(path, what="table")
-        spec = check_spec(spec)
-        plain = plain_json(dict(attributes or {}), what="A table's attributes")
+    def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> RowTable:
         if self._table_record(path) is None:
             with self._staging_locked():
                 if (
@@ -192,10 +178,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 ):  # checked again: another process of this machine may just have created it
                     self._finish_dropping(path)
                     self._drop_staged(path)  # staged rows of a dropped table must not reappear
-                    self._put_documents(parts, spec, plain)
-        table = self._open(path)
-        compare_specs(table.spec, spec, where=f"{self.path}/{path}")
-        return table
+                    self._put_documents(path, spec, attributes)
+        return self._open(path)
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
@@ -241,17 +225,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
             "Copy the store to a local disk, append the rows there and copy it back, or featurize into another path."
         )
 
-    def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the array cached on this machine with this name and key, or ``None``."""
-        path_parts(name, what="cache")
-        return self._cache.cached(name, key)
-
-    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Cache a derived array on this machine, replacing any array of the same name."""
-        check_derived(name, key, array)
-        if self.writable:
-            self._cache.cache(name, key, array)
-
     def check(self, *, repair: bool = False) -> Report:
         """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.
 
@@ -291,18 +264,12 @@ class RemoteFeatureStore(RecordedFeatureStore):
         return self._tables[path]
 
     def _group(self, path: str) -> dict[str, Any] | None:
-        record = _read_group(self._objects, path)
+        record = super()._group(path)
         return None if record is None or DROPPED in record else record
 
-    def _has_document(self, path: str) -> bool:
-        return self._objects.get(f"{path}/{_METADATA}") is not None
-
-    def _folders(self, path: str) -> list[str]:
-        return self._objects.folders(path)
-
-    def _put_documents(self, parts: tuple[str, ...], spec: TableSpec, attributes: Mapping[str, Any]) -> None:
+    def _put_documents(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> None:
         """Create the ``zarr.json`` documents of the parent groups, the arrays, and, last, the table itself."""
-        path = "/".join(parts)
+        parts = path.split("/")
         above = {"/".join(parts[:depth]): group_document({}) for depth in range(1, len(parts))}
         documents = table_documents(path, self._origin, spec, attributes)
         own = {f"{path}/{name}".rstrip("/"): document for name, document in documents.items()}
@@ -324,13 +291,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 f"them and {entry}."
             )
 
-    def _is_listed(self, path: str) -> bool:
-        return self._objects.get(_entry(path)) is not None
-
-    def _listed_paths(self) -> list[str]:
-        names = (key.rpartition("/")[2] for key in self._objects.sizes(TABLES))
-        return [path for path in map(listed_path, names) if path is not None]
-
     def _is_lost(self, path: str) -> bool:
         # twice, because others may be dropping it
         return all(self._is_listed(path) and not self._has_document(path) for _ in range(2))
@@ -346,7 +306,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
     def _finish_dropping(self, path: str) -> None:
         """Delete the objects of a table that is marked as dropped; the mark itself last."""
-        if DROPPED in (_read_group(self._objects, path) or {}):
+        if DROPPED in (super()._group(path) or {}):
             self._objects.delete(_entry(path))
             mark = f"{path}/{_METADATA}"
             for key in self._objects.sizes(path):
@@ -357,17 +317,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
 def _as_place(where: object) -> RemotePlace:
     return where if isinstance(where, RemotePlace) else RemotePlace(where)
-
-
-def _read_document(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
-    key = f"{folder}/{_METADATA}" if folder else _METADATA
-    text = objects.get(key)
-    return None if text is None else parse_zarr_json(text, f"{objects.url}/{key}")
-
-
-def _read_group(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
-    document = _read_document(objects, folder)
-    return None if document is None else own_attributes(document, f"{objects.url}/{folder}".rstrip("/"))
 
 
 def _entry(path: str) -> str:
