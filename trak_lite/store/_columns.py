@@ -20,10 +20,7 @@ _BLOCK_BYTES = 2 << 20  # so that dequantised rows fit into the CPU cache
 _FEWEST_BLOCK_ROWS, _MOST_BLOCK_ROWS = 64, 256
 
 _RECIPES = {
-    "int8": (
-        "scale = group['{name}_scale'][:]",
-        "rows = group['{name}'][:] * scale[:, None]",
-    ),
+    "int8": ("scale = group['{name}_scale'][:]", "rows = group['{name}'][:] * scale[:, None]"),
     "int4": (
         "packed, scale = group['{name}'][:], group['{name}_scale'][:]",
         "numbers = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)[:, :{width}]",
@@ -173,12 +170,7 @@ class StoredRows:
 
     @classmethod
     def encode(cls, column: Column, rows: NDArray[Any]) -> Self:
-        """Encode rows to their stored form.
-
-        Args:
-            column: Column of the rows.
-            rows: ``(b, width)`` or ``(b,)``, finite, in the column's ``value_dtype``.
-        """
+        """Return the stored form of rows: ``(b, width)`` or ``(b,)``, finite, in the column's ``value_dtype``."""
         if not column.quantised:
             return cls(column, (rows,))
         numbers, scales = quantise(rows, column.dtype)

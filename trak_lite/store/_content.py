@@ -15,14 +15,7 @@ from trak_lite._validate import parse_json
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._names import path_parts
 
-__all__ = [
-    "ARRAY_SUFFIX",
-    "DecodedArray",
-    "array_file_name",
-    "decode_array",
-    "encode_array",
-    "encoded_size",
-]
+__all__ = ["ARRAY_SUFFIX", "DecodedArray", "array_file_name", "decode_array", "encode_array", "encoded_size"]
 
 ARRAY_SUFFIX: Final = ".safetensors"
 

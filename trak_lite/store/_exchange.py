@@ -63,11 +63,7 @@ def diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> I
 
 
 def refuse_conflicts(path: str, ours: AbstractRowTable, theirs: AbstractRowTable, *, part: str) -> None:
-    """Raise if a row is done in both tables and its bytes differ.
-
-    Raises:
-        InvalidInputError: If so; names the rows, and the store ``part`` of the second table.
-    """
+    """Raise InvalidInputError if a row is done in both tables with other bytes; names rows and store (``part``)."""
     both = ours.done() & theirs.done()
     committed = set(ours.committed_chunks()) & set(theirs.committed_chunks())
     conflicts: list[int] = []

@@ -190,11 +190,7 @@ def _scattered_runs(ascending: NDArray[np.int64], chunk_rows: int) -> Iterable[R
 
 
 def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
-    """Raise unless the array can be stored under the name and key.
-
-    Raises:
-        InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.
-    """
+    """Raise InvalidInputError for a bad name, a key that is too long, or a non-numeric array."""
     path_parts(name, what="cache")
     if not isinstance(key, str) or len(key) > _LONGEST_KEY:
         raise InvalidInputError(

@@ -12,10 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
-from trak_lite.errors import (
-    HeldHereError,
-    StateError,
-)
+from trak_lite.errors import HeldHereError, StateError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
@@ -89,8 +86,7 @@ class MemoryRowTable(AbstractRowTable):
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
         """Store rows; see :meth:`AbstractRowTable.put`."""
-        self._store.require_writable()
-        self._store.require_table(self._path, self._rows)
+        self._store.require_writable(self._path, self._rows)
         block = check_block(rows, values, self.spec)
         for chunk in block.runs:
             self._refuse_claimed(chunk)
@@ -111,8 +107,7 @@ class MemoryRowTable(AbstractRowTable):
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
         """Lock a chunk until the context exits; see :meth:`AbstractRowTable.claim`."""
-        self._store.require_writable()
-        self._store.require_table(self._path, self._rows)
+        self._store.require_writable(self._path, self._rows)
         first, stop = self.chunk_range(chunk)
         self._refuse_claimed(chunk)
         if chunk in self._rows.claims:
@@ -211,21 +206,9 @@ class MemoryFeatureStore(RecordedFeatureStore):
         """``None``, because the store is in memory."""
         return
 
-    def require_writable(self) -> None:
-        """Raise unless this handle is open for writing.
-
-        Raises:
-            ReadOnlyStoreError: If the handle was opened for reading.
-            StateError: If the handle was closed.
-        """
+    def require_writable(self, path: str, rows: MemoryRows) -> None:
+        """Raise unless this handle is open for writing, and ``rows`` is still the current state of the table."""
         self._require_writable()
-
-    def require_table(self, path: str, rows: MemoryRows) -> None:
-        """Raise unless ``rows`` is still the current state of the table.
-
-        Raises:
-            StateError: If the table has been dropped or has grown.
-        """
         if self._contents.tables.get(path) is not rows:
             raise StateError(f"{path} was dropped or has grown. Open the table again.")
 

@@ -154,11 +154,7 @@ class TableFiles:
         return range(first, first + self.rows_in(chunk))
 
     def record(self) -> dict[str, Any]:
-        """Return the current record in the table's ``zarr.json``; empty if there is no file.
-
-        Raises:
-            CorruptStoreError: If the file is damaged.
-        """
+        """Return the record in the table's ``zarr.json`` now (empty: no file); CorruptStoreError if it is damaged."""
         text = read_zarr_bytes(self.folder) or b""
         if text != self._record[0]:
             own = (
@@ -190,11 +186,7 @@ class TableFiles:
         return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
 
     def marks(self) -> NDArray[np.bool_]:
-        """Return a mask of all rows, filled with ``False``, ``(num_rows,)``.
-
-        Raises:
-            CorruptStoreError: If memory does not suffice for the mask and a list of all rows.
-        """
+        """Return a mask of all rows, filled with ``False``; CorruptStoreError if memory does not suffice for it."""
         rows = self.spec.num_rows
         what = f"A list of the {rows} rows of {self.folder}"
         return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
@@ -202,8 +194,7 @@ class TableFiles:
     def make_folders(self) -> None:
         """Create the stage and commit folders if they are missing; some tools do not copy empty folders.
 
-        Raises:
-            StoreError: If the table was dropped meanwhile; parent folders are not created.
+        A table that was dropped meanwhile is a StoreError: parent folders are not created.
         """
         for folder in (self.stage, self.commits):
             with named_errors("Making", folder), contextlib.suppress(FileExistsError):
@@ -259,9 +250,7 @@ class ChunkIndex:
     def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
         """Commit a complete chunk, whose lock is held. After an interruption, repeat the call.
 
-        Args:
-            chunk: Index of the chunk.
-            contents: Bytes of each stored array, in pieces, including padding.
+        ``contents`` are the bytes of each stored array, in pieces, including padding.
         """
         columns = self._files.columns
         left = [column for column in columns if file_size(column.visible(chunk)) is not None]

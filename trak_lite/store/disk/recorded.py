@@ -251,11 +251,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
 
 
 def read_group(files: Files, path: str, *, where: str) -> dict[str, Any] | None:
-    """Return the record in the ``zarr.json`` of a group, of a table, or (``""``) of the store; ``None`` without one.
-
-    Raises:
-        CorruptStoreError: If the document is damaged.
-    """
+    """Return the record in the ``zarr.json`` of a group, of a table, or (``""``) of the store; ``None`` without one."""
     text = files.get(f"{path}/zarr.json".lstrip("/"))
     folder = f"{where}/{path}".rstrip("/")
     return None if text is None else own_attributes(parse_zarr_json(text, f"{folder}/zarr.json"), folder)

@@ -31,11 +31,7 @@ __all__ = ["check_folder"]
 
 
 def repair_list(root: str, look: DiskLook) -> list[SetAside]:
-    """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them.
-
-    Raises:
-        StoreError: If files cannot be renamed.
-    """
+    """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them."""
     tables, entries = TableList(root), disk_entries(root, look.record)
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
@@ -68,11 +64,7 @@ class TableRepair:
         self._files = look.files
 
     def run(self) -> None:
-        """Set aside the damaged chunks and foreign files that the check found and that are still damaged.
-
-        Raises:
-            StoreError: If files cannot be renamed.
-        """
+        """Set aside the damaged chunks and foreign files that the check found and that are still damaged."""
         with named_errors("Setting aside files of", self._files.folder):
             if self._look.strangers:
                 self._move(self._look.strangers, None, ())

@@ -19,14 +19,7 @@ from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
-from trak_lite.store.disk.files import (
-    file_size,
-    map_file,
-    named_errors,
-    open_file,
-    refuse_links,
-    write_all,
-)
+from trak_lite.store.disk.files import file_size, map_file, named_errors, open_file, refuse_links, write_all
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.manifest import Manifest
@@ -81,12 +74,7 @@ def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np
 
 
 def check_run(root: str, *, repair: bool) -> Report:
-    """Check the folder of a run: its record, states, unfinished blocks, and its store of scores.
-
-    Args:
-        root: The folder.
-        repair: Whether to repair the store of scores.
-    """
+    """Check a run's folder: record, states, unfinished blocks, and its store of scores, which is also repaired."""
     root = os.path.realpath(root)  # below it no link is followed
     found: list[Finding] = []
     tally = Tally()

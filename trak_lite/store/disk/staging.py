@@ -86,14 +86,7 @@ class StagedRows:
     """The frames of the row log of a chunk, as it is now. Needs no lock and writes nothing."""
 
     def __init__(self, files: TableFiles, chunk: int, *, mapped: bool = False) -> None:
-        """Read the log.
-
-        Args:
-            files: Files of the table.
-            chunk: Index of the chunk.
-            mapped: Whether to map the log, whose lock is held, instead of reading it. Other writers shorten their log
-                when a put fails, and touching a map of what is gone would kill the process.
-        """
+        """Read the log; map it if its lock is held. Touching a map of a log that others shorten kills the process."""
         self._files, self._chunk = files, chunk
         self._mark = _mark(files, chunk)
         self._log: bytes | mmap.mmap = b""
@@ -287,11 +280,7 @@ class StagedChunk:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def prepare(self, known: Progress | None = None) -> None:
-        """Determine which rows are done.
-
-        Args:
-            known: Progress when this process last held the lock; the log is read if it has changed since.
-        """
+        """Determine which rows are done; read the log if it has changed since this process last held the lock."""
         if known is not None and known.log_stamp == self._stamp():
             self.log_size, self.done = known.log_size, known.done
         else:
@@ -344,8 +333,7 @@ class StagedChunk:
     def contents(self) -> list[list[NDArray[np.uint8]]]:
         """Return the bytes of each stored array of the complete chunk, in pieces, including padding.
 
-        Raises:
-            CorruptStoreError: If rows no longer match their checksum; they become pending.
+        If rows no longer match their checksum, they become pending, and a CorruptStoreError is raised.
         """
         done, contents = StagedRows(self._files, self.chunk, mapped=True).pieces()
         if not done.all():
@@ -389,14 +377,10 @@ def _busy_error(where: str, log_fd: int) -> BusyError:
 
 @contextlib.contextmanager
 def logs_locked(stages: Iterable[str], *, where: str) -> Iterator[None]:
-    """Hold the locks of all row logs of a table, whose metadata may be damaged, to drop it.
-
-    Args:
-        stages: Folders that may hold row logs.
-        where: Name of the table in messages.
+    """Hold the locks of all row logs in some folders, to drop a table whose metadata may be damaged.
 
     Raises:
-        BusyError: If another writer holds one of the locks; names the writer.
+        BusyError: If another writer holds one of the locks; names the writer and the table (``where``).
     """
     held = Descriptors()
     try:

@@ -30,11 +30,7 @@ from trak_lite.errors import (
 from trak_lite.store._check_report import Report
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._grid import (
-    grown_spec,
-    plain_json,
-    plain_manifest,
-)
+from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
@@ -386,12 +382,9 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _publish(
         self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
     ) -> None:
-        """Atomically create a folder with its ``zarr.json`` documents, if it does not exist.
+        """Atomically create a folder with documents by subfolder, if it does not exist.
 
-        Args:
-            path: Path of the folder, relative to the store.
-            documents: Documents by subfolder.
-            first: For a table, the folder of its first column, which holds commit records and staged rows.
+        In a table, ``first`` is the folder of its first column, which holds commit records and staged rows.
         """
         with self._list.scratch() as scratch:
             for name, document in documents.items():

@@ -26,13 +26,7 @@ _REMOVE = "remove it, then featurize again"
 
 
 def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
-    """Fetch every chunk of a remote store and compare it with its commit record.
-
-    Raises:
-        MissingStoreError: If there is no store.
-        ManifestMismatchError: If the store has the format of another trak_lite version.
-        UnsupportedStoreError: If ``repair`` is set.
-    """
+    """Fetch every chunk of a remote store and compare it with its commit record; errors as of ``check_store``."""
     if repair:
         raise UnsupportedStoreError(
             f"{objects.url} cannot be repaired in an object store, where nothing can be renamed. Check it without "

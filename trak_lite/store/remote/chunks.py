@@ -34,12 +34,7 @@ class FetchedChunks:
         self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
-        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, read-only.
-
-        Raises:
-            CorruptStoreError: If size or checksum contradict the commit record.
-            IncompleteStoreError: If the object was removed.
-        """
+        """Return the rows of a committed chunk; see :meth:`ChunkMaps.get`."""
         key = column.name, record.chunk, record.generation
         if key not in self._fetched:
             self._fetched[key] = self._fetch(column, record)

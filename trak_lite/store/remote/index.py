@@ -45,11 +45,7 @@ class RemoteIndex:
         self._read: dict[str, int] = {}
 
     def refresh(self) -> None:
-        """List the table's objects and read new commit records.
-
-        Raises:
-            CorruptStoreError: If the size of an object differs from its record.
-        """
+        """List the table's objects and read new records; CorruptStoreError if a size differs from its record."""
         sizes = self._objects.sizes(self._files.folder)
         start = f"{self._files.commits}/"
         logs = [
@@ -78,10 +74,6 @@ class RemoteIndex:
 
     def publish(self, chunk: int, pieces: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
         """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
-
-        Args:
-            chunk: Index of the chunk.
-            pieces: Bytes of each stored array, in pieces, including padding.
 
         Raises:
             BusyError: If another writer has committed the chunk with other bytes; those are not changed.

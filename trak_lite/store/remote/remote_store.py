@@ -13,10 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
 from trak_lite._validate import one_of
-from trak_lite.errors import (
-    CorruptStoreError,
-    UnsupportedStoreError,
-)
+from trak_lite.errors import CorruptStoreError, UnsupportedStoreError
 from trak_lite.store._check_report import Report
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
@@ -40,12 +37,7 @@ from trak_lite.store.disk.documents import (
 from trak_lite.store.disk.entries import CACHE, HiddenFiles
 from trak_lite.store.disk.files import locked_file, named_errors, open_file, remove_tree
 from trak_lite.store.disk.folders import make_folders
-from trak_lite.store.disk.listing import (
-    TABLES,
-    decode_entry,
-    encode_entry,
-    entry_name,
-)
+from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
 from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import logs_locked
@@ -127,11 +119,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
     @classmethod
     def open(
-        cls,
-        where: object,
-        mode: Literal["r", "r+"] = "r",
-        *,
-        check: CheckChunks = "first_touch",
+        cls, where: object, mode: Literal["r", "r+"] = "r", *, check: CheckChunks = "first_touch"
     ) -> Self:
         """Open an existing store.
 
