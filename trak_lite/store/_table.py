@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import IncompleteStoreError, InvalidInputError
+from trak_lite.errors import IncompleteStoreError, InvalidInputError, StateError
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import shape_to_json
+from trak_lite.store._values import short_list
 from trak_lite.store.manifest import canonical_json
 
 __all__ = ["AbstractRowTable"]
@@ -267,6 +268,13 @@ class AbstractRowTable(ABC):
     def _where(self) -> str:
         """Name of the table in messages."""
         return "the table"
+
+    def _are_done(self, rows: Sequence[int] | NDArray[np.int64]) -> StateError:
+        """Return the error for rows that are put again."""
+        return StateError(
+            f"Rows {short_list(rows)} of {self._where} are done already. "
+            "Put pending rows only; pending() lists them."
+        )
 
     def _raise_incomplete(self, chunk: int) -> NoReturn:
         """Raise the error for a chunk that is not committed."""

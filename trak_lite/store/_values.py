@@ -37,17 +37,7 @@ class RowBlock:
 def check_block(
     rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]], spec: TableSpec
 ) -> RowBlock:
-    """Validate rows and values and return them in stored form.
-
-    Args:
-        rows: First row of a contiguous run, or the row of each value (distinct, any order).
-        values: For each column an array ``(b, width)`` or ``(b,)``.
-        spec: Spec of the table.
-
-    Raises:
-        InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
-        NonFiniteError: If a value is NaN or infinite, before or after the cast; names the rows.
-    """
+    """Validate rows and values of a ``put`` and return them in stored form; see :meth:`AbstractRowTable.put`."""
     given = _given_arrays(values, spec)
     index = _row_index(rows, len(given[0]), spec.num_rows)
     arrays = tuple(

@@ -17,7 +17,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store._values import check_block, short_list
+from trak_lite.store._values import check_block
 from trak_lite.store.disk.documents import store_record
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
@@ -95,10 +95,7 @@ class MemoryRowTable(AbstractRowTable):
         places = [slice(s + r.rows.start, s + r.rows.stop) for s, r in zip(starts, runs, strict=True)]
         done = [place.start + i for place in places for i in np.flatnonzero(self._rows.done[place]).tolist()]
         if done:
-            raise StateError(
-                f"Rows {short_list(done)} of {self._path} are done already. "
-                "Put pending rows only; pending() lists them."
-            )
+            raise self._are_done(done)
         for place, run in zip(places, runs, strict=True):
             for target, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
                 target[place] = array[run.source]

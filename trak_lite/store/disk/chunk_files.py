@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -109,15 +109,7 @@ class TableFiles:
     def __init__(
         self, folder: str, spec: TableSpec, *, root: str, identity: str, stage: str | None = None
     ) -> None:
-        """Derive the paths.
-
-        Args:
-            folder: Folder of the table.
-            spec: Shape and columns.
-            root: Folder or address of the store.
-            identity: Identity of the table.
-            stage: Folder of the row logs, on a local disk; ``None`` is in the folder of the first column.
-        """
+        """Derive the paths; row logs are in ``stage``, on a local disk, or else in the folder of the first column."""
         self.folder = folder
         self.spec = spec
         self.root = root
@@ -179,6 +171,23 @@ class TableFiles:
         """Return a description of a chunk for error messages."""
         rows = self.rows_of(chunk)
         return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.where}"
+
+    def require_sizes(
+        self,
+        record: CommitRecord,
+        sizes: Mapping[str, int | None],
+        *,
+        is_counted: bool,
+        remedy: Callable[[int], str],
+    ) -> None:
+        """Raise CorruptStoreError unless a chunk has the sizes of its record and of the table, and its rows count."""
+        expected = {column.name: column.chunk_bytes for column in self.columns}
+        recorded = {name: size for name, (size, _) in record.columns.items()}
+        if not (sizes == expected == recorded and is_counted):
+            raise CorruptStoreError(
+                f"The files of {self.describe(record.chunk)} have {sizes} bytes; expected {expected}, "
+                f"recorded {recorded} for {record.rows} rows. {remedy(record.chunk)}"
+            )
 
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have staged files."""
@@ -342,18 +351,12 @@ class ChunkIndex:
 
     def _is_whole(self, chunk: int, record: CommitRecord) -> bool:
         sizes = {column.name: file_size(column.visible(chunk)) for column in self._files.columns}
-        expected = {column.name: column.chunk_bytes for column in self._files.columns}
-        recorded = {name: size for name, (size, _) in record.columns.items()}
         if None in sizes.values():
             return False  # removed after it was listed
         rows, done = self._files.rows_in(chunk), record.rows
         is_counted = 0 < done <= rows or rows < done <= self._files.rows_on_disk(chunk)
-        if sizes == expected == recorded and is_counted:
-            return done >= rows
-        raise CorruptStoreError(
-            f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
-            f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
-        )
+        self._files.require_sizes(record, sizes, is_counted=is_counted, remedy=self.remedy)
+        return done >= rows
 
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""

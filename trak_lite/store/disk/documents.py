@@ -185,11 +185,7 @@ def read_attributes(folder: str) -> dict[str, Any] | None:
 
 
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return the ``trak_lite`` attributes in the ``zarr.json`` of a group; empty for a group of tables.
-
-    Raises:
-        CorruptStoreError: If the document is not that of a zarr group, or its checksum is wrong.
-    """
+    """Return the ``trak_lite`` attributes of a group's document (a group of tables: empty), whose checksum is right."""
     attributes = document.get("attributes")
     own = attributes.get("trak_lite") if isinstance(attributes, dict) else None
     kind = document.get("zarr_format"), document.get("node_type")
@@ -294,17 +290,8 @@ def check_array(
 ) -> None:
     """Raise unless the ``zarr.json`` of an array equals what the store would write; sizes are relied on when mapping.
 
-    Keys and attributes added by other tools are ignored.
-
-    Args:
-        found: The document; ``None`` if it is missing.
-        folder: Folder or address of the table, for messages.
-        array: Stored array of the table.
-        spec: Spec of the table.
-        under_way: Other allowed row counts; see :func:`sizes_under_way`.
-
-    Raises:
-        CorruptStoreError: Names every differing key.
+    Keys and attributes added by other tools are ignored. Row counts that are ``under_way`` are allowed too; see
+    :func:`sizes_under_way`. A missing document (``None``) and every differing key are named in a CorruptStoreError.
     """
     path = f"{folder}/{array.name}/zarr.json"
     if found is None:

@@ -435,14 +435,8 @@ def sync_folder(path: str) -> None:
 def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.uint8]:
     """Return the first ``size`` bytes of a file as a copy-on-write map; writes to the array do not change the file.
 
-    Args:
-        path: Path of the file.
-        size: Number of bytes.
-        mapped: ``False`` reads the bytes instead; ``None`` reads them on a network file system, where an I/O error on
-            a map would kill the process.
-
-    Raises:
-        CorruptStoreError: If the file is shorter, because touching the missing pages would kill the process.
+    ``mapped=False`` reads the bytes instead; ``None`` reads them on a network file system, where an I/O error on a map
+    would kill the process. So would touching the missing pages of a shorter file, which is a CorruptStoreError.
     """
     if size == 0:
         return np.empty(0, np.uint8)

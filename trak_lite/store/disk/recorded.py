@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from numpy.typing import NDArray
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StateError
 from trak_lite.store._base import AbstractFeatureStore
 from trak_lite.store._columns import TableSpec
-from trak_lite.store._content import array_file_name, decode_array, encode_array
 from trak_lite.store._grid import check_spec, compare_specs, plain_json
 from trak_lite.store._names import (
     group_of_tables,
@@ -32,7 +30,15 @@ from trak_lite.store.disk.documents import (
     parse_zarr_json,
     table_from_json,
 )
-from trak_lite.store.disk.entries import CACHE, Files, StoreEntries
+from trak_lite.store.disk.entries import (
+    CACHE,
+    Files,
+    Lock,
+    StoreEntries,
+    array_file_name,
+    decode_array,
+    encode_array,
+)
 from trak_lite.store.disk.listing import TABLES, entry_name, listed_path, lost_table
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.manifest import Manifest
@@ -57,7 +63,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         *,
         cache: Files,
         writable: bool,
-        lock: Callable[[], AbstractContextManager[None]] | None = None,
+        lock: Lock | None = None,
     ) -> None:
         self._where = where
         self._origin = record["origin"]

@@ -20,7 +20,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import DiskLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
-from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_files
+from trak_lite.store.disk.entries import ENTRIES, entry_files
 from trak_lite.store.disk.files import file_size, named_errors, new_file, rename, sync_folder, write_file
 from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import TableList
@@ -32,7 +32,7 @@ __all__ = ["check_folder"]
 
 def repair_list(root: str, look: DiskLook) -> list[SetAside]:
     """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them."""
-    tables, entries = TableList(root), disk_entries(root, look.record)
+    tables, entries = TableList(root), look.store_entries()
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
             tables.make()

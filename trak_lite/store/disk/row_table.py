@@ -31,11 +31,11 @@ from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store._values import RowBlock, check_block, short_list
+from trak_lite.store._values import RowBlock, check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.records import CommitRecord
-from trak_lite.store.disk.staging import Progress, StagedChunk, StagedRows
+from trak_lite.store.disk.staging import StagedChunk, StagedRows
 
 __all__ = ["RowTable"]
 
@@ -83,7 +83,7 @@ class RowTable(AbstractRowTable):
         self._closed = False
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
         self._claimed: set[int] = set()
-        self._known: dict[int, Progress] = {}
+        self._known: dict[int, StagedChunk] = {}
         self._index.refresh()
         if writable:
             self._recover()
@@ -299,19 +299,14 @@ class RowTable(AbstractRowTable):
         return stage
 
     def _release(self, chunk: int) -> None:
-        stage = self._staged.pop(chunk)
-        self._known[chunk] = stage.progress
-        stage.close()
+        self._known[chunk] = self._staged.pop(chunk)
+        self._known[chunk].close()
 
     def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
         for run in runs:
             if stage.done[run.rows].any():
                 first = stage.chunk * self.spec.chunk_rows + run.start
-                done = (np.flatnonzero(stage.done[run.rows]) + first).tolist()
-                raise StateError(
-                    f"Rows {short_list(done)} of {self._files.where} are done already. "
-                    "Put pending rows only; pending() lists them."
-                )
+                raise self._are_done(np.flatnonzero(stage.done[run.rows]) + first)
 
     def _reserve(self, block: RowBlock) -> None:
         """Reserve disk space for all rows; if there is too little, free what was taken."""

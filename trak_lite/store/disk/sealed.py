@@ -36,11 +36,9 @@ _NEXT_RUN = "delete it: the next recipe.train(path) or replay makes it again"
 
 
 def seal(path: str, what: str) -> None:
-    """Write the checksum of a file into it.
+    """Write the checksum of a file into it, whose member begins with :data:`BLANK`.
 
-    Args:
-        path: The file, whose member begins with :data:`BLANK`.
-        what: Name of the content: a file that is read as another one has another checksum.
+    ``what`` is the name of the content: a file that is read as another one has another checksum.
     """
     place, digits = _seal_of(_mapped(path), what) or (0, b"")
     fd = open_file(_plain(path), os.O_WRONLY)

@@ -350,9 +350,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _require_listed(self, path: str, spec: TableSpec) -> None:
         """Check a table against the list of tables; add it if an interrupted creation left it unlisted.
 
-        Raises:
-            CorruptStoreError: If the list has another table under this path.
-            MissingStoreError: If the table was dropped meanwhile.
+        It is a CorruptStoreError if the list has another one, and a MissingStoreError if it was dropped meanwhile.
         """
         identity = table_identity(path, self._origin, spec)
         listed = self._list.identity(path)

@@ -13,7 +13,6 @@ from trak_lite.store._columns import TableSpec
 from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import parse_zarr_json
-from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
@@ -46,7 +45,7 @@ class RemoteLook(StoreLook):
     _list_again = "restore it from a backup"
 
     def __init__(self, objects: AbstractObjects) -> None:
-        super().__init__(objects.url)
+        super().__init__(objects.url, objects)
         self._objects = objects
         self._sizes = objects.sizes("")
         self._folders: dict[str, set[str]] = {"": set()}
@@ -72,9 +71,6 @@ class RemoteLook(StoreLook):
     def _document(self, folder: str) -> dict[str, Any] | None:
         text = self._texts.get(f"{folder}/{_METADATA}".lstrip("/"))
         return None if text is None else parse_zarr_json(text, f"{self._at(folder)}/{_METADATA}")
-
-    def _entries(self) -> StoreEntries:
-        return StoreEntries(self._objects, self.where, self.record)
 
     def _scratch(self, path: str) -> None:
         self._stray(path)

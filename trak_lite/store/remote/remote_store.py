@@ -44,8 +44,7 @@ from trak_lite.store.disk.staging import logs_locked
 from trak_lite.store.disk.zarr_store import CheckChunks
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote
-from trak_lite.store.remote.chunks import FetchedChunks
-from trak_lite.store.remote.index import RemoteIndex
+from trak_lite.store.remote.index import FetchedChunks, RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 
@@ -97,17 +96,10 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
     @classmethod
     def create(cls, where: object, manifest: Manifest) -> Self:
-        """Create a store, or open an existing one with the same settings for writing.
+        """Create a store, or open an existing one with the same settings; see :meth:`ZarrFeatureStore.create`.
 
-        Args:
-            where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
-            manifest: Settings; the fingerprint is compared key by key with that of an existing store.
-
-        Raises:
-            ManifestMismatchError: If the store was created with other settings; names every differing key.
-            CorruptStoreError: If the address holds other objects but no store, or the stored metadata is damaged.
-            UnsupportedStoreError: If the object store does not support conditional creation of objects.
-            ReadOnlyStoreError: If the address is not writable.
+        ``where`` is a :class:`~trak_lite.store.RemotePlace`, or its first argument. An object store without conditional
+        creation of objects is an UnsupportedStoreError.
         """
         place, manifest = _as_place(where), plain_manifest(manifest)
         if read_group(place.objects, "", where=place.url) is None:
@@ -121,21 +113,11 @@ class RemoteFeatureStore(RecordedFeatureStore):
     def open(
         cls, where: object, mode: Literal["r", "r+"] = "r", *, check: CheckChunks = "first_touch"
     ) -> Self:
-        """Open an existing store.
+        """Open an existing store; see :meth:`ZarrFeatureStore.open`.
 
-        Args:
-            where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
-            mode: ``"r"`` for reading: writes nothing and works while others write. ``"r+"`` for reading and writing.
-            check: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` compares
-                only sizes.
-
-        Raises:
-            MissingStoreError: If there is no store.
-            ManifestMismatchError: If the store has the format of another trak_lite version.
-            CorruptStoreError: If its metadata is damaged.
-            UnsupportedStoreError: If ``mode`` is ``"r+"`` and the object store does not support conditional creation
-                of objects.
-            ReadOnlyStoreError: If ``mode`` is ``"r+"`` and the address is not writable.
+        ``where`` is a :class:`~trak_lite.store.RemotePlace`, or its first argument. Unless ``check`` is ``"never"``,
+        the checksum of each chunk is compared whenever it is fetched. For writing, an object store without conditional
+        creation of objects is an UnsupportedStoreError.
         """
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), check=check)
@@ -187,11 +169,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
             self._drop_staged(path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Return the table if it has ``num_rows`` rows; tables in an object store cannot grow.
-
-        Raises:
-            UnsupportedStoreError: If the table has another number of rows.
-        """
+        """Return the table if it has ``num_rows`` rows; it cannot grow in an object store (UnsupportedStoreError)."""
         self._require_writable()
         table = self._open(path)
         if table.spec.num_rows == num_rows:
@@ -202,11 +180,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         )
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Not supported: the manifest in an object store cannot change.
-
-        Raises:
-            UnsupportedStoreError: Always.
-        """
+        """Raise UnsupportedStoreError: the manifest in an object store cannot change."""
         self._require_writable()
         raise UnsupportedStoreError(
             f"{self.path}: in an object store the settings cannot change, and rows cannot be appended to the data. "
@@ -214,11 +188,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         )
 
     def check(self, *, repair: bool = False) -> Report:
-        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.
-
-        Raises:
-            UnsupportedStoreError: If ``repair`` is set.
-        """
+        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`."""
         return check_remote(self._objects, repair=repair)
 
     def _stage(self, path: str) -> str:
