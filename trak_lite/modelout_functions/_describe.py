@@ -135,6 +135,8 @@ _FORMER_MODULES: Final = {
     "projectors.mask.MaskProjector": "projectors.mask.projectors",
     "projectors.per_module.NoOpProjector": "projectors.identity",
     "scoring.uncertainty.Reliability": "scoring.source",
+    "store._columns.TableSpec": "store._base",
+    "store._table.AbstractRowTable": "store._base",
     "unrolled.runs.Recipe": "unrolled.recipe",
     "unrolled.subsets.SubsetTraining": "unrolled.runs",
 }

@@ -7,9 +7,9 @@ A custom store subclasses :class:`AbstractFeatureStore` and :class:`AbstractRowT
 """
 
 from trak_lite.store._base import AbstractFeatureStore as AbstractFeatureStore
-from trak_lite.store._base import AbstractRowTable as AbstractRowTable
-from trak_lite.store._base import TableSpec as TableSpec
 from trak_lite.store._columns import Column as Column
+from trak_lite.store._columns import TableSpec as TableSpec
+from trak_lite.store._table import AbstractRowTable as AbstractRowTable
 from trak_lite.store.disk.zarr_store import ZarrFeatureStore as ZarrFeatureStore
 from trak_lite.store.manifest import Manifest as Manifest
 from trak_lite.store.memory import MemoryFeatureStore as MemoryFeatureStore

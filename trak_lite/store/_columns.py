@@ -1,9 +1,9 @@
-"""Columns of a table and the storage of their rows: as floats or quantised."""
+"""Shape of a table, its columns, and the storage of their rows: as floats or quantised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trak_lite.store._quantised import QUANTISATION, QUANTISED, dequantise, quantise
 
-__all__ = ["DTYPES", "Column", "StoredArray", "StoredRows", "dtype_fingerprint"]
+__all__ = ["DTYPES", "Column", "StoredArray", "StoredRows", "TableSpec", "dtype_fingerprint"]
 
 DTYPES = ("float32", "float16", *QUANTISED)
 """Allowed values of ``Column.dtype``."""
@@ -20,10 +20,7 @@ _BLOCK_BYTES = 2 << 20  # so that dequantised rows fit into the CPU cache
 _FEWEST_BLOCK_ROWS, _MOST_BLOCK_ROWS = 64, 256
 
 _RECIPES = {
-    "int8": (
-        "scale = group['{name}_scale'][:]",
-        "rows = group['{name}'][:] * scale[:, None]",
-    ),
+    "int8": ("scale = group['{name}_scale'][:]", "rows = group['{name}'][:] * scale[:, None]"),
     "int4": (
         "packed, scale = group['{name}'][:], group['{name}_scale'][:]",
         "numbers = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)[:, :{width}]",
@@ -132,6 +129,28 @@ class Column:
         return tuple(line.format(name=self.name, width=self.width) for line in lines)
 
 
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """Shape of a table. All columns share the chunk grid and the record of done rows."""
+
+    num_rows: int
+    columns: tuple[Column, ...]
+    chunk_rows: int
+    """Rows per chunk. A chunk is the unit of committing, locking and memory mapping."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that determine the rows; compared key by key by ``create_table`` if the table exists."""
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """The stored arrays of all columns, in column order."""
+        return tuple(array for column in self.columns for array in column.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on disk, over all columns."""
+        return sum(column.row_bytes for column in self.columns)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class StoredRows:
@@ -151,12 +170,7 @@ class StoredRows:
 
     @classmethod
     def encode(cls, column: Column, rows: NDArray[Any]) -> Self:
-        """Encode rows to their stored form.
-
-        Args:
-            column: Column of the rows.
-            rows: ``(b, width)`` or ``(b,)``, finite, in the column's ``value_dtype``.
-        """
+        """Return the stored form of rows: ``(b, width)`` or ``(b,)``, finite, in the column's ``value_dtype``."""
         if not column.quantised:
             return cls(column, (rows,))
         numbers, scales = quantise(rows, column.dtype)

@@ -1,40 +1,46 @@
-"""Compare two stores and merge the rows of one into the other."""
+"""Compare two tables and copy the rows of one into the other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import InvalidInputError
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference
+from trak_lite.errors import InvalidInputError, printable
 from trak_lite.store._check_report import row_ranges
-from trak_lite.store._grid import compare_specs, flat_spec, shape_to_json
+from trak_lite.store._grid import flat_spec, shape_to_json
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import short_list
 from trak_lite.store.manifest import differing_keys
 
-__all__ = ["diff_stores", "merge_stores"]
+__all__ = ["Difference", "diff_tables", "refuse_conflicts", "take_missing"]
 
 
-def diff_stores(here: AbstractFeatureStore, there: AbstractFeatureStore) -> tuple[Difference, ...]:
-    """Return the differences between two stores; see :meth:`AbstractFeatureStore.diff`."""
-    found = [
-        Difference(None, *keys)
-        for keys in differing_keys(here.manifest.fingerprint, there.manifest.fingerprint)
-    ]
-    ours, theirs = here.table_names(), there.table_names()
-    for path in [*ours, *(path for path in theirs if path not in ours)]:
-        if path not in ours or path not in theirs:
-            known = ("present", "absent")
-            found.append(Difference(path, "table", *(known if path in ours else known[::-1])))
-        else:
-            found += _diff_tables(path, here.open_table(path), there.open_table(path))
-    return tuple(found)
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One difference between two stores.
+
+    Example:
+        >>> print(Difference("ckpt-0", "rows 4 to 7", "done", "pending"))
+        ckpt-0: rows 4 to 7: done here, pending there
+    """
+
+    table: str | None
+    """Path of the table; ``None`` for the manifest."""
+    what: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        """Return the difference as a line of text."""
+        return printable(f"{self.table or 'manifest'}: {self.what}: {self.here} here, {self.there} there")
 
 
-def _diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> Iterator[Difference]:
+def diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> Iterator[Difference]:
+    """Yield the differences between two tables; see :meth:`AbstractFeatureStore.diff`."""
     for key, ours, theirs in differing_keys(flat_spec(here.spec), flat_spec(there.spec)):
         yield Difference(path, key, ours, theirs)
     if shape_to_json(here.spec) != shape_to_json(there.spec):
@@ -56,27 +62,8 @@ def _diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> 
                 yield Difference(path, _text(rows), "other bytes", "other bytes")
 
 
-def merge_stores(into: AbstractFeatureStore, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-    """Copy rows that are missing in a store from other stores; see :meth:`AbstractFeatureStore.merge`."""
-    taken: dict[str, int] = {}
-    for part in parts:
-        where = into.path or "the store in memory"
-        into.manifest.check_same(part.manifest, where=where)
-        known = set(into.table_names())
-        for path in known.intersection(part.table_names()):
-            ours, theirs = into.open_table(path), part.open_table(path)
-            compare_specs(ours.spec, theirs.spec, where=f"{where}:{path}")
-            _refuse_conflicts(path, ours, theirs, part)
-        for path in part.table_names():
-            theirs = part.open_table(path)
-            ours = into.create_table(path, theirs.spec, part.attributes(path))
-            taken[path] = taken.get(path, 0) + _take_missing(ours, theirs)
-    return taken
-
-
-def _refuse_conflicts(
-    path: str, ours: AbstractRowTable, theirs: AbstractRowTable, part: AbstractFeatureStore
-) -> None:
+def refuse_conflicts(path: str, ours: AbstractRowTable, theirs: AbstractRowTable, *, part: str) -> None:
+    """Raise InvalidInputError if a row is done in both tables with other bytes; names rows and store (``part``)."""
     both = ours.done() & theirs.done()
     committed = set(ours.committed_chunks()) & set(theirs.committed_chunks())
     conflicts: list[int] = []
@@ -87,13 +74,13 @@ def _refuse_conflicts(
             conflicts += [row for rows in _differing_rows(ours, theirs, chunk) for row in rows]
     if conflicts:
         raise InvalidInputError(
-            f"{path}: rows {short_list(conflicts)} of {part.path or 'a store in memory'} differ in their bytes from "
+            f"{path}: rows {short_list(conflicts)} of {part} differ in their bytes from "
             "the same rows of this store. Nothing was copied from that part. Compare how the two were made (versions, "
             "device, data), and leave one of them out."
         )
 
 
-def _take_missing(ours: AbstractRowTable, theirs: AbstractRowTable) -> int:
+def take_missing(ours: AbstractRowTable, theirs: AbstractRowTable) -> int:
     """Copy the missing rows chunk by chunk; return their number."""
     missing = theirs.done() & ~ours.done()
     taken = 0

@@ -9,8 +9,7 @@ from typing import Any
 
 from trak_lite._validate import check_depth, one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import DTYPES, Column, dtype_fingerprint
+from trak_lite.store._columns import DTYPES, Column, TableSpec, dtype_fingerprint
 from trak_lite.store._names import check_name
 from trak_lite.store.manifest import Manifest, StoredValues, canonical_json, compare_fingerprints
 
@@ -64,11 +63,7 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
 
 
 def plain_json(value: Any, *, what: str) -> Any:
-    """Return the value after a JSON round trip (tuples become lists).
-
-    Raises:
-        InvalidInputError: If the value has no JSON form.
-    """
+    """Return the value after a JSON round trip (tuples become lists); raise InvalidInputError if it has none."""
     try:
         plain = json.loads(canonical_json(value))
         check_depth(plain, deepest=_DEEPEST)
@@ -175,11 +170,7 @@ def _column_from_json(record: Mapping[str, Any]) -> Column:
 
 
 def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
-    """Return the spec of a table with more rows.
-
-    Raises:
-        InvalidInputError: If the table has more rows than ``num_rows``.
-    """
+    """Return the spec of a table with more rows; raise InvalidInputError if it has more than ``num_rows``."""
     positive_int(num_rows=num_rows)
     if num_rows < spec.num_rows:
         raise InvalidInputError(
@@ -189,11 +180,7 @@ def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
 
 
 def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
-    """Raise if two specs differ in shape or fingerprint.
-
-    Raises:
-        ManifestMismatchError: Names every differing key with its stored and given value.
-    """
+    """Raise ManifestMismatchError if two specs differ; it names every differing key with both values."""
     compare_fingerprints(flat_spec(stored), flat_spec(given), where=where)
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import Column, StoredRows
+from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import Run, contiguous_runs
 from trak_lite.store._names import path_parts
 
@@ -38,17 +37,7 @@ class RowBlock:
 def check_block(
     rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]], spec: TableSpec
 ) -> RowBlock:
-    """Validate rows and values and return them in stored form.
-
-    Args:
-        rows: First row of a contiguous run, or the row of each value (distinct, any order).
-        values: For each column an array ``(b, width)`` or ``(b,)``.
-        spec: Spec of the table.
-
-    Raises:
-        InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
-        NonFiniteError: If a value is NaN or infinite, before or after the cast; names the rows.
-    """
+    """Validate rows and values of a ``put`` and return them in stored form; see :meth:`AbstractRowTable.put`."""
     given = _given_arrays(values, spec)
     index = _row_index(rows, len(given[0]), spec.num_rows)
     arrays = tuple(
@@ -191,11 +180,7 @@ def _scattered_runs(ascending: NDArray[np.int64], chunk_rows: int) -> Iterable[R
 
 
 def check_derived(name: str, key: str, array: NDArray[Any]) -> None:
-    """Raise unless the array can be stored under the name and key.
-
-    Raises:
-        InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.
-    """
+    """Raise InvalidInputError for a bad name, a key that is too long, or a non-numeric array."""
     path_parts(name, what="cache")
     if not isinstance(key, str) or len(key) > _LONGEST_KEY:
         raise InvalidInputError(

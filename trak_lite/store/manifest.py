@@ -47,15 +47,7 @@ _MOST_NAMED = 50
 
 
 def stored_json(array: NDArray[Any], *, what: str) -> dict[str, Any]:
-    """Return the JSON object that is encoded in a stored array.
-
-    Args:
-        array: The JSON text as an array of bytes.
-        what: Name of the array in error messages.
-
-    Raises:
-        CorruptStoreError: If the array does not hold a JSON object.
-    """
+    """Return the JSON object in an array of bytes; raise CorruptStoreError, which names ``what``, if it holds none."""
     try:
         value = parse_json(array, finite=False)
     except ValueError as error:
@@ -137,11 +129,7 @@ class Manifest:
         ).hexdigest()
 
     def check_same(self, given: Manifest, *, where: str) -> None:
-        """Raise if the fingerprint of ``given`` differs from this one.
-
-        Raises:
-            ManifestMismatchError: Names every differing key with its stored and given value.
-        """
+        """Raise ManifestMismatchError if the fingerprint of ``given`` differs; see :func:`compare_fingerprints`."""
         compare_fingerprints(self.fingerprint, given.fingerprint, where=where)
 
 

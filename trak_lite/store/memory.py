@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -11,19 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
-from trak_lite.errors import (
-    HeldHereError,
-    ReadOnlyStoreError,
-    StateError,
-)
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
+from trak_lite.errors import HeldHereError, StateError
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_key, raise_incomplete
-from trak_lite.store._exchange import diff_stores, merge_stores
-from trak_lite.store._grid import check_spec, compare_specs, grown_spec, plain_json, plain_manifest
-from trak_lite.store._names import group_of_tables, inside_a_table, missing_table, natural_order, path_parts
-from trak_lite.store._values import check_block, check_derived, short_list
+from trak_lite.store._columns import Column, StoredRows, TableSpec
+from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
+from trak_lite.store._table import AbstractRowTable
+from trak_lite.store._values import check_block
+from trak_lite.store.disk.documents import store_record
+from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
 
 __all__ = ["MemoryFeatureStore"]
@@ -54,8 +50,22 @@ class _Contents:
 
     manifest: Manifest
     tables: dict[str, MemoryRows] = field(default_factory=dict)
-    cache: dict[str, tuple[str, NDArray[Any]]] = field(default_factory=dict)
-    entries: dict[str, tuple[str, NDArray[Any]]] = field(default_factory=dict)
+
+
+class _Files(dict[str, bytes]):
+    """Entries and cached arrays by key."""
+
+    def put(self, key: str, content: bytes) -> None:
+        self[key] = content
+
+    def delete(self, key: str) -> None:
+        self.pop(key, None)
+
+    def sizes(self, folder: str) -> list[str]:
+        return [key for key in self if key.startswith(f"{folder}/")]
+
+    def folders(self, folder: str) -> list[str]:
+        return []
 
 
 @final
@@ -76,8 +86,7 @@ class MemoryRowTable(AbstractRowTable):
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
         """Store rows; see :meth:`AbstractRowTable.put`."""
-        self._store.require_writable()
-        self._store.require_table(self._path, self._rows)
+        self._store.require_writable(self._path, self._rows)
         block = check_block(rows, values, self.spec)
         for chunk in block.runs:
             self._refuse_claimed(chunk)
@@ -86,10 +95,7 @@ class MemoryRowTable(AbstractRowTable):
         places = [slice(s + r.rows.start, s + r.rows.stop) for s, r in zip(starts, runs, strict=True)]
         done = [place.start + i for place in places for i in np.flatnonzero(self._rows.done[place]).tolist()]
         if done:
-            raise StateError(
-                f"Rows {short_list(done)} of {self._path} are done already. "
-                "Put pending rows only; pending() lists them."
-            )
+            raise self._are_done(done)
         for place, run in zip(places, runs, strict=True):
             for target, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
                 target[place] = array[run.source]
@@ -98,8 +104,7 @@ class MemoryRowTable(AbstractRowTable):
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
         """Lock a chunk until the context exits; see :meth:`AbstractRowTable.claim`."""
-        self._store.require_writable()
-        self._store.require_table(self._path, self._rows)
+        self._store.require_writable(self._path, self._rows)
         first, stop = self.chunk_range(chunk)
         self._refuse_claimed(chunk)
         if chunk in self._rows.claims:
@@ -142,9 +147,9 @@ class MemoryRowTable(AbstractRowTable):
         rows = np.flatnonzero(self._rows.done[first:stop]) + first
         return rows, {column.name: self._stored(column)[rows].decode() for column in self.spec.columns}
 
-    def content_key(self) -> str:
-        """Return a digest of the contents, equal to that of a disk store with the same rows."""
-        return content_key(self, where=self._path)
+    @property
+    def _where(self) -> str:
+        return self._path
 
     def _stored(self, column: Column) -> StoredRows:
         return StoredRows(column, tuple(self._rows.arrays[array.name] for array in column.arrays))
@@ -159,7 +164,7 @@ class MemoryRowTable(AbstractRowTable):
 
     def _require_complete(self, chunk: int) -> None:
         if not self._is_complete(chunk):
-            raise_incomplete(self, chunk, where=self._path)
+            self._raise_incomplete(chunk)
 
     def _is_complete(self, chunk: int) -> bool:
         first, stop = self.chunk_range(chunk)
@@ -167,7 +172,7 @@ class MemoryRowTable(AbstractRowTable):
 
 
 @final
-class MemoryFeatureStore(AbstractFeatureStore):
+class MemoryFeatureStore(RecordedFeatureStore):
     """Feature store in memory. Its tables exist while the store or a reopened handle exists.
 
     Example:
@@ -178,15 +183,14 @@ class MemoryFeatureStore(AbstractFeatureStore):
 
     def __init__(self, manifest: Manifest) -> None:
         self._contents = _Contents(plain_manifest(manifest))
-        self._writable = True
-        self._closed = False
+        files, record = _Files(), store_record(self.manifest)
+        super().__init__("memory", self.manifest, record, files, cache=files, writable=True)
 
     def reopen(self, mode: Literal["r", "r+"] = "r") -> MemoryFeatureStore:
         """Return another handle on the same tables, for reading or for writing."""
         one_of(("r", "r+"), mode=mode)
-        handle = MemoryFeatureStore(self.manifest)
-        handle._contents = self._contents
-        handle._writable = mode == "r+"
+        handle = copy.copy(self)
+        handle._writable, handle._closed = mode == "r+", False
         return handle
 
     @property
@@ -195,64 +199,27 @@ class MemoryFeatureStore(AbstractFeatureStore):
         return self._contents.manifest
 
     @property
-    def path(self) -> None:
+    def path(self) -> None:  # type: ignore[override]
         """``None``, because the store is in memory."""
         return
 
-    @property
-    def writable(self) -> bool:
-        """Whether the store is open for writing."""
-        return self._writable
-
-    def require_writable(self) -> None:
-        """Raise unless this handle is open for writing.
-
-        Raises:
-            ReadOnlyStoreError: If the handle was opened for reading.
-            StateError: If the handle was closed.
-        """
-        if not self._writable:
-            raise ReadOnlyStoreError("The store was opened for reading. Reopen it with mode='r+'.")
-        if self._closed:
-            raise StateError("The store was closed. Reopen it.")
-
-    def create_table(
-        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
-    ) -> AbstractRowTable:
-        """Open a table for writing; create it if it does not exist."""
-        self.require_writable()
-        spec = check_spec(spec)
-        plain = plain_json(dict(attributes or {}), what="A table's attributes")
-        self._refuse_nesting(path)
-        if path not in self._contents.tables:
-            self._contents.tables[path] = MemoryRows.empty(spec, plain)
-        rows = self._contents.tables[path]
-        compare_specs(rows.spec, spec, where=path)
-        return MemoryRowTable(path, rows, self)
-
-    def open_table(self, path: str) -> AbstractRowTable:
-        """Open an existing table, for writing if the store is writable."""
-        return MemoryRowTable(path, self._find(path), self)
-
-    def require_table(self, path: str, rows: MemoryRows) -> None:
-        """Raise unless ``rows`` is still the current state of the table.
-
-        Raises:
-            StateError: If the table has been dropped or has grown.
-        """
+    def require_writable(self, path: str, rows: MemoryRows) -> None:
+        """Raise unless this handle is open for writing, and ``rows`` is still the current state of the table."""
+        self._require_writable()
         if self._contents.tables.get(path) is not rows:
             raise StateError(f"{path} was dropped or has grown. Open the table again.")
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows."""
-        self.require_writable()
-        self._find(path)
+        self._require_writable()
+        self._require_table(path)
         del self._contents.tables[path]
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table."""
-        self.require_writable()
-        rows = self._find(path)
+        self._require_writable()
+        self._require_table(path)
+        rows = self._contents.tables[path]
         spec = grown_spec(rows.spec, num_rows)
         if spec != rows.spec:
             grown = MemoryRows.empty(spec, rows.attributes)
@@ -260,83 +227,36 @@ class MemoryFeatureStore(AbstractFeatureStore):
                 grown.arrays[name][: len(array)] = array
             grown.done[: len(rows.done)] = rows.done
             self._contents.tables[path] = grown
-        return self.open_table(path)
+        return self._open(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
-        self.require_writable()
+        self._require_writable()
         given = plain_json(dict(given), what="The manifest's fingerprint")
         self._contents.manifest = replaced_fingerprint(
             self.manifest, known, given, where="The store in memory"
         )
 
-    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return the differences between this store and another one."""
-        return diff_stores(self, other)
+    def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> MemoryRowTable:
+        if self._table_record(path) is None:
+            self._contents.tables[path] = MemoryRows.empty(spec, dict(attributes))
+        return self._open(path)
 
-    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Copy the rows that are missing here from other stores."""
-        self.require_writable()
-        return merge_stores(self, parts)
+    def _open(self, path: str) -> MemoryRowTable:
+        self._require_table(path)
+        return MemoryRowTable(path, self._contents.tables[path], self)
 
-    def attributes(self, path: str) -> dict[str, Any]:
-        """Return the attributes recorded when the table was created."""
-        return dict(self._find(path).attributes)
+    def _group(self, path: str) -> dict[str, Any] | None:
+        rows = self._contents.tables.get(path)
+        if rows is None:
+            return {} if any(self._tables_below(f"{path}/")) else None
+        return {"columns": rows.spec.columns, "attributes": rows.attributes}
 
-    def table_names(self, prefix: str = "") -> list[str]:
-        """Return the paths of all tables inside the group ``prefix``, in natural order."""
-        start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
-        return sorted((path for path in self._contents.tables if path.startswith(start)), key=natural_order)
+    def _spec(self, record: Mapping[str, Any], path: str) -> TableSpec:
+        return self._contents.tables[path].spec
 
-    def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the cached array with this name and key, or ``None``."""
-        path_parts(name, what="cache")
-        found = self._contents.cache.get(name)
-        return found[1].copy() if found is not None and found[0] == key else None
+    def _tables_below(self, start: str) -> Iterator[str]:
+        return (path for path in self._contents.tables if path.startswith(start))
 
-    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Cache a derived array, replacing any array of the same name."""
-        check_derived(name, key, array)
-        if self._writable:
-            self._contents.cache[name] = key, array.copy()
-
-    def entry(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry with this name and key, or ``None``."""
-        path_parts(name, what="entry")
-        found = self._contents.entries.get(name)
-        return found[1].copy() if found is not None and found[0] == key else None
-
-    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Store an array that cannot be recomputed, replacing any entry of the same name."""
-        check_derived(name, key, array)
-        self.require_writable()
-        self._contents.entries[name] = key, array.copy()
-
-    def entry_names(self, prefix: str = "") -> list[str]:
-        """Return the names of all entries below ``prefix``, sorted."""
-        start = f"{prefix}/" if prefix else ""
-        return sorted(name for name in self._contents.entries if name.startswith(start))
-
-    def drop_entry(self, name: str) -> None:
-        """Delete an entry if it exists."""
-        self.require_writable()
-        self._contents.entries.pop(name, None)
-
-    def close(self) -> None:
-        """Close this handle for writing; other handles keep the rows."""
-        self._closed = True
-
-    def _find(self, path: str) -> MemoryRows:
-        self._refuse_nesting(path)
-        if path not in self._contents.tables:
-            raise missing_table(path, where="this store", tables=self.table_names())
-        return self._contents.tables[path]
-
-    def _refuse_nesting(self, path: str) -> None:
-        parts = path_parts(path, what="table")
-        above = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
-        inside = [name for name in above if name in self._contents.tables]
-        if inside:
-            raise inside_a_table(path, above=inside[0])
-        if self.table_names(path):
-            raise group_of_tables(path, tables=self.table_names(path))
+    def _is_lost(self, path: str) -> bool:
+        return False

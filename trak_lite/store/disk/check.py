@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, final
 
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
-from trak_lite.store._base import NEEDED_UNTIL, TableSpec
+from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._check_report import Finding, Tally
+from trak_lite.store._columns import TableSpec
 from trak_lite.store._names import is_name
 from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
@@ -33,7 +34,7 @@ from trak_lite.store.disk.documents import (
     sizes_under_way,
     table_from_json,
 )
-from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, StoreEntries, disk_entries, entry_of
+from trak_lite.store.disk.entries import CACHE, ENTRIES, Files, HiddenFiles, Lock, StoreEntries, entry_of
 from trak_lite.store.disk.folders import is_old, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.records import CommitLogs
@@ -84,8 +85,9 @@ class StoreLook(ABC):
 
     _list_again = "check with --repair, which lists the tables that exist"
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, files: Files, lock: Lock | None = None) -> None:
         self.where = where
+        self._files, self._lock = files, lock
         self.findings: list[Finding] = []
         self.tally = Tally()
         self.tables: dict[str, AnyTableLook] = {}
@@ -116,9 +118,6 @@ class StoreLook(ABC):
     def _document(self, folder: str) -> dict[str, Any] | None: ...
 
     @abstractmethod
-    def _entries(self) -> StoreEntries: ...
-
-    @abstractmethod
     def _list(self, names: Iterable[str]) -> None:
         """Compare the tables in the list, whose folder holds these names, with the tables found."""
 
@@ -130,12 +129,7 @@ class StoreLook(ABC):
     def _table_look(self, path: str, spec: TableSpec) -> AnyTableLook: ...
 
     def look(self) -> None:
-        """Check the store.
-
-        Raises:
-            MissingStoreError: If there is neither store metadata nor a table.
-            ManifestMismatchError: If the store has the format of another trak_lite version.
-        """
+        """Check the store; MissingStoreError without metadata and tables, ManifestMismatchError for another format."""
         self._root()
         if self._is_folder(""):
             # Read the list before the folders, so that the folder of each listed table is visited.
@@ -226,9 +220,13 @@ class StoreLook(ABC):
             elif path == ENTRIES and name != _METADATA and entry_of(name) is None:
                 self._stray(f"{path}/{name}")
 
+    def store_entries(self) -> StoreEntries:
+        """Return the entries of the store, which may be any store's if its metadata is damaged."""
+        return StoreEntries(self._files, self.where, self.record, self._lock)
+
     def _check_entries(self) -> None:
         """Compare the entries with their marks and with the store."""
-        entries = self._entries()
+        entries = self.store_entries()
         try:
             wrong = dict(entries.problems())
         except StoreError as error:
@@ -309,7 +307,7 @@ class DiskLook(StoreLook):
     """Check of a store in a local folder."""
 
     def __init__(self, root: str) -> None:
-        super().__init__(root)
+        super().__init__(root, HiddenFiles(root), TableList(root).locked)
         self.tables: dict[str, TableLook] = {}  # type: ignore[assignment]
         self.entries: list[str] = []
         """Tables whose list entry a repair sets aside: damaged entries, and those of lost tables."""
@@ -329,9 +327,6 @@ class DiskLook(StoreLook):
 
     def _document(self, folder: str) -> dict[str, Any] | None:
         return read_zarr_json(self._at(folder))
-
-    def _entries(self) -> StoreEntries:
-        return disk_entries(self.where, self.record)
 
     def _table_look(self, path: str, spec: TableSpec) -> TableLook:
         identity = self._identities[path]

@@ -20,11 +20,7 @@ from trak_lite.store._check_report import Finding, row_ranges
 from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.files import file_size, named_errors, open_file
-from trak_lite.store.disk.records import (
-    CommitLogs,
-    CommitRecord,
-    holder_lives,
-)
+from trak_lite.store.disk.records import CommitLogs, CommitRecord, holder_lives
 from trak_lite.store.disk.staging import StagedRows
 
 __all__ = ["AGAIN", "REPAIR", "ChunkLook", "ChunkState", "stored_checksum"]

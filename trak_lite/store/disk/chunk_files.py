@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, StateError
-from trak_lite.store._base import TableSpec
 from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import StoredArray
+from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._values import short_list
 from trak_lite.store.disk.documents import (
@@ -110,15 +109,7 @@ class TableFiles:
     def __init__(
         self, folder: str, spec: TableSpec, *, root: str, identity: str, stage: str | None = None
     ) -> None:
-        """Derive the paths.
-
-        Args:
-            folder: Folder of the table.
-            spec: Shape and columns.
-            root: Folder or address of the store.
-            identity: Identity of the table.
-            stage: Folder of the row logs, on a local disk; ``None`` is in the folder of the first column.
-        """
+        """Derive the paths; row logs are in ``stage``, on a local disk, or else in the folder of the first column."""
         self.folder = folder
         self.spec = spec
         self.root = root
@@ -155,11 +146,7 @@ class TableFiles:
         return range(first, first + self.rows_in(chunk))
 
     def record(self) -> dict[str, Any]:
-        """Return the current record in the table's ``zarr.json``; empty if there is no file.
-
-        Raises:
-            CorruptStoreError: If the file is damaged.
-        """
+        """Return the record in the table's ``zarr.json`` now (empty: no file); CorruptStoreError if it is damaged."""
         text = read_zarr_bytes(self.folder) or b""
         if text != self._record[0]:
             own = (
@@ -185,17 +172,30 @@ class TableFiles:
         rows = self.rows_of(chunk)
         return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.where}"
 
+    def require_sizes(
+        self,
+        record: CommitRecord,
+        sizes: Mapping[str, int | None],
+        *,
+        is_counted: bool,
+        remedy: Callable[[int], str],
+    ) -> None:
+        """Raise CorruptStoreError unless a chunk has the sizes of its record and of the table, and its rows count."""
+        expected = {column.name: column.chunk_bytes for column in self.columns}
+        recorded = {name: size for name, (size, _) in record.columns.items()}
+        if not (sizes == expected == recorded and is_counted):
+            raise CorruptStoreError(
+                f"The files of {self.describe(record.chunk)} have {sizes} bytes; expected {expected}, "
+                f"recorded {recorded} for {record.rows} rows. {remedy(record.chunk)}"
+            )
+
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have staged files."""
         found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
         return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
 
     def marks(self) -> NDArray[np.bool_]:
-        """Return a mask of all rows, filled with ``False``, ``(num_rows,)``.
-
-        Raises:
-            CorruptStoreError: If memory does not suffice for the mask and a list of all rows.
-        """
+        """Return a mask of all rows, filled with ``False``; CorruptStoreError if memory does not suffice for it."""
         rows = self.spec.num_rows
         what = f"A list of the {rows} rows of {self.folder}"
         return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
@@ -203,8 +203,7 @@ class TableFiles:
     def make_folders(self) -> None:
         """Create the stage and commit folders if they are missing; some tools do not copy empty folders.
 
-        Raises:
-            StoreError: If the table was dropped meanwhile; parent folders are not created.
+        A table that was dropped meanwhile is a StoreError: parent folders are not created.
         """
         for folder in (self.stage, self.commits):
             with named_errors("Making", folder), contextlib.suppress(FileExistsError):
@@ -260,9 +259,7 @@ class ChunkIndex:
     def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
         """Commit a complete chunk, whose lock is held. After an interruption, repeat the call.
 
-        Args:
-            chunk: Index of the chunk.
-            contents: Bytes of each stored array, in pieces, including padding.
+        ``contents`` are the bytes of each stored array, in pieces, including padding.
         """
         columns = self._files.columns
         left = [column for column in columns if file_size(column.visible(chunk)) is not None]
@@ -354,18 +351,12 @@ class ChunkIndex:
 
     def _is_whole(self, chunk: int, record: CommitRecord) -> bool:
         sizes = {column.name: file_size(column.visible(chunk)) for column in self._files.columns}
-        expected = {column.name: column.chunk_bytes for column in self._files.columns}
-        recorded = {name: size for name, (size, _) in record.columns.items()}
         if None in sizes.values():
             return False  # removed after it was listed
         rows, done = self._files.rows_in(chunk), record.rows
         is_counted = 0 < done <= rows or rows < done <= self._files.rows_on_disk(chunk)
-        if sizes == expected == recorded and is_counted:
-            return done >= rows
-        raise CorruptStoreError(
-            f"The files of {self._files.describe(chunk)} have {sizes} bytes; expected {expected}, "
-            f"recorded {recorded} for {record.rows} rows. {self.remedy(chunk)}"
-        )
+        self._files.require_sizes(record, sizes, is_counted=is_counted, remedy=self.remedy)
+        return done >= rows
 
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""

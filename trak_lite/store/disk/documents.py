@@ -19,8 +19,7 @@ import numpy as np
 
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
-from trak_lite.store._base import TableSpec
-from trak_lite.store._columns import Column, StoredArray, dtype_fingerprint
+from trak_lite.store._columns import Column, StoredArray, TableSpec, dtype_fingerprint
 from trak_lite.store._grid import spec_from_json, spec_to_json
 from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
@@ -89,13 +88,7 @@ def identity_of(record: Mapping[str, Any]) -> str:
 
 
 def table_identity(path: str, origin: str, spec: TableSpec) -> str:
-    """Return the identity of a table; see :func:`identity_of`.
-
-    Args:
-        path: Path of the table.
-        origin: Origin of the store; see :func:`store_record`.
-        spec: Shape and fingerprint of the table.
-    """
+    """Return the identity of a table in the store with this origin; see :func:`identity_of`."""
     return identity_of(_bare_record(path, origin, spec))
 
 
@@ -186,21 +179,13 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def read_attributes(folder: str) -> dict[str, Any] | None:
-    """Return the ``trak_lite`` attributes of a zarr group, or ``None`` if the folder has no ``zarr.json``.
-
-    Raises:
-        CorruptStoreError: If the file is not the JSON of a zarr group.
-    """
+    """Return the ``trak_lite`` attributes of a zarr group, or ``None`` if the folder has no ``zarr.json``."""
     document = read_zarr_json(folder)
     return None if document is None else own_attributes(document, folder)
 
 
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return the ``trak_lite`` attributes in the ``zarr.json`` of a group; empty for a group of tables.
-
-    Raises:
-        CorruptStoreError: If the document is not that of a zarr group, or its checksum is wrong.
-    """
+    """Return the ``trak_lite`` attributes of a group's document (a group of tables: empty), whose checksum is right."""
     attributes = document.get("attributes")
     own = attributes.get("trak_lite") if isinstance(attributes, dict) else None
     kind = document.get("zarr_format"), document.get("node_type")
@@ -245,11 +230,7 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
 
 
 def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the table attributes recorded in a table's ``zarr.json``.
-
-    Raises:
-        CorruptStoreError: If they are not a mapping.
-    """
+    """Return the table attributes in the record of a table; CorruptStoreError if they are not a mapping."""
     found = record.get("attributes", {})
     if not isinstance(found, dict):
         raise CorruptStoreError(
@@ -259,13 +240,7 @@ def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, 
 
 
 def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where: str) -> TableSpec:
-    """Return the spec recorded in a table's ``zarr.json``.
-
-    Args:
-        record: Record in the file.
-        path: Path of the table.
-        origin: Origin of the store; see :func:`store_record`.
-        where: Name of the file in error messages.
+    """Return the spec in the record of a table, read from the file ``where``.
 
     Raises:
         CorruptStoreError: If the record is not that of a table, or has another path or store.
@@ -280,10 +255,9 @@ def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where:
 
 
 def refuse_undescribed(folder: str, arrays: Sequence[str]) -> None:
-    """Raise if a table's folder holds arrays that are missing in the table's ``zarr.json``.
+    """Raise CorruptStoreError if a table's folder holds arrays that its ``zarr.json`` does not name.
 
-    Raises:
-        CorruptStoreError: If so; names the arrays. The chunks may be valid; they must not be checked against this spec.
+    Their chunks may be valid; they must not be checked against this spec.
     """
     if arrays:
         names = some_of(map(repr, sorted(arrays)))
@@ -316,17 +290,8 @@ def check_array(
 ) -> None:
     """Raise unless the ``zarr.json`` of an array equals what the store would write; sizes are relied on when mapping.
 
-    Keys and attributes added by other tools are ignored.
-
-    Args:
-        found: The document; ``None`` if it is missing.
-        folder: Folder or address of the table, for messages.
-        array: Stored array of the table.
-        spec: Spec of the table.
-        under_way: Other allowed row counts; see :func:`sizes_under_way`.
-
-    Raises:
-        CorruptStoreError: Names every differing key.
+    Keys and attributes added by other tools are ignored. Row counts that are ``under_way`` are allowed too; see
+    :func:`sizes_under_way`. A missing document (``None``) and every differing key are named in a CorruptStoreError.
     """
     path = f"{folder}/{array.name}/zarr.json"
     if found is None:
@@ -346,11 +311,7 @@ def check_array(
 
 
 def check_hidden(found: Mapping[str, Any] | None, folder: str) -> None:
-    """Raise unless the ``zarr.json`` of a hidden folder equals what the store would write.
-
-    Raises:
-        CorruptStoreError: Names every differing key.
-    """
+    """Raise CorruptStoreError unless the ``zarr.json`` of a hidden folder is what the store would write."""
     expected = hidden_document(os.path.basename(folder).removeprefix("."))
     differing = ["it is missing"] if found is None else _differing(expected, found)
     if differing:
@@ -380,11 +341,7 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 def read_zarr_json(folder: str) -> dict[str, Any] | None:
-    """Return the ``zarr.json`` of a folder, or ``None`` if there is none.
-
-    Raises:
-        CorruptStoreError: If it is not a JSON object.
-    """
+    """Return the ``zarr.json`` of a folder, ``None`` without one; CorruptStoreError if it is no JSON object."""
     text = read_zarr_bytes(folder)
     return None if text is None else parse_zarr_json(text, os.path.join(folder, "zarr.json"))
 
@@ -400,11 +357,7 @@ def read_zarr_bytes(folder: str) -> bytes | None:
 
 
 def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
-    """Parse the text of a ``zarr.json``.
-
-    Raises:
-        CorruptStoreError: If it is not a JSON object.
-    """
+    """Parse the text of a ``zarr.json``; raise CorruptStoreError if it is not a JSON object."""
     try:
         document = parse_json(text)
     except ValueError as error:

@@ -12,6 +12,7 @@ entry or the new one, and an entry of another store, an earlier one, or a remove
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,19 +20,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
+import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store._content import (
-    ARRAY_SUFFIX,
-    DecodedArray,
-    array_file_name,
-    decode_array,
-    encode_array,
-    encoded_size,
-)
+from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._names import path_parts
+from trak_lite.store.disk.documents import read_zarr_bytes
 from trak_lite.store.disk.files import (
     file_size,
     named_errors,
@@ -43,10 +42,23 @@ from trak_lite.store.disk.files import (
     sync_folder,
 )
 from trak_lite.store.disk.folders import names_in
-from trak_lite.store.disk.listing import TABLES, TableList, decode_entry, encode_entry, entry_name
+from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
 
-__all__ = ["CACHE", "ENTRIES", "HiddenFiles", "StoreEntries", "disk_entries", "entry_files", "entry_of"]
+__all__ = [
+    "CACHE",
+    "ENTRIES",
+    "Files",
+    "HiddenFiles",
+    "Lock",
+    "StoreEntries",
+    "array_file_name",
+    "decode_array",
+    "encode_array",
+    "entry_files",
+    "entry_of",
+]
 
+ARRAY_SUFFIX: Final = ".safetensors"
 CACHE = ".cache"
 _LONGEST_HEAD = 4096
 """Maximum size in bytes of a file that is no array, and of the header from which an array's file size is read."""
@@ -57,13 +69,83 @@ _MARK: Final = f"{ENTRIES}%"
 """Start of the name of a mark; no table has such a name."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedArray:
+    """The content of a file that :func:`encode_array` made."""
+
+    array: NDArray[Any]
+    key: str
+    bound: tuple[str, ...]
+    """Identifier of the store and version of an entry; empty for a cached array."""
+
+
+def encode_array(name: str, key: str, array: NDArray[Any], bound: tuple[str, ...] = ()) -> bytes:
+    """Return the bytes of a safetensors file that holds an array with its name and key, and what it is bound to.
+
+    The tensor ``about`` is UTF-8 JSON with these, and the CRC-32C of them and of dtype, shape and values.
+    """
+    values = np.asarray(array, order="C")
+    values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    about = {"name": name, "key": key, "crc32c": _array_checksum(name, key, values, bound)}
+    text = json.dumps({**about, **({"bound": bound} if bound else {})}).encode()
+    return safetensors.numpy.save({"array": values, "about": np.frombuffer(text, np.uint8)})
+
+
+def decode_array(content: bytes, name: str) -> DecodedArray | None:
+    """Return the content of a file of :func:`encode_array`; ``None`` if it is damaged or has another name."""
+    try:
+        found = safetensors.numpy.load(content)
+        about = parse_json(found["about"])
+        array, key, bound = found["array"], about["key"], tuple(about.get("bound", ()))
+        right = (about["name"], len(found), len(bound)) in ((name, 2, 0), (name, 2, 2))
+        if right and all(isinstance(text, str) for text in (key, *bound)):
+            right = _array_checksum(name, key, array, bound) == about["crc32c"]
+            return DecodedArray(array, key, bound) if right else None
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        pass
+    return None
+
+
+def encoded_size(head: bytes) -> int | None:
+    """Return the file size that a safetensors header implies; ``None`` if ``head`` is not such a header."""
+    start = 8 + int.from_bytes(head[:8], "little")
+    try:
+        parts = parse_json(head[8:start])
+        return start + int(max(part["data_offsets"][1] for part in parts.values()))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError):
+        return None
+
+
+def array_file_name(name: str) -> str:
+    """Return the file name of an array; unique because no array name contains ``%``."""
+    return "%".join(path_parts(name, what="cache")) + ARRAY_SUFFIX
+
+
+def _array_checksum(name: str, key: str, array: NDArray[Any], bound: tuple[str, ...]) -> int:
+    what = json.dumps([name, key, array.dtype.str, array.shape, *bound]).encode()
+    return crc32c(what, np.ascontiguousarray(array))
+
+
+Lock = Callable[[], AbstractContextManager[None]]
+
+
 class Files(Protocol):
     """Files or objects of a store by key."""
 
-    def get(self, key: str) -> bytes | None: ...
-    def put(self, key: str, content: bytes) -> None: ...
-    def delete(self, key: str) -> None: ...
-    def sizes(self, folder: str) -> Iterable[str]: ...
+    def get(self, key: str) -> bytes | None:
+        """Return the content of a file, ``None`` if it is missing."""
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write a file, replacing an existing one."""
+
+    def delete(self, key: str) -> None:
+        """Delete a file if it exists."""
+
+    def sizes(self, folder: str) -> Iterable[str]:
+        """Return the keys of all files in a folder."""
+
+    def folders(self, folder: str) -> Iterable[str]:
+        """Return the names of the folders in a folder."""
 
 
 def entry_files(name: str) -> tuple[str, str]:
@@ -90,7 +172,7 @@ class StoreEntries:
     """Path or address of the store, for messages."""
     record: Mapping[str, Any] | None
     """Record of the store; ``None`` accepts entries of any, because the metadata of the store is damaged."""
-    lock: Callable[[], AbstractContextManager[None]] | None = None
+    lock: Lock | None = None
     """Excludes other writers; an object store has no lock."""
 
     @property
@@ -214,7 +296,7 @@ class StoreEntries:
 @final
 @dataclass(frozen=True, slots=True)
 class HiddenFiles:
-    """Files of a store by key, ``"folder/name"``: the part of the methods of objects that entries need."""
+    """Files of a store by key, ``"folder/name"``: the methods of objects that documents and entries need."""
 
     root: str
     """Folder of the store."""
@@ -223,9 +305,11 @@ class HiddenFiles:
         """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size.
 
         Raises:
-            StoreError: If it cannot be read.
+            StoreError: If it cannot be read, or is a ``zarr.json`` and no plain file.
         """
         path = f"{self.root}/{key}"
+        if os.path.basename(path) == "zarr.json":
+            return read_zarr_bytes(os.path.dirname(path))
         with named_errors("Reading", path):
             try:
                 size = file_size(path) or 0
@@ -262,10 +346,11 @@ class HiddenFiles:
         """Return the keys of all files in a folder."""
         return [f"{folder}/{name}" for name in names_in(f"{self.root}/{folder}")]
 
-    def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the cached array with this name and key, or ``None`` if it is missing or damaged."""
-        found = decode_array(self.get(f"{CACHE}/{array_file_name(name)}") or b"", name)
-        return None if found is None or (found.key, found.bound) != (key, ()) else found.array
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders in a folder; in that of the store, if ``folder`` is empty."""
+        path = os.path.join(self.root, folder)
+        names = names_in(path) if os.path.isdir(path) else []
+        return [name for name in names if os.path.isdir(os.path.join(path, name))]
 
     def damaged_arrays(self) -> list[str]:
         """Return the names of damaged files of cached arrays."""
@@ -278,12 +363,3 @@ class HiddenFiles:
             return decode_array(self.get(f"{CACHE}/{file}") or b"", name) is not None
         except StoreError:
             return False
-
-    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Cache an array, replacing any array of the same name."""
-        self.put(f"{CACHE}/{array_file_name(name)}", encode_array(name, key, array))
-
-
-def disk_entries(root: str, record: Mapping[str, Any] | None) -> StoreEntries:
-    """Return the entries of the disk store with this record; ``None`` if it is damaged."""
-    return StoreEntries(HiddenFiles(root), root, record, TableList(root).locked)

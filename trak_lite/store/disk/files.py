@@ -14,6 +14,7 @@ import functools
 import logging
 import mmap
 import os
+import re
 import shutil
 import stat
 import threading
@@ -70,28 +71,10 @@ _NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _ZEROS = bytes(1 << 20)
 _MOUNTS = "/proc/self/mountinfo"
-_NETWORK = {
-    "9p",
-    "afs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "coda",
-    "davfs",
-    "fuse",
-    "glusterfs",
-    "gpfs",
-    "lustre",
-    "ncpfs",
-    "nfs",
-    "nfs4",
-    "orangefs",
-    "panfs",
-    "pvfs2",
-    "smb3",
-    "smbfs",
-    "wekafs",
-}
+_NETWORK = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|coda|davfs|fuse|glusterfs|gpfs|lustre|ncpfs|nfs|nfs4|orangefs|panfs|"
+    r"pvfs2|smb3|smbfs|wekafs"
+)
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ON_THE_WAY = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no right to list the folder
 
@@ -143,11 +126,7 @@ def _may_not_be_read(path: str | None) -> bool:
 
 @contextlib.contextmanager
 def _parent(path: str) -> Iterator[tuple[int, str]]:
-    """Yield a descriptor of the folder of a path, reached without following a link, and the name in this folder.
-
-    Raises:
-        CorruptStoreError: If a folder on the way is a symbolic link.
-    """
+    """Yield a descriptor of the folder of a path, and the name in it; CorruptStoreError for a link on the way."""
     *folders, name = list(filter(None, path.split("/"))) or ["."]
     reached = "/" if path.startswith("/") else "."
     fd = os.open(reached, _ON_THE_WAY)
@@ -182,11 +161,7 @@ def _inner_folder(fd: int, name: str, flags: int, path: str) -> int:
 
 
 def refuse_links(path: str) -> None:
-    """Raise if a path, which need not exist, or a folder on the way to it is a symbolic link.
-
-    Raises:
-        CorruptStoreError: If so.
-    """
+    """Raise CorruptStoreError if a path, which need not exist, or a folder on the way to it is a symbolic link."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), _parent(path) as (folder, name):
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise CorruptStoreError(
@@ -195,11 +170,7 @@ def refuse_links(path: str) -> None:
 
 
 def open_folder(path: str) -> int:
-    """Open a folder to list, sync or lock it.
-
-    Raises:
-        CorruptStoreError: If it, or a folder on the way, is a symbolic link.
-    """
+    """Open a folder to list, sync or lock it; raise CorruptStoreError if it, or one on the way, is a link."""
     with _parent(path) as (folder, name):
         return _inner_folder(folder, name, _FOLDER | os.O_RDONLY, path)
 
@@ -207,8 +178,7 @@ def open_folder(path: str) -> int:
 def open_file(path: str, flags: int) -> int:
     """Open a regular file; does not follow links, block on pipes, or let child programs inherit the descriptor.
 
-    Raises:
-        CorruptStoreError: If the path is a pipe, a device or a folder, or a folder on the way is a symbolic link.
+    A pipe, a device, a folder, or a symbolic link on the way is a CorruptStoreError.
     """
     with _parent(path) as (folder, name):
         with contextlib.suppress(FileNotFoundError):
@@ -278,25 +248,16 @@ def list_folder(path: str) -> list[str]:
 
 
 def refuse_other_names(fd: int, path: str) -> None:
-    """Raise if an open file has other names: writing to it would change a file elsewhere.
-
-    Raises:
-        CorruptStoreError: If so.
-    """
+    """Raise CorruptStoreError if an open file has other names: writing to it would change a file elsewhere."""
     if os.fstat(fd).st_nlink > 1:
         raise _shared_file(path)
 
 
 def read_file(path: str, *, most: int, remedy: str) -> bytes:
-    """Return the bytes of a small file.
-
-    Args:
-        path: Path of the file.
-        most: Maximum size in bytes; a larger file is not read.
-        remedy: Advice in the error message for a larger file.
+    """Return the bytes of a file.
 
     Raises:
-        CorruptStoreError: If the file is larger, or not a regular file.
+        CorruptStoreError: If it has more than ``most`` bytes (``remedy`` says what helps), or is not a regular file.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         seen = os.fstat(file.fileno()).st_size
@@ -306,15 +267,10 @@ def read_file(path: str, *, most: int, remedy: str) -> bytes:
 
 
 def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
-    """Return a zero-filled array; its pages take no memory until they are written.
-
-    Args:
-        size: Size in bytes.
-        what: Name of the array in the error message.
-        besides: Further bytes that must be allocatable.
+    """Return ``size`` zero bytes for ``what``; the pages take no memory until they are written.
 
     Raises:
-        CorruptStoreError: If memory does not suffice; the size may come from damaged metadata.
+        CorruptStoreError: If memory does not suffice for it and ``besides`` more; the size may be damaged metadata.
     """
     try:
         np.empty(besides, np.uint8)
@@ -477,16 +433,10 @@ def sync_folder(path: str) -> None:
 
 
 def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.uint8]:
-    """Return the first bytes of a file as a copy-on-write memory map; writes to the array do not change the file.
+    """Return the first ``size`` bytes of a file as a copy-on-write map; writes to the array do not change the file.
 
-    Args:
-        path: Path of the file.
-        size: Number of bytes.
-        mapped: ``False`` reads the bytes instead; ``None`` reads them on a network file system, where an I/O error on
-            a map would kill the process.
-
-    Raises:
-        CorruptStoreError: If the file is shorter, because touching the missing pages would kill the process.
+    ``mapped=False`` reads the bytes instead; ``None`` reads them on a network file system, where an I/O error on a map
+    would kill the process. So would touching the missing pages of a shorter file, which is a CorruptStoreError.
     """
     if size == 0:
         return np.empty(0, np.uint8)
@@ -520,12 +470,8 @@ def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
 def file_size(path: str, *, alone: bool = False) -> int | None:
     """Return the size of a file in bytes, or ``None`` if it does not exist.
 
-    Args:
-        path: Path of the file.
-        alone: Whether the file must have no other name, because it is written to.
-
     Raises:
-        CorruptStoreError: If the path is not a regular file, or has another name although it must not.
+        CorruptStoreError: If it is no regular file, or (``alone``: it is written to) has another name.
     """
     try:
         found = os.lstat(path)
@@ -565,7 +511,7 @@ def network_devices(mountinfo: str) -> frozenset[int]:
     for line in mountinfo.splitlines():
         mount, _, source = line.partition(" - ")
         fields, kind = mount.split(), source.split()[:1]
-        if len(fields) < 3 or not kind or kind[0].partition(".")[0] not in _NETWORK:
+        if len(fields) < 3 or not kind or not _NETWORK.fullmatch(kind[0].partition(".")[0]):
             continue
         major, _, minor = fields[2].partition(":")
         if major.isdecimal() and minor.isdecimal():

@@ -76,9 +76,7 @@ def scratch_folder(final: str) -> Iterator[str]:
 def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]:
     """Create a folder and lock it until the context exits; delete it if the block raises.
 
-    Args:
-        scratch: Path of the folder.
-        lock: Held until the folder is locked, so that a sweep does not delete it; see :func:`is_free`.
+    The lock given is held until the folder is locked, so that a sweep does not delete it; see :func:`is_free`.
     """
     with lock:
         make_folder(scratch)

@@ -38,15 +38,7 @@ from trak_lite.store.disk.files import (
 )
 from trak_lite.store.disk.folders import building, is_free, names_in
 
-__all__ = [
-    "TABLES",
-    "TableList",
-    "decode_entry",
-    "encode_entry",
-    "entry_name",
-    "listed_path",
-    "lost_table",
-]
+__all__ = ["TABLES", "TableList", "decode_entry", "encode_entry", "entry_name", "listed_path", "lost_table"]
 
 TABLES = ".tables"
 _METADATA = "zarr.json"
@@ -81,11 +73,7 @@ def encode_entry(path: str, identity: str) -> bytes:
 
 
 def decode_entry(text: bytes, path: str, *, where: str) -> str:
-    """Return the identity stored in a table's entry.
-
-    Raises:
-        CorruptStoreError: If the entry is damaged or belongs to another table.
-    """
+    """Return the identity in a table's entry; CorruptStoreError if it is damaged or belongs to another table."""
     body, _, checksum = text.rpartition(b"\t")
     try:
         entry = parse_json(body) if checksum == b"%08x\n" % crc32c(body) else None
@@ -118,11 +106,7 @@ class TableList:
         self._root = root
 
     def require(self) -> None:
-        """Raise if the list is missing; without it, lost tables would go unnoticed.
-
-        Raises:
-            CorruptStoreError: If the list is missing; says how to recreate it.
-        """
+        """Raise CorruptStoreError if the list is missing; without it, lost tables would go unnoticed."""
         with named_errors("Reading", self.folder):
             found = file_size(f"{self.folder}/{_METADATA}")
         if found is None:
@@ -131,16 +115,8 @@ class TableList:
                 "backup, or call check_store(path, repair=True), which lists the tables that exist."
             )
 
-    def paths(self) -> list[str]:
-        """Return the paths of the listed tables, unordered."""
-        return [path for path in map(listed_path, names_in(self.folder)) if path is not None]
-
     def identity(self, path: str) -> str | None:
-        """Return the identity of a listed table, or ``None`` if it is not listed.
-
-        Raises:
-            CorruptStoreError: If the entry is damaged.
-        """
+        """Return the identity of a listed table, ``None`` if it is not; CorruptStoreError if the entry is damaged."""
         entry = self.entry(path)
         with named_errors("Reading", entry):
             try:

@@ -1,17 +1,18 @@
-"""What stores on a disk and in an object store share: documents, the list of tables, entries and commit records."""
+"""What all stores share: documents, the list of tables, entries and cached arrays."""
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StateError
-from trak_lite.store._base import AbstractFeatureStore, AbstractRowTable, Difference, TableSpec
-from trak_lite.store._exchange import diff_stores, merge_stores
+from trak_lite.store._base import AbstractFeatureStore
+from trak_lite.store._columns import TableSpec
+from trak_lite.store._grid import check_spec, compare_specs, plain_json
 from trak_lite.store._names import (
     group_of_tables,
     inside_a_table,
@@ -20,34 +21,56 @@ from trak_lite.store._names import (
     natural_order,
     path_parts,
 )
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
-from trak_lite.store.disk.documents import attributes_from_json, misnamed, table_from_json
-from trak_lite.store.disk.entries import StoreEntries
-from trak_lite.store.disk.listing import lost_table
+from trak_lite.store.disk.documents import (
+    attributes_from_json,
+    misnamed,
+    own_attributes,
+    parse_zarr_json,
+    table_from_json,
+)
+from trak_lite.store.disk.entries import (
+    CACHE,
+    Files,
+    Lock,
+    StoreEntries,
+    array_file_name,
+    decode_array,
+    encode_array,
+)
+from trak_lite.store.disk.listing import TABLES, entry_name, listed_path, lost_table
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["RecordedFeatureStore"]
+__all__ = ["RecordedFeatureStore", "read_group"]
 
 logger = logging.getLogger(__name__)
 
 
 class RecordedFeatureStore(AbstractFeatureStore):
-    """A store whose groups and tables are described by ``zarr.json`` documents, and whose tables are listed."""
+    """A store whose groups and tables are described by ``zarr.json`` documents, and whose tables are listed.
+
+    A subclass says where files are, and how a table is created, opened, grown and dropped.
+    """
 
     def __init__(
         self,
         where: str,
         manifest: Manifest,
         record: Mapping[str, Any],
-        entries: StoreEntries,
+        files: Files,
         *,
+        cache: Files,
         writable: bool,
+        lock: Lock | None = None,
     ) -> None:
         self._where = where
         self._origin = record["origin"]
         self._manifest = manifest
-        self._entries = entries
+        self._files = files
+        self._cache = cache
+        self._entries = StoreEntries(files, where, record, lock)
         self._writable = writable
         self._closed = False
         self._tables: dict[str, RowTable] = {}
@@ -67,18 +90,21 @@ class RecordedFeatureStore(AbstractFeatureStore):
         """Whether the store is open for writing."""
         return self._writable and not self._closed
 
+    def create_table(
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
+    ) -> AbstractRowTable:
+        """Open a table for writing; create it if it does not exist."""
+        self._require_writable()
+        path_parts(path, what="table")
+        spec = check_spec(spec)
+        plain = plain_json(dict(attributes or {}), what="A table's attributes")
+        table = self._created(path, spec, plain)
+        compare_specs(table.spec, spec, where=f"{self._where}/{path}")
+        return table
+
     def open_table(self, path: str) -> AbstractRowTable:
         """Open an existing table, for writing if the store is writable."""
         return self._open(path)
-
-    def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
-        """Return the differences between this store and another one."""
-        return diff_stores(self, other)
-
-    def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
-        """Copy the rows that are missing here from other stores."""
-        self._require_writable()
-        return merge_stores(self, parts)
 
     def attributes(self, path: str) -> dict[str, Any]:
         """Return the attributes recorded when the table was created."""
@@ -96,6 +122,17 @@ class RecordedFeatureStore(AbstractFeatureStore):
             if path.startswith(start) and path not in found and self._table_record(path) is not None:
                 found.append(path)  # just created, or the metadata of a parent group is missing
         return sorted(found, key=natural_order)
+
+    def cached(self, name: str, key: str) -> NDArray[Any] | None:
+        """Return the cached array with this name and key, or ``None`` if it is missing or damaged."""
+        found = decode_array(self._cache.get(f"{CACHE}/{array_file_name(name)}") or b"", name)
+        return None if found is None or (found.key, found.bound) != (key, ()) else found.array
+
+    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
+        """Cache a derived array, replacing any array of the same name."""
+        check_derived(name, key, array)
+        if self.writable:
+            self._cache.put(f"{CACHE}/{array_file_name(name)}", encode_array(name, key, array))
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``; see :class:`AbstractFeatureStore`."""
@@ -139,28 +176,29 @@ class RecordedFeatureStore(AbstractFeatureStore):
         return self
 
     @abstractmethod
-    def _open(self, path: str) -> RowTable:
+    def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> AbstractRowTable:
+        """Return the table at a path; create it with this spec and these attributes if there is none."""
+
+    @abstractmethod
+    def _open(self, path: str) -> AbstractRowTable:
         """Return a table, opened at most once."""
 
-    @abstractmethod
     def _group(self, path: str) -> dict[str, Any] | None:
         """Return the record in the ``zarr.json`` of a table or group; ``None`` if there is none."""
+        return read_group(self._files, path, where=self._where)
 
-    @abstractmethod
     def _has_document(self, path: str) -> bool:
         """Whether there is a ``zarr.json`` at a path, which may be damaged."""
+        return self._files.get(f"{path}/zarr.json") is not None
 
-    @abstractmethod
-    def _folders(self, path: str) -> Iterable[str]:
-        """Return the names of the folders in a group."""
-
-    @abstractmethod
     def _listed_paths(self) -> list[str]:
         """Return the paths in the list of tables, unordered."""
+        names = (key.rpartition("/")[2] for key in self._files.sizes(TABLES))
+        return [path for path in map(listed_path, names) if path is not None]
 
-    @abstractmethod
     def _is_listed(self, path: str) -> bool:
         """Whether the list of tables has an entry of a table, which may be damaged."""
+        return self._files.get(f"{TABLES}/{entry_name(path)}") is not None
 
     @abstractmethod
     def _is_lost(self, path: str) -> bool:
@@ -203,7 +241,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
 
     def _tables_below(self, start: str) -> Iterator[str]:
         """Yield the paths of the tables in a group, whose path ends in ``/``."""
-        for name in self._folders(start.rstrip("/")):
+        for name in self._files.folders(start.rstrip("/")):
             path = f"{start}{name}"
             if name.startswith("."):
                 continue
@@ -216,3 +254,10 @@ class RecordedFeatureStore(AbstractFeatureStore):
                 yield path
             elif record is not None:
                 yield from self._tables_below(f"{path}/")
+
+
+def read_group(files: Files, path: str, *, where: str) -> dict[str, Any] | None:
+    """Return the record in the ``zarr.json`` of a group, of a table, or (``""``) of the store; ``None`` without one."""
+    text = files.get(f"{path}/zarr.json".lstrip("/"))
+    folder = f"{where}/{path}".rstrip("/")
+    return None if text is None else own_attributes(parse_zarr_json(text, f"{folder}/zarr.json"), folder)

@@ -34,14 +34,7 @@ from trak_lite.store.disk.files import (
 )
 from trak_lite.store.disk.folders import names_in
 
-__all__ = [
-    "HOLDER_BYTES",
-    "CommitLog",
-    "CommitLogs",
-    "CommitRecord",
-    "holder_line",
-    "holder_lives",
-]
+__all__ = ["HOLDER_BYTES", "CommitLog", "CommitLogs", "CommitRecord", "holder_line", "holder_lives"]
 
 HOLDER_BYTES = 64
 _HIGHEST_PID = (1 << 31) - 1
@@ -68,11 +61,7 @@ def holder_lives(path: str) -> bool:
 
 
 def holder_line(pid: int | None = None) -> bytes:
-    """Return the line that names a process in a row log, for use in messages.
-
-    Args:
-        pid: Process id on this machine; ``None`` is this process.
-    """
+    """Return the line that names a process of this machine (``None``: this one) in a row log, for messages."""
     line = f"pid {os.getpid() if pid is None else pid} on {socket.gethostname()}".encode("ascii", "replace")
     return line[: HOLDER_BYTES - 1].ljust(HOLDER_BYTES - 1) + b"\n"
 
@@ -95,11 +84,7 @@ class CommitRecord:
     def problem(self, name: str, seen: int, expected: int, checksum: Callable[[], int]) -> str | None:
         """Return how the bytes of an array contradict the record, or ``None``.
 
-        Args:
-            name: Name of the array.
-            seen: Their number.
-            expected: The number that follows from the shape of the table.
-            checksum: Computes their CRC-32C; called only if their number is right.
+        Their number is ``seen``, ``expected`` by the shape of the table; the CRC-32C is computed only if it is right.
         """
         size, recorded = self.columns.get(name, (None, None))
         if not seen == size == expected:

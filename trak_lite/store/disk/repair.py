@@ -20,7 +20,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.check import DiskLook, TableLook
 from trak_lite.store.disk.check_chunk import ChunkLook, ChunkState
 from trak_lite.store.disk.chunk_files import SET_ASIDE
-from trak_lite.store.disk.entries import ENTRIES, disk_entries, entry_files
+from trak_lite.store.disk.entries import ENTRIES, entry_files
 from trak_lite.store.disk.files import file_size, named_errors, new_file, rename, sync_folder, write_file
 from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import TableList
@@ -31,12 +31,8 @@ __all__ = ["check_folder"]
 
 
 def repair_list(root: str, look: DiskLook) -> list[SetAside]:
-    """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them.
-
-    Raises:
-        StoreError: If files cannot be renamed.
-    """
-    tables, entries = TableList(root), disk_entries(root, look.record)
+    """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them."""
+    tables, entries = TableList(root), look.store_entries()
     with named_errors("Repairing the list of tables in", root):
         if look.list_damaged:
             tables.make()
@@ -68,11 +64,7 @@ class TableRepair:
         self._files = look.files
 
     def run(self) -> None:
-        """Set aside the damaged chunks and foreign files that the check found and that are still damaged.
-
-        Raises:
-            StoreError: If files cannot be renamed.
-        """
+        """Set aside the damaged chunks and foreign files that the check found and that are still damaged."""
         with named_errors("Setting aside files of", self._files.folder):
             if self._look.strangers:
                 self._move(self._look.strangers, None, ())

@@ -27,16 +27,15 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store._base import AbstractRowTable, TableSpec
-from trak_lite.store._columns import Column, StoredRows
-from trak_lite.store._content import content_key, raise_incomplete
+from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
-from trak_lite.store._values import RowBlock, check_block, short_list
+from trak_lite.store._table import AbstractRowTable
+from trak_lite.store._values import RowBlock, check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.records import CommitRecord
-from trak_lite.store.disk.staging import Progress, StagedChunk, StagedRows
+from trak_lite.store.disk.staging import StagedChunk, StagedRows
 
 __all__ = ["RowTable"]
 
@@ -84,7 +83,7 @@ class RowTable(AbstractRowTable):
         self._closed = False
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
         self._claimed: set[int] = set()
-        self._known: dict[int, Progress] = {}
+        self._known: dict[int, StagedChunk] = {}
         self._index.refresh()
         if writable:
             self._recover()
@@ -195,7 +194,7 @@ class RowTable(AbstractRowTable):
             newer = self._index.look_at(chunk)
             if newer is None and isinstance(error, CorruptStoreError):
                 # No damage: the table has grown, and a writer is replacing the files of its last chunk.
-                raise_incomplete(self, chunk, where=self._files.where)
+                self._raise_incomplete(chunk)
             if newer is None or newer == record:
                 raise
             return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again
@@ -204,9 +203,9 @@ class RowTable(AbstractRowTable):
         """Return the CRC-32C of each array of a committed chunk from its commit record."""
         return {name: checksum for name, (_, checksum) in self._record_of(chunk).columns.items()}
 
-    def content_key(self) -> str:
-        """Return a digest of the committed contents, equal to that of any other store with the same rows."""
-        return content_key(self, where=self._files.where)
+    @property
+    def _where(self) -> str:
+        return self._files.where
 
     def close(self) -> None:
         """Release locks and files. Rows already put are safe, and reading remains possible."""
@@ -237,7 +236,7 @@ class RowTable(AbstractRowTable):
             self._index.refresh()
         record = self._index.committed.get(chunk)
         if record is None:
-            raise_incomplete(self, chunk, where=self._files.where)
+            self._raise_incomplete(chunk)
         return record
 
     def _stage(self, chunk: int) -> StagedChunk:
@@ -300,19 +299,14 @@ class RowTable(AbstractRowTable):
         return stage
 
     def _release(self, chunk: int) -> None:
-        stage = self._staged.pop(chunk)
-        self._known[chunk] = stage.progress
-        stage.close()
+        self._known[chunk] = self._staged.pop(chunk)
+        self._known[chunk].close()
 
     def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
         for run in runs:
             if stage.done[run.rows].any():
                 first = stage.chunk * self.spec.chunk_rows + run.start
-                done = (np.flatnonzero(stage.done[run.rows]) + first).tolist()
-                raise StateError(
-                    f"Rows {short_list(done)} of {self._files.where} are done already. "
-                    "Put pending rows only; pending() lists them."
-                )
+                raise self._are_done(np.flatnonzero(stage.done[run.rows]) + first)
 
     def _reserve(self, block: RowBlock) -> None:
         """Reserve disk space for all rows; if there is too little, free what was taken."""

@@ -19,14 +19,7 @@ from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
-from trak_lite.store.disk.files import (
-    file_size,
-    map_file,
-    named_errors,
-    open_file,
-    refuse_links,
-    write_all,
-)
+from trak_lite.store.disk.files import file_size, map_file, named_errors, open_file, refuse_links, write_all
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.manifest import Manifest
@@ -43,11 +36,9 @@ _NEXT_RUN = "delete it: the next recipe.train(path) or replay makes it again"
 
 
 def seal(path: str, what: str) -> None:
-    """Write the checksum of a file into it.
+    """Write the checksum of a file into it, whose member begins with :data:`BLANK`.
 
-    Args:
-        path: The file, whose member begins with :data:`BLANK`.
-        what: Name of the content: a file that is read as another one has another checksum.
+    ``what`` is the name of the content: a file that is read as another one has another checksum.
     """
     place, digits = _seal_of(_mapped(path), what) or (0, b"")
     fd = open_file(_plain(path), os.O_WRONLY)
@@ -81,12 +72,7 @@ def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np
 
 
 def check_run(root: str, *, repair: bool) -> Report:
-    """Check the folder of a run: its record, states, unfinished blocks, and its store of scores.
-
-    Args:
-        root: The folder.
-        repair: Whether to repair the store of scores.
-    """
+    """Check a run's folder: record, states, unfinished blocks, and its store of scores, which is also repaired."""
     root = os.path.realpath(root)  # below it no link is followed
     found: list[Finding] = []
     tally = Tally()

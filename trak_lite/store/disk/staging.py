@@ -51,7 +51,7 @@ from trak_lite.store.disk.files import (
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.records import HOLDER_BYTES, holder_line
 
-__all__ = ["Progress", "StagedChunk", "StagedRows", "logs_locked"]
+__all__ = ["StagedChunk", "StagedRows", "logs_locked"]
 
 _FRAME = struct.Struct("<8sII")
 _CHECK = struct.Struct("<I")
@@ -86,14 +86,7 @@ class StagedRows:
     """The frames of the row log of a chunk, as it is now. Needs no lock and writes nothing."""
 
     def __init__(self, files: TableFiles, chunk: int, *, mapped: bool = False) -> None:
-        """Read the log.
-
-        Args:
-            files: Files of the table.
-            chunk: Index of the chunk.
-            mapped: Whether to map the log, whose lock is held, instead of reading it. Other writers shorten their log
-                when a put fails, and touching a map of what is gone would kill the process.
-        """
+        """Read the log; map it if its lock is held. Touching a map of a log that others shorten kills the process."""
         self._files, self._chunk = files, chunk
         self._mark = _mark(files, chunk)
         self._log: bytes | mmap.mmap = b""
@@ -215,16 +208,6 @@ class StagedRows:
         return self._log[:HOLDER_BYTES].ljust(HOLDER_BYTES) + b"".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a staged chunk when its lock was released; valid as long as the row log is unchanged."""
-
-    log_stamp: tuple[int, ...]
-    """Inode, size and modification time of the log: a later log may get the inode of one that was deleted."""
-    log_size: int
-    done: NDArray[np.bool_]
-
-
 @final
 class StagedChunk:
     """An unfinished chunk that this process has locked for writing."""
@@ -234,29 +217,24 @@ class StagedChunk:
         self.done: NDArray[np.bool_] = np.zeros(files.rows_in(chunk), np.bool_)
         self.log_size = HOLDER_BYTES
         """Bytes of the log up to the end of its last frame."""
+        self.stamp: tuple[int, ...] = ()
+        """Inode, size and modification time of the log when its lock was released; a later log may get its inode."""
         self._files = files
         self._open = log
         self._log_fd = log_fd
 
     @classmethod
     def lock(cls, files: TableFiles, chunk: int) -> StagedChunk:
-        """Lock a chunk.
-
-        Raises:
-            BusyError: If another writer holds the lock; names the writer.
-            HeldHereError: If this process already holds the lock.
-        """
+        """Lock a chunk; BusyError names the writer that holds it, HeldHereError means this process."""
         path = files.row_log(chunk)
         while True:
             log = Descriptors()
             fd = log.open(path, os.O_RDWR | os.O_CREAT)
             refuse_other_names(fd, path)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locks(fd):
                 error = _busy_error(files.describe(chunk), fd)
                 log.close()
-                raise error from None
+                raise error
             if is_named(path, fd):
                 stage = cls(files, chunk, log, fd)
                 _HELD.add(stage)
@@ -277,22 +255,13 @@ class StagedChunk:
         """Whether every row is done."""
         return bool(self.done.all())
 
-    @property
-    def progress(self) -> Progress:
-        """Progress of the chunk, to be kept after its lock is released."""
-        return Progress(self._stamp(), self.log_size, self.done)
-
-    def _stamp(self) -> tuple[int, ...]:
+    def _stamp_of_log(self) -> tuple[int, ...]:
         found = os.fstat(self._log_fd)
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def prepare(self, known: Progress | None = None) -> None:
-        """Determine which rows are done.
-
-        Args:
-            known: Progress when this process last held the lock; the log is read if it has changed since.
-        """
-        if known is not None and known.log_stamp == self._stamp():
+    def prepare(self, known: StagedChunk | None = None) -> None:
+        """Determine which rows are done; read the log if it has changed since ``known``, which was closed."""
+        if known is not None and known.stamp == self._stamp_of_log():
             self.log_size, self.done = known.log_size, known.done
         else:
             staged = StagedRows(self._files, self.chunk, mapped=True)
@@ -344,8 +313,7 @@ class StagedChunk:
     def contents(self) -> list[list[NDArray[np.uint8]]]:
         """Return the bytes of each stored array of the complete chunk, in pieces, including padding.
 
-        Raises:
-            CorruptStoreError: If rows no longer match their checksum; they become pending.
+        If rows no longer match their checksum, they become pending, and a CorruptStoreError is raised.
         """
         done, contents = StagedRows(self._files, self.chunk, mapped=True).pieces()
         if not done.all():
@@ -369,6 +337,8 @@ class StagedChunk:
 
     def close(self) -> None:
         """Release the lock; done rows stay done."""
+        if self._open:
+            self.stamp = self._stamp_of_log()
         self._open.close()
 
 
@@ -389,14 +359,10 @@ def _busy_error(where: str, log_fd: int) -> BusyError:
 
 @contextlib.contextmanager
 def logs_locked(stages: Iterable[str], *, where: str) -> Iterator[None]:
-    """Hold the locks of all row logs of a table, whose metadata may be damaged, to drop it.
-
-    Args:
-        stages: Folders that may hold row logs.
-        where: Name of the table in messages.
+    """Hold the locks of all row logs in some folders, to drop a table whose metadata may be damaged.
 
     Raises:
-        BusyError: If another writer holds one of the locks; names the writer.
+        BusyError: If another writer holds one of the locks; names the writer and the table (``where``).
     """
     held = Descriptors()
     try:
@@ -404,21 +370,24 @@ def logs_locked(stages: Iterable[str], *, where: str) -> Iterator[None]:
             f"{stage}/{name}" for stage in stages for name in names_in(stage) if name.endswith(".rows")
         ):
             with contextlib.suppress(FileNotFoundError):  # the chunk has just been committed
-                _lock(held, path, where)
+                fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
+                if not _locks(fd):
+                    raise BusyError(
+                        f"{where}: another writer ({_holder(fd)}) holds rows of it, so it was not dropped. "
+                        "Wait for it to finish, or stop it."
+                    )
         yield
     finally:
         held.close()
 
 
-def _lock(held: Descriptors, path: str, where: str) -> None:
-    fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
+def _locks(fd: int) -> bool:
+    """Lock an open file unless another writer holds its lock; return whether it is locked now."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BusyError(
-            f"{where}: another writer ({_holder(fd)}) holds rows of it, so it was not dropped. "
-            "Wait for it to finish, or stop it."
-        ) from None
+        return False
+    return True
 
 
 def _holder(log_fd: int) -> str:

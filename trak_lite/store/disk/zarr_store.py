@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, final
 
 import numpy as np
@@ -27,17 +27,12 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.store._base import AbstractRowTable, TableSpec
 from trak_lite.store._check_report import Report
+from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._grid import (
-    check_spec,
-    compare_specs,
-    grown_spec,
-    plain_json,
-    plain_manifest,
-)
+from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, ChunkIndex, TableFiles
@@ -59,7 +54,7 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles, disk_entries
+from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles
 from trak_lite.store.disk.files import (
     locked_file,
     make_folder,
@@ -122,12 +117,14 @@ class ZarrFeatureStore(RecordedFeatureStore):
         check: CheckChunks = "first_touch",
         mapping: MapFiles = "auto",
     ) -> None:
-        super().__init__(root, manifest, record, disk_entries(root, record), writable=writable)
         self._root = root
         self._list = TableList(root)
+        files = HiddenFiles(root)
+        super().__init__(
+            root, manifest, record, files, cache=files, writable=writable, lock=self._list.locked
+        )
         self._check = check
         self._mapped = {"auto": None, "always": True, "never": False}[mapping]
-        self._hidden = HiddenFiles(root)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: Manifest) -> Self:
@@ -205,37 +202,26 @@ class ZarrFeatureStore(RecordedFeatureStore):
                 store._list.sweep()
         return store
 
-    def create_table(
-        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
-    ) -> AbstractRowTable:
-        """Open a table for writing; create it if it does not exist."""
-        self._require_writable()
-        parts = path_parts(path, what="table")
-        spec = check_spec(spec)
-        plain = plain_json(dict(attributes or {}), what="A table's attributes")
-        table = None
-        while table is None:
+    def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> RowTable:
+        documents = table_documents(path, self._origin, spec, attributes)
+        while True:
             if self._table_record(path) is None:
                 if path in self._tables:  # dropped by another process
                     self._tables.pop(path).close()
                 with named_errors("Creating", f"{self._root}/{path}"):
-                    self._make_parents(parts)
+                    self._make_parents(path.split("/"))
                     try:
-                        self._publish(
-                            path, table_documents(path, self._origin, spec, plain), spec.columns[0].name
-                        )
+                        self._publish(path, documents, spec.columns[0].name)
                     except FileNotFoundError:
                         if os.path.isdir(f"{self._root}/{os.path.dirname(path)}"):
                             raise
                         continue  # another process has just dropped the last table of the group
             try:
-                table = self._open(path)
+                return self._open(path)
             except MissingStoreError:
                 if os.path.lexists(f"{self._root}/{path}"):  # the path is not a table
                     raise
                 # otherwise another process has just dropped it: create it again
-        compare_specs(table.spec, spec, where=f"{self._root}/{path}")
-        return table
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
@@ -272,7 +258,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         self._tables.pop(path).close()
         if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
             with named_errors("Growing", folder):
-                _grow(self._files(path, spec), num_rows)
+                _grow(self._table_files(path, spec), num_rows)
         return self._open(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -286,17 +272,12 @@ class ZarrFeatureStore(RecordedFeatureStore):
             group["attributes"]["trak_lite"]["fingerprint"] = given
         self._manifest = manifest
 
-    def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the cached array with this name and key, or ``None``."""
-        return self._hidden.cached(name, key)
-
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Cache a derived array, replacing any array of the same name."""
         check_derived(name, key, array)
-        if not self.writable:
-            return
-        self._make_hidden(CACHE)
-        self._hidden.cache(name, key, array)
+        if self.writable:
+            self._make_hidden(CACHE)
+            super().cache(name, key, array)
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
@@ -349,14 +330,14 @@ class ZarrFeatureStore(RecordedFeatureStore):
         for array in spec.arrays:
             found = read_zarr_json(f"{folder}/{array.name}")
             check_array(found, folder, array, spec, under_way=sizes_under_way(record))
-        files = self._files(path, spec)
+        files = self._table_files(path, spec)
         index = ChunkIndex(files)
         if self.writable:
             files.make_folders()
         chunks = ChunkMaps(files, index, check=self._check == "first_touch", mapped=self._mapped)
         return RowTable(files, index, chunks, writable=self.writable)
 
-    def _files(self, path: str, spec: TableSpec) -> TableFiles:
+    def _table_files(self, path: str, spec: TableSpec) -> TableFiles:
         identity = table_identity(path, self._origin, spec)
         return TableFiles(f"{self._root}/{path}", spec, root=self._root, identity=identity)
 
@@ -369,9 +350,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _require_listed(self, path: str, spec: TableSpec) -> None:
         """Check a table against the list of tables; add it if an interrupted creation left it unlisted.
 
-        Raises:
-            CorruptStoreError: If the list has another table under this path.
-            MissingStoreError: If the table was dropped meanwhile.
+        It is a CorruptStoreError if the list has another one, and a MissingStoreError if it was dropped meanwhile.
         """
         identity = table_identity(path, self._origin, spec)
         listed = self._list.identity(path)
@@ -389,27 +368,10 @@ class ZarrFeatureStore(RecordedFeatureStore):
                 "this one and call check_store(path, repair=True)."
             )
 
-    def _group(self, path: str) -> dict[str, Any] | None:
-        return read_attributes(f"{self._root}/{path}")
-
-    def _has_document(self, path: str) -> bool:
-        return os.path.lexists(f"{self._root}/{path}/zarr.json")
-
-    def _folders(self, path: str) -> list[str]:
-        folder = os.path.join(self._root, path)
-        names = names_in(folder) if os.path.isdir(folder) else []
-        return [name for name in names if os.path.isdir(os.path.join(folder, name))]
-
-    def _listed_paths(self) -> list[str]:
-        return self._list.paths()
-
-    def _is_listed(self, path: str) -> bool:
-        return os.path.lexists(self._list.entry(path))
-
     def _is_lost(self, path: str) -> bool:
         return bool(self._list.lost([path]))
 
-    def _make_parents(self, parts: tuple[str, ...]) -> None:
+    def _make_parents(self, parts: Sequence[str]) -> None:
         for depth in range(1, len(parts)):
             folder = os.path.join(self._root, *parts[:depth])
             if read_attributes(folder) is None:
@@ -418,12 +380,9 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _publish(
         self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
     ) -> None:
-        """Atomically create a folder with its ``zarr.json`` documents, if it does not exist.
+        """Atomically create a folder with documents by subfolder, if it does not exist.
 
-        Args:
-            path: Path of the folder, relative to the store.
-            documents: Documents by subfolder.
-            first: For a table, the folder of its first column, which holds commit records and staged rows.
+        In a table, ``first`` is the folder of its first column, which holds commit records and staged rows.
         """
         with self._list.scratch() as scratch:
             for name, document in documents.items():

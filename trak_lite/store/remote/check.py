@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, final
 
 from trak_lite.errors import StoreError, UnsupportedStoreError
-from trak_lite.store._base import TableSpec
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
+from trak_lite.store._columns import TableSpec
 from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import parse_zarr_json
-from trak_lite.store.disk.entries import StoreEntries
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
@@ -26,13 +25,7 @@ _REMOVE = "remove it, then featurize again"
 
 
 def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
-    """Fetch every chunk of a remote store and compare it with its commit record.
-
-    Raises:
-        MissingStoreError: If there is no store.
-        ManifestMismatchError: If the store has the format of another trak_lite version.
-        UnsupportedStoreError: If ``repair`` is set.
-    """
+    """Fetch every chunk of a remote store and compare it with its commit record; errors as of ``check_store``."""
     if repair:
         raise UnsupportedStoreError(
             f"{objects.url} cannot be repaired in an object store, where nothing can be renamed. Check it without "
@@ -52,7 +45,7 @@ class RemoteLook(StoreLook):
     _list_again = "restore it from a backup"
 
     def __init__(self, objects: AbstractObjects) -> None:
-        super().__init__(objects.url)
+        super().__init__(objects.url, objects)
         self._objects = objects
         self._sizes = objects.sizes("")
         self._folders: dict[str, set[str]] = {"": set()}
@@ -78,9 +71,6 @@ class RemoteLook(StoreLook):
     def _document(self, folder: str) -> dict[str, Any] | None:
         text = self._texts.get(f"{folder}/{_METADATA}".lstrip("/"))
         return None if text is None else parse_zarr_json(text, f"{self._at(folder)}/{_METADATA}")
-
-    def _entries(self) -> StoreEntries:
-        return StoreEntries(self._objects, self.where, self.record)
 
     def _scratch(self, path: str) -> None:
         self._stray(path)

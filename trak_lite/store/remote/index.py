@@ -1,4 +1,4 @@
-"""Index of the committed chunks of a remote table, and the commit protocol.
+"""Index of the committed chunks of a remote table, the commit protocol, and a cache of downloaded chunks.
 
 Objects have the same names as the files of a local store. Each commit record is a separate object,
 ``.commits/c.<chunk>.<generation>.log``. A finished store can be copied between a disk and an object store.
@@ -15,20 +15,23 @@ remove the reported objects; the rows then become pending.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError
+from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.records import CommitRecord, holder_line
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["RemoteIndex", "decode_log"]
+__all__ = ["FetchedChunks", "RemoteIndex", "decode_log"]
+
+_KEPT_BYTES = 256 << 20
 
 
 @final
@@ -45,11 +48,7 @@ class RemoteIndex:
         self._read: dict[str, int] = {}
 
     def refresh(self) -> None:
-        """List the table's objects and read new commit records.
-
-        Raises:
-            CorruptStoreError: If the size of an object differs from its record.
-        """
+        """List the table's objects and read new records; CorruptStoreError if a size differs from its record."""
         sizes = self._objects.sizes(self._files.folder)
         start = f"{self._files.commits}/"
         logs = [
@@ -78,10 +77,6 @@ class RemoteIndex:
 
     def publish(self, chunk: int, pieces: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
         """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
-
-        Args:
-            chunk: Index of the chunk.
-            pieces: Bytes of each stored array, in pieces, including padding.
 
         Raises:
             BusyError: If another writer has committed the chunk with other bytes; those are not changed.
@@ -124,14 +119,9 @@ class RemoteIndex:
         seen = {c.name: sizes.get(c.visible(record.chunk)) for c in self._files.columns}
         if None in seen.values():
             return False
-        expected = {c.name: c.chunk_bytes for c in self._files.columns}
-        recorded = {name: size for name, (size, _) in record.columns.items()}
-        if seen == expected == recorded and record.rows == self._files.rows_in(record.chunk):
-            return True
-        raise CorruptStoreError(
-            f"The objects of {self._files.describe(record.chunk)} have {seen} bytes; expected {expected}, "
-            f"recorded {recorded} for {record.rows} rows. {self.remedy(record.chunk)}"
-        )
+        is_counted = record.rows == self._files.rows_in(record.chunk)
+        self._files.require_sizes(record, seen, is_counted=is_counted, remedy=self.remedy)
+        return True
 
     def _record_for(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> CommitRecord:
         columns = {
@@ -195,6 +185,52 @@ class RemoteIndex:
         known = self._latest.get(record.chunk)
         if known is None or known.generation < record.generation:
             self._latest[record.chunk] = record
+
+
+@final
+class FetchedChunks:
+    """LRU cache of the downloaded chunks of a table."""
+
+    def __init__(
+        self, objects: AbstractObjects, files: TableFiles, index: RemoteIndex, *, check: bool
+    ) -> None:
+        self._objects = objects
+        self._files = files
+        self._index = index
+        self._check = check
+        self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
+
+    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        """Return the rows of a committed chunk; see :meth:`ChunkMaps.get`."""
+        key = column.name, record.chunk, record.generation
+        if key not in self._fetched:
+            self._fetched[key] = self._fetch(column, record)
+            while len(self._fetched) > 1 and sum(a.nbytes for a in self._fetched.values()) > _KEPT_BYTES:
+                self._fetched.popitem(last=False)
+        self._fetched.move_to_end(key)
+        return self._fetched[key].view()  # so that flags set by the caller do not affect the cache
+
+    def clear(self) -> None:
+        """Release all chunks; arrays returned earlier stay valid."""
+        self._fetched.clear()
+
+    def _fetch(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        chunk, (size, checksum) = record.chunk, record.columns[column.name]
+        where = f"{column.visible(chunk)}, {self._files.describe(chunk)}"
+        content = self._objects.get(column.visible(chunk))
+        if content is None:
+            raise IncompleteStoreError(
+                f"{where}: the object was removed after it was committed, so the rows are pending. "
+                "Run again to compute them."
+            )
+        if len(content) != size or (self._check and crc32c(content) != checksum):
+            raise CorruptStoreError(
+                f"{where}: {len(content)} bytes with the checksum {crc32c(content):08x}, the commit record says {size} "
+                f"and {checksum:08x}. Its writer ({record.writer or 'unnamed'}) may still be replacing a leftover: "
+                f"wait if it runs. {self._index.remedy(chunk)}"
+            )
+        array = np.frombuffer(content, column.dtype).reshape(column.shape)
+        return array[: self._files.rows_in(chunk)]
 
 
 def decode_log(text: bytes) -> tuple[list[CommitRecord], int]:

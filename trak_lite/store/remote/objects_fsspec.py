@@ -17,12 +17,7 @@ __all__ = ["FsspecObjects", "open_fsspec"]
 
 
 def open_fsspec(url: str, options: dict[str, object]) -> FsspecObjects:
-    """Return the objects below a URL.
-
-    Raises:
-        ImportError: If fsspec, or its file system for the scheme, is not installed.
-        ValueError: If fsspec does not know the scheme.
-    """
+    """Return the objects below a URL; ImportError without the package for its scheme, ValueError if it is unknown."""
     import fsspec
 
     filesystem, root = fsspec.url_to_fs(url, **options)
@@ -34,13 +29,7 @@ class FsspecObjects(AbstractObjects):
     """Objects below a path of an fsspec file system."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, *, url: str) -> None:
-        """Wrap a file system.
-
-        Args:
-            filesystem: File system; writing needs one whose ``pipe_file`` supports ``mode="create"``.
-            root: Path in the file system.
-            url: Address to use in messages.
-        """
+        """Wrap a path of a file system, whose ``pipe_file`` supports ``mode="create"`` if it is written to."""
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._url = url.rstrip("/")

@@ -22,12 +22,7 @@ def is_obstore(where: object) -> bool:
 
 
 def open_obstore(url: str, options: dict[str, object]) -> ObstoreObjects:
-    """Return the objects below a URL.
-
-    Raises:
-        ImportError: If obstore is not installed.
-        StoreError: If obstore rejects the URL.
-    """
+    """Return the objects below a URL; ImportError without obstore, StoreError if it rejects the URL."""
     from obstore.store import from_url
 
     with _named_errors("Opening", url):
@@ -39,12 +34,7 @@ class ObstoreObjects(AbstractObjects):
     """Objects in an obstore store."""
 
     def __init__(self, store: ObjectStore, *, url: str | None = None) -> None:
-        """Wrap a store.
-
-        Args:
-            store: Store whose prefix is the folder of the objects.
-            url: Address to use in messages; ``None`` is the ``repr`` of the store.
-        """
+        """Wrap a store whose prefix is the folder of the objects; messages name ``url``, or else its ``repr``."""
         described = repr(store)
         # a memory address in the repr is unique only within this process
         self._url = url or (f"{described} of pid {os.getpid()}" if " at 0x" in described else described)
@@ -105,12 +95,7 @@ class ObstoreObjects(AbstractObjects):
 
 @contextlib.contextmanager
 def _named_errors(doing: str, what: str) -> Iterator[None]:
-    from obstore.exceptions import (
-        BaseError,
-        NotSupportedError,
-        PermissionDeniedError,
-        UnauthenticatedError,
-    )
+    from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
     try:
         yield

@@ -12,19 +12,13 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
-from numpy.typing import NDArray
-
 from trak_lite._validate import one_of
-from trak_lite.errors import (
-    CorruptStoreError,
-    UnsupportedStoreError,
-)
-from trak_lite.store._base import AbstractRowTable, TableSpec
+from trak_lite.errors import CorruptStoreError, UnsupportedStoreError
 from trak_lite.store._check_report import Report
+from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store._grid import check_spec, compare_specs, plain_json, plain_manifest
-from trak_lite.store._names import path_parts
-from trak_lite.store._values import check_derived
+from trak_lite.store._grid import plain_manifest
+from trak_lite.store._table import AbstractRowTable
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import (
@@ -34,31 +28,23 @@ from trak_lite.store.disk.documents import (
     group_document,
     hidden_document,
     manifest_from_json,
-    own_attributes,
     parse_zarr_json,
     sealed,
     store_record,
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.entries import CACHE, HiddenFiles, StoreEntries
+from trak_lite.store.disk.entries import CACHE, HiddenFiles
 from trak_lite.store.disk.files import locked_file, named_errors, open_file, remove_tree
 from trak_lite.store.disk.folders import make_folders
-from trak_lite.store.disk.listing import (
-    TABLES,
-    decode_entry,
-    encode_entry,
-    entry_name,
-    listed_path,
-)
-from trak_lite.store.disk.recorded import RecordedFeatureStore
+from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
+from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import logs_locked
 from trak_lite.store.disk.zarr_store import CheckChunks
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote
-from trak_lite.store.remote.chunks import FetchedChunks
-from trak_lite.store.remote.index import RemoteIndex
+from trak_lite.store.remote.index import FetchedChunks, RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 
@@ -99,32 +85,24 @@ class RemoteFeatureStore(RecordedFeatureStore):
         writable: bool,
         check: CheckChunks = "first_touch",
     ) -> None:
-        entries = StoreEntries(place.objects, place.url, record)
-        super().__init__(place.url, manifest, record, entries, writable=writable)
         self._objects: AbstractObjects = place.objects
         self._check = check
         self._staging = place.staging_root(manifest)
-        self._cache = HiddenFiles(self._staging)
+        cache = HiddenFiles(self._staging)
+        super().__init__(place.url, manifest, record, place.objects, cache=cache, writable=writable)
         if writable:
             with named_errors("Making", self._staging):
                 make_folders(f"{self._staging}/{CACHE}")
 
     @classmethod
     def create(cls, where: object, manifest: Manifest) -> Self:
-        """Create a store, or open an existing one with the same settings for writing.
+        """Create a store, or open an existing one with the same settings; see :meth:`ZarrFeatureStore.create`.
 
-        Args:
-            where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
-            manifest: Settings; the fingerprint is compared key by key with that of an existing store.
-
-        Raises:
-            ManifestMismatchError: If the store was created with other settings; names every differing key.
-            CorruptStoreError: If the address holds other objects but no store, or the stored metadata is damaged.
-            UnsupportedStoreError: If the object store does not support conditional creation of objects.
-            ReadOnlyStoreError: If the address is not writable.
+        ``where`` is a :class:`~trak_lite.store.RemotePlace`, or its first argument. An object store without conditional
+        creation of objects is an UnsupportedStoreError.
         """
         place, manifest = _as_place(where), plain_manifest(manifest)
-        if _read_document(place.objects, "") is None:
+        if read_group(place.objects, "", where=place.url) is None:
             require_exclusive(place.objects)
             _refuse_occupied(place.objects)
             place.objects.create(f"{TABLES}/{_METADATA}", encode_document(hidden_document("tables")))
@@ -133,32 +111,18 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
     @classmethod
     def open(
-        cls,
-        where: object,
-        mode: Literal["r", "r+"] = "r",
-        *,
-        check: CheckChunks = "first_touch",
+        cls, where: object, mode: Literal["r", "r+"] = "r", *, check: CheckChunks = "first_touch"
     ) -> Self:
-        """Open an existing store.
+        """Open an existing store; see :meth:`ZarrFeatureStore.open`.
 
-        Args:
-            where: A :class:`~trak_lite.store.RemotePlace`, or its first argument.
-            mode: ``"r"`` for reading: writes nothing and works while others write. ``"r+"`` for reading and writing.
-            check: ``"first_touch"`` compares the checksum of each chunk whenever it is fetched; ``"never"`` compares
-                only sizes.
-
-        Raises:
-            MissingStoreError: If there is no store.
-            ManifestMismatchError: If the store has the format of another trak_lite version.
-            CorruptStoreError: If its metadata is damaged.
-            UnsupportedStoreError: If ``mode`` is ``"r+"`` and the object store does not support conditional creation
-                of objects.
-            ReadOnlyStoreError: If ``mode`` is ``"r+"`` and the address is not writable.
+        ``where`` is a :class:`~trak_lite.store.RemotePlace`, or its first argument. Unless ``check`` is ``"never"``,
+        the checksum of each chunk is compared whenever it is fetched. For writing, an object store without conditional
+        creation of objects is an UnsupportedStoreError.
         """
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), check=check)
         place = _as_place(where)
-        record = _read_group(place.objects, "")
+        record = read_group(place.objects, "", where=place.url)
         if record is None:
             raise missing_store(place.url)
         manifest = manifest_from_json(record, place.url)
@@ -176,14 +140,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         """The objects of the store."""
         return self._objects
 
-    def create_table(
-        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
-    ) -> AbstractRowTable:
-        """Open a table for writing; create it if it does not exist."""
-        self._require_writable()
-        parts = path_parts(path, what="table")
-        spec = check_spec(spec)
-        plain = plain_json(dict(attributes or {}), what="A table's attributes")
+    def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> RowTable:
         if self._table_record(path) is None:
             with self._staging_locked():
                 if (
@@ -191,10 +148,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 ):  # checked again: another process of this machine may just have created it
                     self._finish_dropping(path)
                     self._drop_staged(path)  # staged rows of a dropped table must not reappear
-                    self._put_documents(parts, spec, plain)
-        table = self._open(path)
-        compare_specs(table.spec, spec, where=f"{self.path}/{path}")
-        return table
+                    self._put_documents(path, spec, attributes)
+        return self._open(path)
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
@@ -214,11 +169,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
             self._drop_staged(path)
 
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Return the table if it has ``num_rows`` rows; tables in an object store cannot grow.
-
-        Raises:
-            UnsupportedStoreError: If the table has another number of rows.
-        """
+        """Return the table if it has ``num_rows`` rows; it cannot grow in an object store (UnsupportedStoreError)."""
         self._require_writable()
         table = self._open(path)
         if table.spec.num_rows == num_rows:
@@ -229,34 +180,15 @@ class RemoteFeatureStore(RecordedFeatureStore):
         )
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Not supported: the manifest in an object store cannot change.
-
-        Raises:
-            UnsupportedStoreError: Always.
-        """
+        """Raise UnsupportedStoreError: the manifest in an object store cannot change."""
         self._require_writable()
         raise UnsupportedStoreError(
             f"{self.path}: in an object store the settings cannot change, and rows cannot be appended to the data. "
             "Copy the store to a local disk, append the rows there and copy it back, or featurize into another path."
         )
 
-    def cached(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the array cached on this machine with this name and key, or ``None``."""
-        path_parts(name, what="cache")
-        return self._cache.cached(name, key)
-
-    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Cache a derived array on this machine, replacing any array of the same name."""
-        check_derived(name, key, array)
-        if self.writable:
-            self._cache.cache(name, key, array)
-
     def check(self, *, repair: bool = False) -> Report:
-        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`.
-
-        Raises:
-            UnsupportedStoreError: If ``repair`` is set.
-        """
+        """Fetch every chunk and compare it with its commit record; see :func:`~trak_lite.store.check_store`."""
         return check_remote(self._objects, repair=repair)
 
     def _stage(self, path: str) -> str:
@@ -290,18 +222,12 @@ class RemoteFeatureStore(RecordedFeatureStore):
         return self._tables[path]
 
     def _group(self, path: str) -> dict[str, Any] | None:
-        record = _read_group(self._objects, path)
+        record = super()._group(path)
         return None if record is None or DROPPED in record else record
 
-    def _has_document(self, path: str) -> bool:
-        return self._objects.get(f"{path}/{_METADATA}") is not None
-
-    def _folders(self, path: str) -> list[str]:
-        return self._objects.folders(path)
-
-    def _put_documents(self, parts: tuple[str, ...], spec: TableSpec, attributes: Mapping[str, Any]) -> None:
+    def _put_documents(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> None:
         """Create the ``zarr.json`` documents of the parent groups, the arrays, and, last, the table itself."""
-        path = "/".join(parts)
+        parts = path.split("/")
         above = {"/".join(parts[:depth]): group_document({}) for depth in range(1, len(parts))}
         documents = table_documents(path, self._origin, spec, attributes)
         own = {f"{path}/{name}".rstrip("/"): document for name, document in documents.items()}
@@ -323,13 +249,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 f"them and {entry}."
             )
 
-    def _is_listed(self, path: str) -> bool:
-        return self._objects.get(_entry(path)) is not None
-
-    def _listed_paths(self) -> list[str]:
-        names = (key.rpartition("/")[2] for key in self._objects.sizes(TABLES))
-        return [path for path in map(listed_path, names) if path is not None]
-
     def _is_lost(self, path: str) -> bool:
         # twice, because others may be dropping it
         return all(self._is_listed(path) and not self._has_document(path) for _ in range(2))
@@ -345,7 +264,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
     def _finish_dropping(self, path: str) -> None:
         """Delete the objects of a table that is marked as dropped; the mark itself last."""
-        if DROPPED in (_read_group(self._objects, path) or {}):
+        if DROPPED in (super()._group(path) or {}):
             self._objects.delete(_entry(path))
             mark = f"{path}/{_METADATA}"
             for key in self._objects.sizes(path):
@@ -356,17 +275,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
 
 def _as_place(where: object) -> RemotePlace:
     return where if isinstance(where, RemotePlace) else RemotePlace(where)
-
-
-def _read_document(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
-    key = f"{folder}/{_METADATA}" if folder else _METADATA
-    text = objects.get(key)
-    return None if text is None else parse_zarr_json(text, f"{objects.url}/{key}")
-
-
-def _read_group(objects: AbstractObjects, folder: str) -> dict[str, Any] | None:
-    document = _read_document(objects, folder)
-    return None if document is None else own_attributes(document, f"{objects.url}/{folder}".rstrip("/"))
 
 
 def _entry(path: str) -> str:
