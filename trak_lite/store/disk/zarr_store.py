@@ -395,6 +395,9 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _has_document(self, path: str) -> bool:
         return os.path.lexists(f"{self._root}/{path}/zarr.json")
 
+    def _is_surely_there(self, path: str) -> bool:
+        return self._has_document(path)  # the folder of a dropped table is renamed
+
     def _folders(self, path: str) -> list[str]:
         folder = os.path.join(self._root, path)
         names = names_in(folder) if os.path.isdir(folder) else []
