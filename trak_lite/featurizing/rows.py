@@ -348,7 +348,6 @@ class RowWork:
         own: set[int] = set()
         """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
         with shared as work, turns:
-            table.look()
             first = not self.compare(turns, own)
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
