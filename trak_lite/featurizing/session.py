@@ -55,6 +55,7 @@ from trak_lite.run.tables import (
     checkpoint_ids,
     checkpoint_path,
     checkpoint_tables,
+    model_id_for,
     model_id_of,
     table_path,
 )
@@ -310,7 +311,7 @@ class FeaturizingSession:
                     f"gradients, {number / len(rows):.1f} times as many as rows.",
                     self.run.progress,
                 )
-        model_id = self.workspace.model_id(digest, known)
+        model_id = model_id_for(digest, known)
         adam = self._adam_states(settings.normalization)
         written = None
         while written is None:
@@ -323,7 +324,7 @@ class FeaturizingSession:
             except ManifestMismatchError:
                 # Another process may just have used this model_id for another checkpoint. Then use a new one, because
                 # the projection depends on it.
-                refused, model_id = model_id, self.workspace.model_id(digest)
+                refused, model_id = model_id, model_id_for(digest, checkpoint_tables(self.store))
                 if model_id == refused:
                     raise
         path = checkpoint_path(model_id)

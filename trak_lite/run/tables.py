@@ -74,6 +74,13 @@ def model_id_of(table: AbstractRowTable) -> int:
     return int(table.spec.fingerprint["model_id"])
 
 
+def model_id_for(digest: str, known: Mapping[str, AbstractRowTable]) -> int:
+    """Return the id of the checkpoint with these weights; an unused one if they are not among the train tables."""
+    if digest in known:
+        return model_id_of(known[digest])
+    return max(map(model_id_of, known.values()), default=-1) + 1
+
+
 def table_path(table: AbstractRowTable) -> str:
     """Return the path of a checkpoint's train rows."""
     return checkpoint_path(model_id_of(table))
@@ -141,8 +148,7 @@ def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> s
 
 def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
     """Return the paths of all tables of scores of a target set, one per method."""
-    base = [path for path in store.table_names("scores") if path == path_of("scores", name)]
-    return [*store.table_names(path_of("views", name)), *base]
+    return [path for path in all_score_paths(store) if path.split("/")[1] == name]
 
 
 def all_score_paths(store: AbstractFeatureStore) -> list[str]:
@@ -157,13 +163,8 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
     """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
-    if method is None:
-        paths = target_paths(store)
-    else:
-        paths = store.table_names(
-            plain_target_folder() if method.inverse is None else preconditioned_folder()
-        )
-    return sorted({path.split("/")[1] for path in paths})
+    kind = "" if method is None else target_folder("", method).partition("/")[0]
+    return sorted({path.split("/")[1] for path in target_paths(store) if path.startswith(kind)})
 
 
 def feature_table_spec(

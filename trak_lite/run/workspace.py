@@ -171,17 +171,6 @@ class Workspace:
         finally:
             self._release(store)
 
-    def model_id(self, digest: str, known: Mapping[str, AbstractRowTable] | None = None) -> int:
-        """Return the id of the checkpoint with these weights, or an unused id if they are new.
-
-        ``known`` is the result of :func:`checkpoint_tables`, if the caller has it.
-        """
-        if known is None:
-            known = {} if self._store is None else checkpoint_tables(self._store)
-        if digest in known:
-            return model_id_of(known[digest])
-        return max(map(model_id_of, known.values()), default=-1) + 1
-
     def lazy_table(
         self,
         path: str,

@@ -414,9 +414,9 @@ class ZarrFeatureStore(RecordedFeatureStore):
 
     def _make_parents(self, parts: tuple[str, ...]) -> None:
         for depth in range(1, len(parts)):
-            folder = os.path.join(self._root, *parts[:depth])
-            if read_attributes(folder) is None:
-                self._publish("/".join(parts[:depth]), {"": group_document({})})
+            above = "/".join(parts[:depth])
+            if not self._has_document(above):
+                self._publish(above, {"": group_document({})})
 
     def _publish(
         self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
