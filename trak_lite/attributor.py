@@ -35,7 +35,7 @@ from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, 
 from trak_lite.run.tables import (
     GRADIENT_NORM,
     OUT_TO_LOSS,
-    checkpoint_tables,
+    checkpoint_ids,
     complete_tables,
     drop_checkpoint,
     stored_content,
@@ -348,7 +348,7 @@ class Attributor:
                 )
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
-            others = max(len(checkpoint_tables(session.store)) - len(names), 0)
+            others = max(len(checkpoint_ids(session.store)) - len(names), 0)
         self._held, self._run.train = rows.held, rows
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
@@ -519,13 +519,13 @@ class Attributor:
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
-            naming_dropped(session.store) as paths,
+            naming_dropped(session.store) as known,
         ):
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if source[0] is not None:
-                used = [target_set.add(checkpoint, paths) for checkpoint in iterate_checkpoints(*source)]
-            train = complete_tables(session.store, used, paths)
+                used = [target_set.add(checkpoint, known) for checkpoint in iterate_checkpoints(*source)]
+            train = complete_tables(session.store, used, known)
             stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
             yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 

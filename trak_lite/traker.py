@@ -61,9 +61,9 @@ from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionTy
 from trak_lite.run.tables import (
     FEATURES,
     SCORES,
+    checkpoint_ids,
     checkpoint_path,
     feature_table_spec,
-    model_id_of,
     path_of,
     plain_target_folder,
     score_table_spec,
@@ -322,7 +322,7 @@ class TRAKer:
         self._target = None
         model_id, num_targets = _id(model_id), _count(num_targets=num_targets)
         train = self._train_table(model_id)
-        if not self._grams().are_stored(checkpoint_path(model_id)):
+        if not self._grams().are_stored(train):
             raise StateError(
                 f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
             )
@@ -605,8 +605,7 @@ class TRAKer:
         """Return the given ids; without them all that have rows, ascending."""
         if given is not None:
             return [_id(model_id) for model_id in given]
-        names = self._workspace.store().table_names()
-        return sorted(model_id_of(name) for name in names if name.startswith("ckpt-"))
+        return checkpoint_ids(self._workspace.store())
 
     def _train_table(self, model_id: int) -> AbstractRowTable:
         """Return the complete train rows of an id."""
@@ -647,7 +646,7 @@ class TRAKer:
 
     def _kernels(self, model_id: int) -> list[SegmentKernel]:
         """Return the kernel of an id, one per segment; record the rank of a pseudo-inverse."""
-        kernels = self._grams().kernels(checkpoint_path(model_id), allow_singular=True)
+        kernels = self._grams().kernels(self._train_table(model_id), allow_singular=True)
         if any(kernel.is_pseudo_inverse for kernel in kernels):
             self._singular[model_id] = sum(kernel.factor.shape[1] for kernel in kernels if kernel.multiplier)
         return kernels

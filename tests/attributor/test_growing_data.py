@@ -232,8 +232,14 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     first, second = states()
     made.featurize(rows(N), [first, second])
     made.score(TARGETS, "both")
+    made.score(TARGETS, "both", method="EKFAC")
     kept = made.score(TARGETS, "ckpt-0", checkpoints=[second]).numpy()
     made.drop_checkpoint("ckpt-0")
+    if not in_memory:
+        with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
+            assert store.table_names("targets") == ["targets/both/ckpt-1", "targets/ckpt-0/ckpt-1"]
+            (left,) = store.table_names("preconditioned")  # of the targets multiplied by an inverse curvature
+        assert left.endswith("/ckpt-1")
     np.testing.assert_array_equal(made.scores("ckpt-0").numpy(), kept)
 
     alone = attributor(None)

@@ -27,7 +27,7 @@ from cli_cases import (
 
 from trak_lite import Attributor, cli, repair, verify, what_if
 from trak_lite.methods import GaussNewton
-from trak_lite.store import Manifest, ZarrFeatureStore, open_store
+from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, open_store
 
 
 def native(
@@ -276,6 +276,28 @@ def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):
         "\n  0 train rows, 0 checkpoints, scores: none\n  0 tables (none not finished), 0 entries\n" in shown
     )
     assert "\x1b" not in shown
+
+
+def test_tables_of_many_checkpoints_are_summed_up_and_unfinished_ones_named(tmp_path, capsys):
+    spec = TableSpec(4, (Column("features", 2, "float32"),), 4)
+    with open_store(empty_store(tmp_path), "r+") as store:
+        for number in range(12):
+            table = store.create_table(f"ckpt-{number}", spec)
+            table.put(range(2 if number == 5 else 4), {"features": np.ones((2 if number == 5 else 4, 2))})
+            store.put_entry(f"ekfac/{number}", "key", np.ones(1))
+        store.put_entry("runs/0", "key", np.ones(1))
+    lines = done(["inspect", f"{tmp_path}/a.zarr"], capsys).splitlines()
+    start = lines.index("tables:")
+    assert lines[2:4] == ["  12 tables (1 not finished), 13 entries", "  rows: 0.0 MB"]
+    assert lines[start + 1 : start + 6] == [
+        "  ckpt-*  46 of 48 rows done, 12 tables (1 not finished), 0.0 MB",
+        "  ckpt-5  2 of 4 rows done",
+        "entries (verdicts, fits, runs):",
+        "  ekfac/*  12 entries",
+        "  runs/0",
+    ]
+    every = done(["inspect", f"{tmp_path}/a.zarr", "--every"], capsys)
+    assert (every.count("rows done"), every.count("  ekfac/")) == (12, 12)
 
 
 def test_a_moved_store_repeats_its_run_and_records_what_differs(copied, ran, capsys):

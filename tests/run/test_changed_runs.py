@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.gradient_computers.hooks import computer as hook_computer
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import RademacherProjector
 from trak_lite.types import OutputTerms
@@ -340,16 +341,21 @@ def test_another_instruction_set_continues(tmp_path, capability):
     assert done.stdout.split() == [str(N - DONE)], done.stderr
 
 
-def test_a_finished_run_is_compared_with_one_small_pass_per_checkpoint(tmp_path):
-    """Seen by the samples that reach the model."""
-    script, seen = Script(), list[int]()
+def test_a_finished_run_is_compared_with_one_small_pass_per_checkpoint(tmp_path, monkeypatch):
+    """Seen by the samples that reach the model. Only new targets are self-checked."""
+    script, seen, checked = Script(), list[int](), list[int]()
     data = script.data(N, 0)
     states = [{name: value + k for name, value in script.net.state_dict().items()} for k in range(3)]
     script.attributor(tmp_path / "a.zarr").featurize(data, states)
     hook = script.net.first.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    assert script.attributor(tmp_path / "a.zarr").featurize(data, states).rows_written == 0
-    hook.remove()
+    monkeypatch.setattr(hook_computer, "compare", lambda computer, batch, *_: checked.append(len(batch[0])))
+    again = script.attributor(tmp_path / "a.zarr")
+    assert again.featurize(data, states).rows_written == 0
     assert (max(seen), seen.count(8)) == (8, 3), seen
+    assert checked == [3]  # the trial by which the gradient computer is chosen
+    again.score(script.data(M, 1))
+    hook.remove()
+    assert (seen.count(8), checked) == (6, [3] + [M] * 3)
 
 
 class Growing(Plain):

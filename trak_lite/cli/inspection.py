@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
@@ -16,9 +17,30 @@ from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
 __all__ = ["done_lines", "inspection"]
 
+_MOST_LISTED: Final = 8
+"""Tables that differ by their checkpoint only, or entries of a folder, that are listed one by one."""
 
-def inspection(place: str | RemotePlace) -> str:
+
+class _Content(NamedTuple):
+    """What is shown of a table."""
+
+    path: str
+    done: int
+    """Rows."""
+    total: int
+    """Rows."""
+    num_bytes: int
+    """Of all rows."""
+    name: str | None
+    """Of the checkpoint."""
+
+
+def inspection(place: str | RemotePlace, *, every: bool = False) -> str:
     """Return the content of the store at a path or address.
+
+    Args:
+        place: The path or address.
+        every: List every table and entry. By default, those of more than eight checkpoints are summed up.
 
     Raises:
         MissingStoreError: If there is no store.
@@ -27,21 +49,22 @@ def inspection(place: str | RemotePlace) -> str:
     with open_store(place) as store:
         made_with, fingerprint = dict(store.manifest.made_with), dict(store.manifest.fingerprint)
         settings, parameters = made_with.pop("settings", {}), fingerprint.pop("parameters", None)
-        entries = [f"  {_line(name)}" for name in store.entry_names()]
-        scored = [path for path in all_score_paths(store) if store.open_table(path).complete]
-        names = store.table_names()
-        left = sum(not store.open_table(name).complete for name in names)
+        entries, tables = store.entry_names(), _contents(store)
+        left = [table.path for table in tables if table.done < table.total]
+        scored = [path for path in all_score_paths(store) if path not in left]
         lines = [
             f"{place}: a store of format {store.manifest.format}",
             f"  {_line(stored_content(store))}",
-            f"  {len(names)} tables ({left or 'none'} not finished), {len(entries)} entries",
+            f"  {len(tables)} tables ({len(left) or 'none'} not finished), {len(entries)} entries",
+            f"  rows: {_size(tables)}",
             *_block("made with", made_with),
             *_block("settings", settings),
             *_block("rows are determined by", fingerprint),
             *([f"  parameters: {len(parameters)} tensors"] if isinstance(parameters, Mapping) else []),
             "tables:",
-            *(f"  {line}" for line in done_lines(store)),
-            *(["entries (verdicts, fits, runs):", *entries] if entries else []),
+            *(f"  {line}" for line in _table_lines(tables, every=every)),
+            *(["entries (verdicts, fits, runs):"] if entries else []),
+            *(f"  {_line(line)}" for line in _entry_lines(entries, every=every)),
             *(f"verdict on {path}: {_tested(store, path)}" for path in scored),
             *_run_lines(store),
         ]
@@ -49,17 +72,59 @@ def inspection(place: str | RemotePlace) -> str:
 
 
 def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
-    """Yield a line per table: its path, the number of rows done, and its checkpoint if it has one."""
-    paths = store.table_names()
-    width = max(map(len, paths), default=0)
-    for path in paths:
+    """Yield a line per table: its path, the number of rows done, and its checkpoint if it has one.
+
+    Of more than eight tables that differ by their checkpoint only, it yields their sum and those that are not finished.
+    """
+    return _table_lines(_contents(store), every=False)
+
+
+def _contents(store: AbstractFeatureStore) -> list[_Content]:
+    found = []
+    for path in store.table_names():
         table = store.open_table(path)
-        done, total = int(table.done().sum()), table.spec.num_rows
+        total = table.spec.num_rows
+        done = total if table.complete else int(table.done().sum())
         name = store.attributes(path).get("name")
-        of = "" if name is None else f", checkpoint {_json(name)}"
-        yield f"{path:<{width}}  {done} of {total} rows done{of}"
-    if not paths:
+        found.append(_Content(path, done, total, total * table.spec.row_bytes, name))
+    return found
+
+
+def _table_lines(tables: Sequence[_Content], *, every: bool) -> Iterator[str]:
+    groups: dict[str, list[_Content]] = {}
+    for table in tables:
+        alike = table.path if every else re.sub(r"ckpt-\d+(/[0-9a-f]{16}(?=/))?", "ckpt-*", table.path)
+        groups.setdefault(alike, []).append(table)
+    listed: list[tuple[str, str]] = []
+    for alike, group in groups.items():
+        shown = group
+        if len(group) > _MOST_LISTED:
+            shown = [table for table in group if table.done < table.total]
+            done, total = sum(table.done for table in group), sum(table.total for table in group)
+            what = f"{len(group)} tables ({len(shown) or 'none'} not finished), {_size(group)}"
+            listed.append((alike, f"{done:,} of {total:,} rows done, {what}"))
+        for table in shown[:_MOST_LISTED]:
+            of = "" if table.name is None else f", checkpoint {_json(table.name)}"
+            listed.append((table.path, f"{table.done} of {table.total} rows done{of}"))
+    width = max((len(path) for path, _ in listed), default=0)
+    yield from (f"{path:<{width}}  {text}" for path, text in listed)
+    if not listed:
         yield "none yet"
+
+
+def _entry_lines(names: Sequence[str], *, every: bool) -> Iterator[str]:
+    folders: dict[str, list[str]] = {}
+    for name in names:
+        folders.setdefault(name if every else name.partition("/")[0], []).append(name)
+    for folder, group in folders.items():
+        if len(group) > _MOST_LISTED:
+            yield f"{folder}/*  {len(group)} entries"
+        else:
+            yield from group
+
+
+def _size(tables: Sequence[_Content]) -> str:
+    return f"{sum(table.num_bytes for table in tables) / 1e6:,.1f} MB"
 
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _on_store(parsed: argparse.Namespace) -> int:
     """Run a command that reads a store and needs no config."""
     if parsed.command == "inspect":
-        _say(inspection(resolve_place(parsed.path)))
+        _say(inspection(resolve_place(parsed.path), every=parsed.every))
         return 0
     report = check_store(parsed.path, repair=parsed.repair)
     _say(str(report))
@@ -253,6 +253,11 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="show the content of a store",
         description="Show a store's settings, tables, rows done, verdicts and runs. Takes no lock and writes nothing.",
+    )
+    inspect.add_argument(
+        "--every",
+        action="store_true",
+        help="list every table and entry; by default, more than eight of one kind are summed up",
     )
     for command in (check, inspect):
         command.add_argument("path", metavar="PATH", help="folder of the store, or its address (s3://...)")

@@ -170,24 +170,35 @@ class RowPass:
     divisor: float = 1.0
     """Of the features; the original TRAK divides by the root of P."""
 
-    def compute(self, wanted: NDArray[np.int64], batch: Batch, to_come: float | None = None) -> ComputedRows:
-        """Compute the features of a batch, rows ``wanted``; all passes of the model happen here."""
+    def compute(
+        self,
+        wanted: NDArray[np.int64],
+        batch: Batch,
+        to_come: float | None = None,
+        *,
+        is_compared: bool = False,
+    ) -> ComputedRows:
+        """Compute the features of a batch, rows ``wanted``; all passes of the model happen here.
+
+        Rows that are compared with stored ones need no self-check.
+        """
         batch = self.rows.prepared(move_batch(batch, self.device), wanted)
         numbers = self.rows.numbers(wanted)
         computer = self.computer_for(batch, numbers)
         normalizer = None
         if self.with_norms or self.normalization.kind != "none":
             normalizer = RowNormalizer(self.normalization, len(wanted), self.adam)
-        features, terms, norms = compute_features(
-            computer,
-            self.projector,
-            batch,
-            model_id=self.model_id,
-            rows=numbers,
-            what=self.rows.what,
-            normalizer=normalizer,
-            to_come=to_come,
-        )
+        with computer.unchecked() if is_compared else contextlib.nullcontext():
+            features, terms, norms = compute_features(
+                computer,
+                self.projector,
+                batch,
+                model_id=self.model_id,
+                rows=numbers,
+                what=self.rows.what,
+                normalizer=normalizer,
+                to_come=to_come,
+            )
         more = {GRADIENT_NORM: norms.float()} if self.with_norms and norms is not None else {}
         features = features if self.divisor == 1.0 else features / self.divisor
         return ComputedRows(batch, computer, features, terms, more)
@@ -337,7 +348,6 @@ class RowWork:
         own: set[int] = set()
         """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
         with shared as work, turns:
-            table.look()
             first = not self.compare(turns, own)
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
@@ -387,7 +397,7 @@ class RowWork:
 
         def computed(wanted: NDArray[np.int64], batch: Batch) -> ComputedRows:
             with contextlib.nullcontext() if turns is None else turns.batch():
-                return self.passes.compute(wanted, batch)
+                return self.passes.compute(wanted, batch, is_compared=True)
 
         def alone(place: int) -> tuple[NDArray[np.int64], Batch]:
             group, at = place_of[place]

@@ -52,8 +52,10 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
     GRADIENT_NORM,
+    checkpoint_ids,
     checkpoint_path,
     checkpoint_tables,
+    model_id_for,
     model_id_of,
     table_path,
 )
@@ -207,6 +209,9 @@ class FeaturizingSession:
         ranks.lockstep = Lockstep.of(run.model)
         self._own, self._train = own, train
         self._unfinished: list[tuple[Checkpoint, str]] = []
+        """Checkpoints and the paths of their tables."""
+        self._origins: dict[str, dict[str, Any]] = {}
+        """Name and source of the checkpoints of the store, by weights digest."""
         self._is_first, self._is_announced = True, False
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
@@ -244,7 +249,9 @@ class FeaturizingSession:
         self._refuse_replaced(checkpoint, digest, known)
         return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
 
-    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str, known: Mapping[str, str]) -> None:
+    def _refuse_replaced(
+        self, checkpoint: Checkpoint, digest: str, known: Mapping[str, AbstractRowTable]
+    ) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
         If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
@@ -255,11 +262,12 @@ class FeaturizingSession:
         if checkpoint.source is None and checkpoint.load is not None:
             return
         same = {"name": checkpoint.name, "source": checkpoint.source}
-        others = {
-            known[other]: other in own
-            for other in known
-            if same.items() <= {"source": None, **self.store.attributes(known[other])}.items()
-        }
+        others = {}
+        for other, table in known.items():
+            if other not in self._origins:
+                self._origins[other] = {"source": None, **self.store.attributes(table_path(table))}
+            if same.items() <= self._origins[other].items():
+                others[table_path(table)] = other in own
         if digest in known or not others:
             return
         first = next(iter(others))
@@ -274,7 +282,13 @@ class FeaturizingSession:
         warnings.warn(message, UserWarning, stacklevel=4)
 
     def _featurize_train(
-        self, checkpoint: Checkpoint, digest: str, rows: Rows, known: Mapping[str, str], *, wait: bool
+        self,
+        checkpoint: Checkpoint,
+        digest: str,
+        rows: Rows,
+        known: Mapping[str, AbstractRowTable],
+        *,
+        wait: bool,
     ) -> int:
         """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`.
 
@@ -286,7 +300,7 @@ class FeaturizingSession:
         settings = self.settings
         fisher: Fisher | None = settings.method.fisher_fit
         if fisher is not None:
-            fitted = digest in known and self._fisher_fits(fisher).has(known[digest])
+            fitted = digest in known and self._fisher_fits(fisher).has(table_path(known[digest]))
             if digest in known and not fitted:
                 require_writable(self.store)
             if not fitted and not self._is_announced:
@@ -297,7 +311,7 @@ class FeaturizingSession:
                     f"gradients, {number / len(rows):.1f} times as many as rows.",
                     self.run.progress,
                 )
-        model_id = self.workspace.model_id(digest, known)
+        model_id = model_id_for(digest, known)
         adam = self._adam_states(settings.normalization)
         written = None
         while written is None:
@@ -310,14 +324,14 @@ class FeaturizingSession:
             except ManifestMismatchError:
                 # Another process may just have used this model_id for another checkpoint. Then use a new one, because
                 # the projection depends on it.
-                refused, model_id = model_id, self.workspace.model_id(digest)
+                refused, model_id = model_id, model_id_for(digest, checkpoint_tables(self.store))
                 if model_id == refused:
                     raise
-        path = self._path(digest)
+        path = checkpoint_path(model_id)
         if fisher is not None:
-            self._fit_fisher(path, checkpoint.name, rows, fisher, wait=wait)
-        if not self._is_featurized(path):
-            self._unfinished.append((checkpoint, digest))
+            self._fit_fisher(self._found(path), checkpoint.name, rows, fisher, wait=wait)
+        if not self._is_featurized(self._found(path)):
+            self._unfinished.append((checkpoint, path))
         return written
 
     def trial(
@@ -355,50 +369,47 @@ class FeaturizingSession:
 
         def holders() -> str:
             """Return the holder of rows of the first unfinished checkpoint."""
-            path = self._path(self._unfinished[0][1])
-            holder = holder_of(self.store.open_table(path))
+            path = self._unfinished[0][1]
+            holder = holder_of(self._found(path))
             return holder or f"another process works on the curvature fit of {path}."
 
         while self._unfinished:
             unfinished, self._unfinished = self._unfinished, []
-            for checkpoint, digest in unfinished:
-                path = self._path(digest)
-                if self._is_left_alone(path):
+            for checkpoint, path in unfinished:
+                table = self._found(path)
+                if self._is_left_alone(table):
                     # No ranks.agree here: the ranks take over different checkpoints in different orders.
-                    known = {digest: path}
-                    written += self._featurize_train(
-                        checkpoint, self.load(checkpoint), rows, known, wait=False
-                    )
+                    digest = self.load(checkpoint)
+                    written += self._featurize_train(checkpoint, digest, rows, {digest: table}, wait=False)
                     patience.reset()
-                elif not self._is_featurized(path):
-                    self._unfinished.append((checkpoint, digest))
+                elif not self._is_featurized(table):
+                    self._unfinished.append((checkpoint, path))
             if self._unfinished:
                 self.ranks.watch()
                 patience.wait(f"for rows of {len(self._unfinished)} checkpoints", holders)
         return written
 
-    def _is_featurized(self, path: str) -> bool:
+    def _is_featurized(self, table: AbstractRowTable) -> bool:
         """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         fisher: Fisher | None = self.settings.method.fisher_fit
-        is_fitted = fisher is None or self._fisher_fits(fisher).has(path)
-        return is_fitted and self.store.open_table(path).complete
+        return table.complete and (fisher is None or self._fisher_fits(fisher).has(table_path(table)))
 
-    def _is_left_alone(self, path: str) -> bool:
+    def _is_left_alone(self, table: AbstractRowTable) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
         fisher: Fisher | None = self.settings.method.fisher_fit
-        if has_free_rows(self.store.open_table(path)):
+        if has_free_rows(table):
             return True
-        return fisher is not None and self._fisher_fits(fisher).is_left_alone(path)
+        return fisher is not None and self._fisher_fits(fisher).is_left_alone(table_path(table))
 
-    def _path(self, digest: str) -> str:
+    def _found(self, path: str) -> AbstractRowTable:
         """Return the table of a checkpoint that is being featurized."""
-        path = checkpoint_tables(self.store).get(digest)
-        if path is None:
+        table = self.workspace.table(path)
+        if table is None:
             raise StateError(
-                f"The checkpoint with weights {digest[:12]} is not in the store any more: another process has dropped "
-                "it while its rows were featurized. Call featurize(...) again."
+                f"{path} is not in the store any more: another process has dropped it while its rows were featurized. "
+                "Call featurize(...) again."
             )
-        return path
+        return table
 
     # ---------------------------------------------------------------- fits
 
@@ -417,20 +428,23 @@ class FeaturizingSession:
         fisher: Fisher | None = method.fisher_fit
         if fisher is None:
             return
-        paths = {digest: table_path(table) for digest, table in train.items()}
         has = self._fisher_fits(fisher).has
-        waiting = {digest: table for digest, table in train.items() if not self.agreed(has(paths[digest]))}
+        waiting = {
+            digest: table for digest, table in train.items() if not self.agreed(has(table_path(table)))
+        }
         if waiting:
             rows = self.train_rows(f"{method.name} has to be fitted to")
             self.visit(
                 waiting,
-                lambda digest, label: self._fit_fisher(paths[digest], label, rows, fisher),
+                lambda digest, label: self._fit_fisher(train[digest], label, rows, fisher),
                 purpose="to fit the Fisher information",
             )
 
-    def _fit_fisher(self, path: str, label: str, rows: Rows, method: Fisher, *, wait: bool = True) -> None:
+    def _fit_fisher(
+        self, train: AbstractRowTable, label: str, rows: Rows, method: Fisher, *, wait: bool = True
+    ) -> None:
         """Fit the Fisher information of the loaded checkpoint, with this train table, if it is not stored yet."""
-        fits, settings = self._fisher_fits(method), self.settings
+        fits, settings, path = self._fisher_fits(method), self.settings, table_path(train)
         if self.agreed(fits.has(path)):
             fits.sweep(path)
             return
@@ -439,7 +453,7 @@ class FeaturizingSession:
             self._computer_for(rows.what, batch, numbers)
         draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
         table = self.workspace.lazy_table(*fits.drawn_table(path, *draws))
-        passes, _ = self._fit_pass(rows, method, model_id_of(path))
+        passes, _ = self._fit_pass(rows, method, model_id_of(train))
         drawn = self.work(table, passes, f"Fitting the Fisher information of {label}")
         fits.fit(path, drawn, len(rows), wait=wait)
 
@@ -576,7 +590,7 @@ class FeaturizingSession:
             lacking = {path: self.store.attributes(path).get("name") for path in paths}
             named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
             raise StateError(
-                f"The store has {len(checkpoint_tables(self.store))} checkpoints, and the weights of {named} are "
+                f"The store has {len(checkpoint_ids(self.store))} checkpoints, and the weights of {named} are "
                 f"needed {purpose}, but none of the known sources has them. Pass the checkpoints to use to this call, "
                 "checkpoints=..., or all of them to featurize. If these are of another training, remove them from the "
                 f"store, drop_checkpoint({paths[0]!r}), or use another path."
@@ -601,8 +615,7 @@ class FeaturizingSession:
         if self._train is None or len(self._train) != table.spec.num_rows:
             return
         known = LazyTable(table.spec, table, lambda: table)
-        model_id = int(table.spec.fingerprint["model_id"])
-        passes = self.row_pass(self._train, model_id, with_norms=known.has_column(GRADIENT_NORM))
+        passes = self.row_pass(self._train, model_id_of(table), with_norms=known.has_column(GRADIENT_NORM))
         held = self._train.held if isinstance(self._train, HeldRows) else None
         self.work(known, passes, table_path(table)).check(held)
 

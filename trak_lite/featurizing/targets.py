@@ -14,7 +14,7 @@ from trak_lite.featurizing.kronecker.precondition import Inverse
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
-from trak_lite.run.tables import complete_tables, target_table_path
+from trak_lite.run.tables import complete_tables, model_id_of, target_table_path
 from trak_lite.store import AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -45,7 +45,7 @@ class TargetSet:
         if self.method.inverse is not None:
             self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
 
-    def add(self, checkpoint: Checkpoint, known: Mapping[str, str]) -> str:
+    def add(self, checkpoint: Checkpoint, known: Mapping[str, AbstractRowTable]) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights.
 
         ``known`` are the train tables of the store by weights digest.
@@ -114,8 +114,7 @@ class TargetSet:
             ):
                 return
             inverse = session.inverse(digest, label, solver)
-        model_id = int(table.spec.fingerprint["model_id"])
-        passes, fingerprint = session.target_pass(self.rows, model_id, inverse)
+        passes, fingerprint = session.target_pass(self.rows, model_id_of(table), inverse)
         spec = session.settings.target_table(
             len(self.rows), {**fingerprint, "targets": self.identity}, preconditioned=inverse is not None
         )

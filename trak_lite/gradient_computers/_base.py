@@ -174,6 +174,11 @@ class AbstractGradientComputer(ABC):
             return work()
         return self._replays.run(cast("Any", self), batch, projector, setting, work, is_scratch, to_come)
 
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Leave the self-check out in the block, whose results are compared with others; they are off its schedule."""
+        yield
+
     def confirm(self, complete: bool = True) -> None:
         """Compare the last recorded operations that :meth:`run` ran with ``work``; call it after the last batch.
 
@@ -287,6 +292,16 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
         """Record the data rows of the next batch; see :class:`AbstractGradientComputer`."""
         self.checks.name_rows(what, rows)
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Leave the self-check out in the block; see :class:`AbstractGradientComputer`."""
+        own = self.checks, self.self_check
+        self.checks, self.self_check = SelfCheck(), False
+        try:
+            yield
+        finally:
+            self.checks, self.self_check = own
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield (computer without self-check, batch, positions in it) to stream some samples again.

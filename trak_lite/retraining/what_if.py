@@ -28,6 +28,7 @@ from trak_lite.evaluation.trials import (
 )
 from trak_lite.retraining.subsets import TrainFunction
 from trak_lite.retraining.verify import opened_targets, require_measurable
+from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Effects", "SummedEffects", "try_removals", "what_if"]
@@ -357,7 +358,7 @@ def _scores_of_samples(scores: Scores, data: Any, count: int) -> Array:
         def visit(digest: str, _: str) -> None:
             place = places[digest]
             term = terms[place]
-            passes = session.row_pass(rows, int(term.train.spec.fingerprint["model_id"]))
+            passes = session.row_pass(rows, model_id_of(term.train))
             plan = [np.arange(i, min(i + rows.batch_size, count)) for i in range(0, count, rows.batch_size)]
             for wanted, found in passes.stream(plan, lambda: 0):
                 features = found.features if term.transform is None else term.transform(found.features)

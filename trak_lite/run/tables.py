@@ -69,14 +69,21 @@ def checkpoint_path(model_id: int) -> str:
     return f"ckpt-{model_id}"
 
 
-def model_id_of(path: str) -> int:
-    """Return the model id of the checkpoint whose train rows have a path."""
-    return int(path.removeprefix("ckpt-"))
+def model_id_of(table: AbstractRowTable) -> int:
+    """Return the model id of the checkpoint with these train rows or targets."""
+    return int(table.spec.fingerprint["model_id"])
+
+
+def model_id_for(digest: str, known: Mapping[str, AbstractRowTable]) -> int:
+    """Return the id of the checkpoint with these weights; an unused one if they are not among the train tables."""
+    if digest in known:
+        return model_id_of(known[digest])
+    return max(map(model_id_of, known.values()), default=-1) + 1
 
 
 def table_path(table: AbstractRowTable) -> str:
     """Return the path of a checkpoint's train rows."""
-    return checkpoint_path(table.spec.fingerprint["model_id"])
+    return checkpoint_path(model_id_of(table))
 
 
 def curvature_path(weights: str) -> str:
@@ -99,6 +106,12 @@ def target_folder(name: str, method: AbstractMethod) -> str:
     if method.inverse is not None:
         return preconditioned_folder(name, identity=method.inverse.target_json())
     return plain_target_folder(name)
+
+
+def target_paths(store: AbstractFeatureStore, *names: str) -> list[str]:
+    """Return the paths of all features of targets, plain and preconditioned, or those of one target set."""
+    folders = (plain_target_folder(*names), preconditioned_folder(*names))
+    return [path for folder in folders for path in store.table_names(folder)]
 
 
 def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
@@ -135,8 +148,7 @@ def retrained_path(group: str, fingerprint: Mapping[str, Any], number: int) -> s
 
 def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
     """Return the paths of all tables of scores of a target set, one per method."""
-    base = [path for path in store.table_names("scores") if path == path_of("scores", name)]
-    return [*store.table_names(path_of("views", name)), *base]
+    return [path for path in all_score_paths(store) if path.split("/")[1] == name]
 
 
 def all_score_paths(store: AbstractFeatureStore) -> list[str]:
@@ -151,10 +163,8 @@ def scored_names(store: AbstractFeatureStore) -> list[str]:
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
     """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
-    reads_plain = method is None or method.inverse is None
-    kinds = {"targets": reads_plain, "preconditioned": method is None or not reads_plain}
-    paths = [path for kind, is_read in kinds.items() if is_read for path in store.table_names(kind)]
-    return sorted({path.split("/")[1] for path in paths})
+    kind = "" if method is None else target_folder("", method).partition("/")[0]
+    return sorted({path.split("/")[1] for path in target_paths(store) if path.startswith(kind)})
 
 
 def feature_table_spec(
@@ -202,49 +212,57 @@ def score_table_spec(
     )
 
 
-def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, str]:
-    """Return the paths of the train tables by the digest of their checkpoint's weights, in id order."""
-    paths = [path for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
+def checkpoint_ids(store: AbstractFeatureStore) -> list[int]:
+    """Return the model ids of the checkpoints with train rows, ascending."""
+    names = (re.fullmatch(r"ckpt-(\d+)", path) for path in store.table_names())
+    return [int(name[1]) for name in names if name is not None]
+
+
+def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, AbstractRowTable]:
+    """Return the train tables by the digest of their checkpoint's weights, in id order."""
     found = {}
-    for path in sorted(paths, key=model_id_of):
+    for path in map(checkpoint_path, checkpoint_ids(store)):
         try:
-            found[store.open_table(path).spec.fingerprint["weights"]] = path
+            table = store.open_table(path)
+            found[table.spec.fingerprint["weights"]] = table
         except StoreError:
-            if path in store.table_names():  # otherwise another process has dropped it meanwhile
+            if store.has_table(path):  # otherwise another process has dropped it meanwhile
                 raise
     return found
 
 
 def complete_tables(
-    store: AbstractFeatureStore, digests: Sequence[str] | None, paths: Mapping[str, str] | None = None
+    store: AbstractFeatureStore,
+    digests: Sequence[str] | None,
+    tables: Mapping[str, AbstractRowTable] | None = None,
 ) -> dict[str, AbstractRowTable]:
     """Return the finished train tables by weights digest; without ``digests`` those of all checkpoints.
 
-    ``paths`` is the result of :func:`checkpoint_tables`, if the caller has it. The store is listed again if a digest
+    ``tables`` is the result of :func:`checkpoint_tables`, if the caller has it. The store is listed again if a digest
     is not among them: another process, or an iterable of the caller, may have featurized it meanwhile.
 
     Raises:
         StateError: If there is none, a digest has no table, or rows are pending.
     """
-    if paths is None or not paths.keys() >= set(digests or ()):
-        paths = checkpoint_tables(store)
-    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in paths]
+    if tables is None or not tables.keys() >= set(digests or ()):
+        tables = checkpoint_tables(store)
+    unknown = [] if digests is None else [digest[:12] for digest in digests if digest not in tables]
     if unknown:
         raise StateError(
             f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (digests of "
             f"weights: {unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
         )
-    tables = {digest: store.open_table(paths[digest]) for digest in (paths if digests is None else digests)}
-    if not tables:
+    found = {digest: tables[digest] for digest in (tables if digests is None else digests)}
+    if not found:
         raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
-    num_rows = max(num_train_rows(store.manifest), *(table.spec.num_rows for table in tables.values()))
-    for digest, table in tables.items():
-        if not table.complete or table.spec.num_rows < num_rows:
+    num_rows = max(num_train_rows(store.manifest), *(table.spec.num_rows for table in found.values()))
+    for table in found.values():
+        if table.spec.num_rows < num_rows or not table.complete:
             raise StateError(
-                f"{paths[digest]} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) again "
-                "with the same data to continue, or name complete checkpoints: score(..., checkpoints=...)."
+                f"{table_path(table)} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) "
+                "again with the same data to continue, or name complete checkpoints: score(..., checkpoints=...)."
             )
-    return tables
+    return found
 
 
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
@@ -259,7 +277,7 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
         BusyError: If another process writes rows of it.
         ReadOnlyStoreError: If the store cannot be written.
     """
-    paths = checkpoint_tables(store)
+    paths = {weights: table_path(table) for weights, table in checkpoint_tables(store).items()}
     names = {path: store.attributes(path).get("name") for path in paths.values()}
     found = [(weights, path) for weights, path in paths.items() if name in (path, names[path])]
     if len(found) != 1:
@@ -269,7 +287,7 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
         )
     weights, train = found[0]
     # Targets first: without the train rows, their checkpoint could not be identified after a kill.
-    features = [path for kind in ("targets", "preconditioned") for path in store.table_names(kind)]
+    targets = [path for path in target_paths(store) if path.endswith(f"/{train}")]
     for entry in store.entry_names(curvature_path(weights)):
         store.drop_entry(entry)
     for path in store.table_names("index"):
@@ -277,7 +295,6 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
             for entry in store.entry_names(path.rpartition("/")[0]):
                 store.drop_entry(entry)
             store.drop_table(path)
-    targets = [path for path in features if path.endswith(f"/{train}")]
     for path in (*targets, *store.table_names(fisher_folder(train)), train):
         store.drop_table(path)
 
@@ -289,8 +306,7 @@ def drop_targets(store: AbstractFeatureStore, name: str) -> int:
         BusyError: If another process writes rows of one.
         ReadOnlyStoreError: If the store cannot be written.
     """
-    folders = (plain_target_folder(name), preconditioned_folder(name))
-    found = [path for folder in folders for path in store.table_names(folder)]
+    found = target_paths(store, name)
     for path in found:
         store.drop_table(path)
     return len(found)
@@ -305,7 +321,7 @@ def num_train_rows(manifest: Manifest) -> int:
 
 def stored_content(store: AbstractFeatureStore) -> str:
     """Return the numbers of rows and checkpoints, and the scored target sets, as text."""
-    tables = [store.open_table(path) for path in store.table_names() if re.fullmatch(r"ckpt-\d+", path)]
+    tables = [store.open_table(checkpoint_path(model_id)) for model_id in checkpoint_ids(store)]
     left = sum(not table.complete for table in tables)
     unfinished = f" ({left} not finished)" if left else ""
     scored = ", ".join(scored_names(store)) or "none"

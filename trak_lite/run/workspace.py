@@ -19,7 +19,13 @@ from trak_lite.errors import (
     StoreError,
 )
 from trak_lite.parallel.sharing import LazyTable, Patience
-from trak_lite.run.tables import checkpoint_tables, model_id_of, num_train_rows
+from trak_lite.run.tables import (
+    checkpoint_ids,
+    checkpoint_path,
+    checkpoint_tables,
+    model_id_of,
+    num_train_rows,
+)
 from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
@@ -165,17 +171,6 @@ class Workspace:
         finally:
             self._release(store)
 
-    def model_id(self, digest: str, known: Mapping[str, str] | None = None) -> int:
-        """Return the id of the checkpoint with these weights, or an unused id if they are new.
-
-        ``known`` is the result of :func:`checkpoint_tables`, if the caller has it.
-        """
-        if known is None:
-            known = {} if self._store is None else checkpoint_tables(self._store)
-        if digest in known:
-            return model_id_of(known[digest])
-        return max((model_id_of(path) for path in known.values()), default=-1) + 1
-
     def lazy_table(
         self,
         path: str,
@@ -291,11 +286,11 @@ def _other_settings(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, str]]:
+def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, AbstractRowTable]]:
     """Raise an error that names the checkpoints that another process drops while the block reads their rows.
 
     Yields:
-        Paths of the train tables by the digest of the checkpoint's weights.
+        The train tables by the digest of the checkpoint's weights.
 
     Raises:
         StateError: If the block fails, and checkpoints that were in the store before are missing now.
@@ -304,12 +299,12 @@ def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, str]]:
     try:
         yield known
     except (StoreError, KeyError) as error:
-        gone = sorted(set(known.values()) - set(checkpoint_tables(store).values()), key=model_id_of)
+        gone = sorted(set(map(model_id_of, known.values())).difference(checkpoint_ids(store)))
         if not gone:
             raise
         raise StateError(
-            f"Another process has dropped {', '.join(gone)} while its rows were read. Make the same call again to use "
-            "the other checkpoints."
+            f"Another process has dropped {', '.join(map(checkpoint_path, gone))} while its rows were read. Make the "
+            "same call again to use the other checkpoints."
         ) from error
 
 

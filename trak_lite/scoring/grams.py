@@ -26,7 +26,7 @@ from trak_lite.linalg.kernel import (
 )
 from trak_lite.methods import Fisher
 from trak_lite.parallel.ranks import Ranks
-from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor
+from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor, table_path
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
@@ -56,16 +56,17 @@ class Grams:
     stores_all: bool = False
     """Store matrices of few rows too. ``TRAKer`` requires it: an id is finalized if its matrices are stored."""
 
-    def of(self, path: str) -> list[Tensor]:
+    def of(self, table: AbstractRowTable) -> list[Tensor]:
         """Return the gram matrices of the rows of a table.
 
         Raises:
             StateError: If ``fisher`` was not fitted.
         """
         if self.fisher is not None:
-            return FisherFits(self.store, self.fisher, self.layout).grams(path, device=self.device)
-        table = self.store.open_table(path)
-        name, key = self._key(table, path)
+            return FisherFits(self.store, self.fisher, self.layout).grams(
+                table_path(table), device=self.device
+            )
+        name, key = self._key(table)
         flat = self.store.cached(name, key)
         if flat is not None:
             return split_squares(flat, self.layout, device=self.device)
@@ -74,24 +75,23 @@ class Grams:
             self.store.cache(name, key, _flat(matrices))
         return matrices
 
-    def are_stored(self, path: str) -> bool:
+    def are_stored(self, table: AbstractRowTable) -> bool:
         """Return whether the gram matrices of the rows of a table are stored."""
-        return self.store.cached(*self._key(self.store.open_table(path), path)) is not None
+        return self.store.cached(*self._key(table)) is not None
 
-    def kernels(self, path: str, *, allow_singular: bool = False) -> list[SegmentKernel]:
+    def kernels(self, table: AbstractRowTable, *, allow_singular: bool = False) -> list[SegmentKernel]:
         """Return the factorised kernels; ``allow_singular`` is passed to :func:`~trak_lite.linalg.factorise`."""
-        table = self.store.open_table(path)
         num_rows = table.spec.num_rows
         chunks = range(table.num_chunks)
         return factorise_segments(
-            self._summed(table, chunks, keep_rows=True) if self._keeps_rows(num_rows) else self.of(path),
+            self._summed(table, chunks, keep_rows=True) if self._keeps_rows(num_rows) else self.of(table),
             self.settings,
             num_rows=num_rows,
             layout=self.layout,
             allow_singular=allow_singular,
         )
 
-    def make(self, paths: Sequence[str], ranks: Ranks) -> None:
+    def make(self, train: Sequence[AbstractRowTable], ranks: Ranks) -> None:
         """Compute and store the missing gram matrices, with all ranks. With one rank, :meth:`of` computes them.
 
         Each rank sums consecutive chunks, and rank 0 receives the total. If there are more ranks than chunks, they
@@ -99,26 +99,26 @@ class Grams:
         on rank 0.
 
         Args:
-            paths: Tables of the train rows, one per checkpoint, all complete and with the same chunks.
+            train: Tables of the train rows, one per checkpoint, all complete and with the same chunks.
             ranks: The ranks that share the work. The store is open for writing.
         """
-        num_rows = self.store.open_table(paths[0]).spec.num_rows
-        if self.settings.weighting == "fisher" or ranks.size == 1 or self._keeps_rows(num_rows):
+        if self.settings.weighting == "fisher" or ranks.size == 1 or self._keeps_rows(train[0].spec.num_rows):
             return
         lacking = ranks.broadcast(
-            "list of missing gram matrices", lambda: [path for path in paths if not self.are_stored(path)]
+            "list of missing gram matrices",
+            lambda: [place for place, table in enumerate(train) if not self.are_stored(table)],
         )
-        num_chunks = self.store.open_table(paths[0]).num_chunks
+        num_chunks = train[0].num_chunks
         at_once = max(1, ranks.size // num_chunks)
         for first in range(0, len(lacking), at_once):
-            tables = [self.store.open_table(path) for path in lacking[first : first + at_once]]
+            tables = [train[place] for place in lacking[first : first + at_once]]
             own, chunks = _share(ranks.rank, ranks.size, len(tables), num_chunks)
             sums = self._summed(tables[own], chunks)
-            for number, (table, path) in enumerate(zip(tables, lacking[first:], strict=False)):
+            for number, table in enumerate(tables):
                 matrices = sums if number == own else [torch.zeros_like(matrix) for matrix in sums]
                 ranks.add_up(matrices)
                 if ranks.rank == 0:
-                    self.store.cache(*self._key(table, path), _flat(matrices))
+                    self.store.cache(*self._key(table), _flat(matrices))
 
     def _keeps_rows(self, num_rows: int) -> bool:
         """Return whether there are so few rows that a kernel is factorised on their side, without a gram matrix."""
@@ -140,11 +140,11 @@ class Grams:
                 sums.add(as_tensor(rows, self.device), here)
         return sums.result()
 
-    def _key(self, table: AbstractRowTable, path: str) -> tuple[str, str]:
+    def _key(self, table: AbstractRowTable) -> tuple[str, str]:
         """Return the name and key that a gram matrix is stored under."""
         # The name contains the number of segments: stored and joint matrices of the same rows may coexist.
         count = len(self.layout.segments)
-        name = f"gram-{path.replace('/', '-')}-{self.settings.weighting}{f'-{count}' if count > 1 else ''}"
+        name = f"gram-{table_path(table)}-{self.settings.weighting}{f'-{count}' if count > 1 else ''}"
         # Hash the layout: it names every module, and store keys have a maximum length.
         return name, hashlib.sha256(f"{table.content_key()}|{self.layout.to_json()}".encode()).hexdigest()
 

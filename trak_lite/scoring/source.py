@@ -29,9 +29,11 @@ from trak_lite.run.tables import (
     FEATURES,
     OUT_TO_LOSS,
     as_tensor,
+    model_id_of,
     plain_target_folder,
     score_table_spec,
     table_path,
+    target_path,
     target_table_path,
 )
 from trak_lite.scoring.grams import Grams
@@ -148,7 +150,7 @@ class ScoreSource:
             SingularKernelError: If a kernel is singular at the method's damping.
         """
         if self._grams is not None:
-            self._grams.make([table_path(table) for table in self.train], self.ranks)
+            self._grams.make(self.train, self.ranks)
         return [
             ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), self._transform)
             for table, weight in zip(self.train, self.weights, strict=True)
@@ -191,7 +193,7 @@ class ScoreSource:
             )
         terms = []
         for table, weight in zip(self.train, self.weights, strict=True):
-            eigen = eigenpath_segments(self._grams.of(table_path(table)), layout=self.layout)
+            eigen = eigenpath_segments(self._grams.of(table), layout=self.layout)
             solved = precondition_path(
                 self._rows(table, targets),
                 eigen,
@@ -246,7 +248,7 @@ class ScoreSource:
 
         ``None`` if a checkpoint has none that are not multiplied by an inverse curvature: EKFAC scores do not need any.
         """
-        paths = [f"{plain_target_folder(self.name)}/{table_path(table)}" for table in self.train]
+        paths = [target_path(self.name, model_id_of(table)) for table in self.train]
         if not set(paths) <= set(self.store.table_names(plain_target_folder(self.name))):
             return None
         rows = (torch.from_numpy(self.store.open_table(path).read(FEATURES)) for path in paths)
@@ -257,7 +259,7 @@ class ScoreSource:
         assert self._grams is not None  # the caller has checked the method
         grams = replace(self._grams, settings=replace(self._grams.settings, damping=damping, lambda_reg=None))
         targets = self._rows(table, slice(None)).double()
-        return precondition(targets, grams.kernels(table_path(table)), layout=self.layout).double()
+        return precondition(targets, grams.kernels(table), layout=self.layout).double()
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""
@@ -343,10 +345,10 @@ class ScoreSource:
         return _same_shape(self.method.transform(rows, self.layout), rows, self.method)
 
     def _kernels(self, table: AbstractRowTable, grams: Grams) -> list[SegmentKernel]:
-        key = f"{table_path(table)} {table.content_key()}"
+        key = "" if self._held is None else f"{table_path(table)} {table.content_key()}"
         if self._held is not None and key in self._held:
             return self._held[key]
-        kernels = grams.kernels(table_path(table))
+        kernels = grams.kernels(table)
         pairs = zip(self.layout.segments, kernels, strict=True)
         lost = [segment.name for segment, found in pairs if not found.multiplier]
         if not self._named.issuperset(lost):

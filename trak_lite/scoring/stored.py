@@ -79,13 +79,13 @@ def stored_scores(
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
     store = workspace.reader()
     table = None
-    with naming_dropped(store) as paths:
+    with naming_dropped(store) as known:
         if dense:
             table = _finished_table(store, name, method, settings.method)
             digests = list(table.spec.fingerprint["checkpoints"])
         else:
-            digests = _digests_of_targets(store, name, method, paths)
-        train = list(complete_tables(store, digests, paths).values())
+            digests = _digests_of_targets(store, name, method, known)
+        train = list(complete_tables(store, digests, known).values())
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
     source = score_source(store, train, name, method, settings)
@@ -183,7 +183,7 @@ def _finished_table(
         ManifestMismatchError: If an attributor with another method made the scores.
     """
     path = score_path(name, method, base)
-    if path not in store.table_names():
+    if not store.has_table(path):
         known = scored_names(store)
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
         raise StateError(
@@ -236,17 +236,15 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
 
 
 def _digests_of_targets(
-    store: AbstractFeatureStore, name: str, method: AbstractMethod, paths: Mapping[str, str]
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
-    """Return the digests in ``paths`` (of train tables) of the checkpoints with targets that the method uses.
+    """Return the digests of the train tables of the checkpoints with targets that the method uses.
 
     Raises:
         StateError: If no checkpoint has such features.
     """
     known = store.table_names(target_folder(name, method))
-    features = {
-        digest: target_table_path(name, method, store.open_table(path)) for digest, path in paths.items()
-    }
+    features = {digest: target_table_path(name, method, table) for digest, table in train.items()}
     digests = [
         digest for digest, path in features.items() if path in known and store.open_table(path).complete
     ]
@@ -282,7 +280,7 @@ class ScoreResult:
             ManifestMismatchError: If they were made with other targets, checkpoints or settings.
             StateError: If train rows were appended since.
         """
-        if self._path not in self.source.store.table_names():
+        if not self.source.store.has_table(self._path):
             return False
         table = self.source.store.open_table(self._path)
         _refuse_outgrown(self.source.name, table.spec, self._spec)

@@ -41,6 +41,7 @@ from trak_lite.modelout_functions._margins import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.models.sharded import is_sharded
 from trak_lite.run.settings import AttributorSettings
+from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.scores import Scores, checked_rows
 from trak_lite.types import Batch
 
@@ -116,7 +117,7 @@ def split_scores(
 
     def visit(digest: str, _: str) -> None:
         place = places[digest]
-        model_id = int(terms[place].train.spec.fingerprint["model_id"])
+        model_id = model_id_of(terms[place].train)
         own_targets = terms[place].targets
         factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
         left = {row.number: row for row in found}

@@ -28,7 +28,7 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.report.content import Content, rendered
-from trak_lite.run.tables import checkpoint_tables, complete_tables, target_names
+from trak_lite.run.tables import checkpoint_tables, complete_tables, model_id_of, table_path, target_names
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.tokens import split_scores
 from trak_lite.store import AbstractFeatureStore, open_store
@@ -103,7 +103,7 @@ class LiveModel:
                 f"{store.path} has no train rows yet. Featurize them first: trak-lite run CONFIG."
             )
         if self.checkpoints is None:
-            noted = noted_checkpoint(store.attributes(list(tables.values())[-1]).get("source"))
+            noted = noted_checkpoint(store.attributes(table_path(list(tables.values())[-1])).get("source"))
             last = noted or Checkpoint("current", None, None)
         else:
             *_, last = iterate_checkpoints(self.checkpoints)
@@ -233,7 +233,7 @@ class LiveModel:
         for digest in digests:
             with run.session(self._identity, train=self.train) as session:
                 tables = complete_tables(session.store, [digest])
-                model_id = int(tables[digest].spec.fingerprint["model_id"])
+                model_id = model_id_of(tables[digest])
 
                 def plan(*_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
                     session.features(batch, first, model_id=model_id, what=rows.what)

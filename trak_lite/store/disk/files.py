@@ -128,11 +128,11 @@ def _may_not_be_read(path: str | None) -> bool:
 def _parent(path: str) -> Iterator[tuple[int, str]]:
     """Yield a descriptor of the folder of a path, and the name in it; CorruptStoreError for a link on the way."""
     *folders, name = list(filter(None, path.split("/"))) or ["."]
-    reached = "/" if path.startswith("/") else "."
-    fd = os.open(reached, _ON_THE_WAY)
+    reached = "" if path.startswith("/") else "."
+    fd = os.open(reached or "/", _ON_THE_WAY)
     try:
         for folder in folders:
-            reached = os.path.join(reached, folder)
+            reached = f"{reached}/{folder}"
             outer, fd = fd, _inner_folder(fd, folder, _ON_THE_WAY, reached)
             os.close(outer)  # after fd is another one: an interrupt here must not close it twice
         reached = path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, Self
 
 from numpy.typing import NDArray
@@ -117,10 +117,10 @@ class RecordedFeatureStore(AbstractFeatureStore):
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
         start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
-        found = list(self._tables_below(start))
-        for path in self._listed_paths():
-            if path.startswith(start) and path not in found and self._table_record(path) is not None:
-                found.append(path)  # just created, or the metadata of a parent group is missing
+        listed = {path for path in self._listed_paths() if path.startswith(start)}
+        found = set(self._tables_below(start, listed))
+        # Others were just created, or the metadata of a parent group is missing.
+        found.update(path for path in listed - found if self._table_record(path) is not None)
         return sorted(found, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
@@ -191,6 +191,10 @@ class RecordedFeatureStore(AbstractFeatureStore):
         """Whether there is a ``zarr.json`` at a path, which may be damaged."""
         return self._files.get(f"{path}/zarr.json") is not None
 
+    def _is_surely_there(self, path: str) -> bool:
+        """Whether a listed table exists, if that can be told without reading its ``zarr.json``."""
+        return False
+
     def _listed_paths(self) -> list[str]:
         """Return the paths in the list of tables, unordered."""
         names = (key.rpartition("/")[2] for key in self._files.sizes(TABLES))
@@ -239,7 +243,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
             raise group_of_tables(path, tables=self.table_names(path))
         return record
 
-    def _tables_below(self, start: str) -> Iterator[str]:
+    def _tables_below(self, start: str, listed: Set[str]) -> Iterator[str]:
         """Yield the paths of the tables in a group, whose path ends in ``/``."""
         for name in self._files.folders(start.rstrip("/")):
             path = f"{start}{name}"
@@ -249,11 +253,12 @@ class RecordedFeatureStore(AbstractFeatureStore):
                 if self._has_document(path):
                     raise misnamed(f"{self._where}/{path}")
                 continue
-            record = self._group(path)
-            if record is not None and "columns" in record:
+            is_table = path in listed and self._is_surely_there(path)
+            record = None if is_table else self._group(path)
+            if is_table or (record is not None and "columns" in record):
                 yield path
             elif record is not None:
-                yield from self._tables_below(f"{path}/")
+                yield from self._tables_below(f"{path}/", listed)
 
 
 def read_group(files: Files, path: str, *, where: str) -> dict[str, Any] | None:

@@ -368,14 +368,17 @@ class ZarrFeatureStore(RecordedFeatureStore):
                 "this one and call check_store(path, repair=True)."
             )
 
+    def _is_surely_there(self, path: str) -> bool:
+        return os.path.lexists(f"{self._root}/{path}/zarr.json")  # the folder of a dropped table is renamed
+
     def _is_lost(self, path: str) -> bool:
         return bool(self._list.lost([path]))
 
     def _make_parents(self, parts: Sequence[str]) -> None:
         for depth in range(1, len(parts)):
-            folder = os.path.join(self._root, *parts[:depth])
-            if read_attributes(folder) is None:
-                self._publish("/".join(parts[:depth]), {"": group_document({})})
+            above = "/".join(parts[:depth])
+            if not self._has_document(above):
+                self._publish(above, {"": group_document({})})
 
     def _publish(
         self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
