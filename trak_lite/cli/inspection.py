@@ -10,7 +10,7 @@ from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict
-from trak_lite.run.tables import all_score_paths, stored_content
+from trak_lite.run.tables import CAPTURED, all_score_paths, stored_content
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
@@ -57,7 +57,8 @@ def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
         done, total = int(table.done().sum()), table.spec.num_rows
         name = store.attributes(path).get("name")
         of = "" if name is None else f", checkpoint {_json(name)}"
-        yield f"{path:<{width}}  {done} of {total} rows done{of}"
+        way = ", captured: each row has the weights of its step" if CAPTURED in table.spec.fingerprint else ""
+        yield f"{path:<{width}}  {done} of {total} rows done{of}{way}"
     if not paths:
         yield "none yet"
 

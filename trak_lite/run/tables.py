@@ -24,6 +24,8 @@ FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvatu
 GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
 ERRORS = "errors"
+CAPTURED = "captured"
+"""Folder of the rows of captures; and, in the fingerprint of a checkpoint, the name of the capture of its rows."""
 COLUMNS = "columns"
 """Folder of the entries of the columns of the train data."""
 
@@ -247,12 +249,18 @@ def complete_tables(
     return tables
 
 
+def capture_tables(store: AbstractFeatureStore, name: str = "") -> dict[int, str]:
+    """Return the paths of the rows of captures that are not finished, by the id of the checkpoint; "" is all names."""
+    found = [path for path in store.table_names(CAPTURED) if name in ("", path.split("/")[1])]
+    return {model_id_of(path.split("/")[2]): path for path in found}
+
+
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     """Delete the rows of a checkpoint, of train data and of targets.
 
     Args:
         store: Open for writing.
-        name: Name of the checkpoint when it was featurized, or its table: ``ckpt-0``.
+        name: Name of the checkpoint when it was featurized or captured, or its table: ``ckpt-0``.
 
     Raises:
         InvalidInputError: If no checkpoint, or more than one, has this name.
@@ -262,6 +270,11 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     paths = checkpoint_tables(store)
     names = {path: store.attributes(path).get("name") for path in paths.values()}
     found = [(weights, path) for weights, path in paths.items() if name in (path, names[path])]
+    unfinished = capture_tables(store, name)
+    for path in unfinished.values():
+        store.drop_table(path)
+    if unfinished and not found:
+        return
     if len(found) != 1:
         known = some_of(f"{path} ({known})" for path, known in names.items())
         raise InvalidInputError(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+from trak_lite._validate import some_of
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -19,7 +20,7 @@ from trak_lite.errors import (
     StoreError,
 )
 from trak_lite.parallel.sharing import LazyTable, Patience
-from trak_lite.run.tables import checkpoint_tables, model_id_of, num_train_rows
+from trak_lite.run.tables import CAPTURED, capture_tables, checkpoint_tables, model_id_of, num_train_rows
 from trak_lite.store import (
     AbstractFeatureStore,
     AbstractRowTable,
@@ -174,7 +175,8 @@ class Workspace:
             known = {} if self._store is None else checkpoint_tables(self._store)
         if digest in known:
             return model_id_of(known[digest])
-        return max((model_id_of(path) for path in known.values()), default=-1) + 1
+        captured = [] if self._store is None else capture_tables(self._store)
+        return max((*map(model_id_of, known.values()), *captured), default=-1) + 1
 
     def lazy_table(
         self,
@@ -232,6 +234,13 @@ class Workspace:
             where=str(self.path or "the store in memory"),
             remedy="Rows can only be appended to the same data in the same order, featurized with the same settings.",
         )
+        tables = [*checkpoint_tables(store).values(), *capture_tables(store).values()]
+        captured = [path for path in tables if CAPTURED in store.open_table(path).spec.fingerprint]
+        if captured:
+            raise ManifestMismatchError(
+                f"The rows {some_of(captured)} were captured in a training, whose steps with appended rows have not "
+                "been made. Featurize the longer data into another path."
+            )
         store.replace_fingerprint(stored, given)
         logger.info(
             "Appended %d rows to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows
