@@ -160,7 +160,7 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
 ) -> None:
     monkeypatch.setattr(replays, "_SECONDS", 0.0)
     monkeypatch.setattr(replays, "_PASSES", 0.0)
-    monkeypatch.setattr(capturing, "_SETTLED_AFTER", 4)
+    monkeypatch.setattr(capturing, "_SETTLED_AFTER", 4)  # replays from the seventh
     torch.manual_seed(0)
     model = Network(*LAYERS[layers]())
     plain = copy.deepcopy(model)

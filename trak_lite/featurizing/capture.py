@@ -52,8 +52,8 @@ __all__ = ["Capture"]
 
 _MOST_KEPT_BYTES: Final = 1 << 26
 """Rows that are held in memory before they are written."""
-_SETTLED_AFTER: Final = 64
-"""Batches after which the plan of a pass is kept: at first, weights that are zero may hide a part of it."""
+_SETTLED_AFTER: Final = 8
+"""Batches after which the plan of a pass is kept: in the first steps, weights that are zero may hide a part of it."""
 
 
 @final
@@ -237,7 +237,7 @@ class Capture:
     def _computer_for(
         self, batch: Batch, numbers: NDArray[np.int64]
     ) -> tuple[AbstractGradientComputer, float]:
-        """Return the gradient computer for a batch, and how many batches may follow until its plan is made again."""
+        """Return the gradient computer for a batch, and how many batches may follow with its plan."""
         run, settings = self._run, self._run.settings
         computer, count = run.capturing
         if computer is None and not settings.computer_is_chosen:
@@ -249,5 +249,4 @@ class Capture:
             computer.confirm()
             computer.load_model_params(run.model)
         run.capturing = computer, count
-        left = self.num_missing / len(numbers)
-        return computer, left if count >= _SETTLED_AFTER else min(left, 2 ** count.bit_length() - count)
+        return computer, self.num_missing / len(numbers) if count >= _SETTLED_AFTER else 0.0
