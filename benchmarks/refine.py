@@ -130,7 +130,14 @@ METHODS = {
         f"CG of {rows} rows, damping {damping:g}, {steps} iterations": partial(
             streamed, method=CG(max_iterations=steps, max_rows=rows, damping=damping)
         )
-        for rows, damping, steps in ((64, 1, 3), (64, 0.1, 3), (64, 0.1, 10), (256, 1, 3), (256, 0.1, 3), (256, 0.1, 10))
+        for rows, damping, steps in (
+            (64, 1, 3),
+            (64, 0.1, 3),
+            (64, 0.1, 10),
+            (256, 1, 3),
+            (256, 0.1, 3),
+            (256, 0.1, 10),
+        )
     },
     "kronfluence": of_peer,
     "kronfluence of log p": partial(of_peer, output=LOG_P),

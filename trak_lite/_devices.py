@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ __all__ = [
     "set_rng_state",
     "switched_off",
     "to_device",
+    "undisturbed",
     "wide_dtype",
 ]
 
@@ -311,6 +314,21 @@ def forked_rng() -> contextlib.AbstractContextManager[None]:
     # torch warns about several devices unless they are named.
     devices = range(torch.accelerator.device_count())
     return torch.random.fork_rng(devices=devices, device_type=device.type)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore all random states after the block, also after an error.
+
+    These are the states of Python, NumPy and torch, the latter on the CPU and every device of the accelerator.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state, which training uses
+    with forked_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def eigh_of_positive(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,17 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["drop_eval_caches"]
+__all__ = ["drop_eval_caches", "has_own_train"]
 
 
 _CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.train")})
 """Module and name of methods that are not called: that of transformers only chooses kernels."""
+
+
+def has_own_train(module: nn.Module) -> bool:
+    """Return whether a change of the mode runs code of the module's class, which may compute or change values."""
+    train = type(module).train
+    return train is not nn.Module.train and (train.__module__, train.__qualname__) not in _CACHES_NOTHING
 
 
 def drop_eval_caches(modules: Iterable[nn.Module]) -> None:
@@ -24,12 +30,7 @@ def drop_eval_caches(modules: Iterable[nn.Module]) -> None:
         modules: Those in eval mode are switched to train mode and back; all modes are unchanged afterwards.
     """
     for module in tuple(modules):
-        train = type(module).train
-        if (
-            train is nn.Module.train
-            or module.training
-            or (train.__module__, train.__qualname__) in _CACHES_NOTHING
-        ):
+        if module.training or not has_own_train(module):
             continue
         modes = [(inner, inner.training) for inner in module.modules()]
         module.train()

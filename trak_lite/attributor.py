@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._devices import undisturbed
 from trak_lite._progress import Stages
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
+from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.session import KnownSource, Run, marking_last
 from trak_lite.featurizing.targets import TargetSet
 from trak_lite.gradient_computers._base import ParameterChoice
@@ -357,6 +360,62 @@ class Attributor:
             "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
         )
         return FeaturizeSummary(tuple(names), written, rows_found, others)
+
+    @contextmanager
+    def capture(
+        self,
+        data: Any,
+        name: str,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        folder: str | PathLike[str] | None = None,
+        resume: bool = False,
+    ) -> Iterator[Capture]:
+        """Featurize the train data while a training passes over them (an epoch), as one checkpoint.
+
+        Call what the block gets with each batch and the positions of its samples, before the batch's step::
+
+            with attributor.capture(train, "epoch-3", optimizer=optimizer, folder="runs/weights") as capture:
+                for (x, y), rows in loader:  # of StackDataset(train, range(len(train)))
+                    capture((x, y), rows)
+                    loss(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        The row of a sample is that of :meth:`featurize` with the weights before its step. It costs what featurizing
+        costs: each batch gets a pass of its own, in eval mode, and the training keeps its bits. At the end of the block
+        the weights are saved, rows that no step has visited are computed with these, and all rows become one checkpoint
+        of the store. Targets have the weights at the end: scores approximate those of ``featurize`` with these weights
+        as closely as the weights of the epoch agree. Stored rows of a capture are not compared with recomputed ones.
+
+        Args:
+            data: The train data, as in :meth:`featurize`.
+            name: Name of the checkpoint.
+            optimizer: Its state is saved beside the weights. ``normalize="adam"`` and ``"adam_update"`` read its state
+                before each step.
+            folder: Folder in which the checkpoint is saved at the end, as ``NAME.pt``. Without it, save the weights
+                yourself and pass them to :meth:`score`.
+            resume: Continue with the stored rows of this name, if there are some: the training goes on after a kill.
+                Rows are written when 64 MiB of them are there, and by ``capture.flush()``.
+
+        Raises:
+            InvalidInputError: If the data have no fixed order, the process is one of several ranks, the model is on
+                another device, or the optimizer is missing.
+            UnsupportedModelError: If the model is sharded.
+            StateError: If rows of this name are stored, and ``resume`` is false.
+            ManifestMismatchError: If the store was made with other settings or data, or at the end has other rows of
+                the same weights.
+        """
+        capture = Capture(self._run, self._run.rows(data, "the train data"), name, optimizer, resume=resume)
+        try:
+            yield capture
+        except BaseException:
+            capture.flush()
+            raise
+        # An iterator, so that the checkpoint, whose weights change in the training, is not searched later.
+        checkpoint = iter([capture.finish(None if folder is None else Path(folder))])
+        with undisturbed():
+            self.featurize(data, checkpoint)
 
     def plan(
         self,

@@ -355,3 +355,40 @@ def test_rows_are_scaled_by_the_moments_in_the_folder_that_the_trainer_saved(nam
     (folder / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"has no optimizer state.*checkpoint-3.optimizer\.pt"):
         attributor.featurize(trainer.train_dataset, folder)
+
+
+@pytest.mark.parametrize("name", ["bert", "lora-llama"])
+def test_rows_are_captured_in_the_training_of_a_trainer(name, tmp_path):
+    """The method that the docs show; the trainer prefetches, shuffles and accumulates."""
+
+    class Capturing(transformers.Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            rows = inputs.pop("row")
+            for row in rows.tolist():
+                expected[row] = hub.expected_rows(model, texts.select([row]))[0]
+            model.train()
+            self.capture(inputs, rows)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def trained():
+        torch.manual_seed(0)
+        model = hub.made(MODELS[name])
+        rows = hub.texts(model).remove_columns("text")
+        numbered = rows.add_column("row", list(range(len(rows))))
+        settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+        trainer = hub.trainer_of(model, tmp_path, rows=numbered, save_strategy="no", **settings)
+        trainer.__class__ = Capturing
+        return model, rows, trainer
+
+    expected = {}
+    model, texts, trainer = trained()
+    made = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", rows=texts, **EXACT)
+    with made.capture(texts, "run") as trainer.capture:
+        trainer.train()
+        assert trainer.capture.num_missing == 0
+    found = hub.stored_rows(tmp_path / "a.zarr", 0)
+    assert hub.relative_error(found, np.stack([expected[row] for row in range(len(texts))])) < 1e-5
+    plain, _, trainer = trained()
+    trainer.capture = lambda *_: None
+    trainer.train()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))

@@ -11,7 +11,7 @@ from trak_lite.cli.records import stored_records
 from trak_lite.errors import StoreError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict
-from trak_lite.run.tables import all_score_paths, stored_content
+from trak_lite.run.tables import CAPTURED, all_score_paths, stored_content
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
@@ -33,6 +33,7 @@ class _Content(NamedTuple):
     """Of all rows."""
     name: str | None
     """Of the checkpoint."""
+    is_captured: bool
 
 
 def inspection(place: str | RemotePlace, *, every: bool = False) -> str:
@@ -86,7 +87,8 @@ def _contents(store: AbstractFeatureStore) -> list[_Content]:
         total = table.spec.num_rows
         done = total if table.complete else int(table.done().sum())
         name = store.attributes(path).get("name")
-        found.append(_Content(path, done, total, total * table.spec.row_bytes, name))
+        is_captured = CAPTURED in table.spec.fingerprint
+        found.append(_Content(path, done, total, total * table.spec.row_bytes, name, is_captured))
     return found
 
 
@@ -105,7 +107,8 @@ def _table_lines(tables: Sequence[_Content], *, every: bool) -> Iterator[str]:
             listed.append((alike, f"{done:,} of {total:,} rows done, {what}"))
         for table in shown[:_MOST_LISTED]:
             of = "" if table.name is None else f", checkpoint {_json(table.name)}"
-            listed.append((table.path, f"{table.done} of {table.total} rows done{of}"))
+            way = ", captured: each row has the weights of its step" if table.is_captured else ""
+            listed.append((table.path, f"{table.done} of {table.total} rows done{of}{way}"))
     width = max((len(path) for path, _ in listed), default=0)
     yield from (f"{path:<{width}}  {text}" for path, text in listed)
     if not listed:

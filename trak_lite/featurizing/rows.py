@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
@@ -40,7 +41,7 @@ from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors._scratch import is_scratch
-from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
+from trak_lite.run.tables import CAPTURED, FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.store import TableSpec
 from trak_lite.types import Batch, OutputTerms
 
@@ -54,9 +55,18 @@ __all__ = [
     "joined",
 ]
 
+logger = logging.getLogger(__name__)
+
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
+
+
+class RowSink(Protocol):
+    """Takes computed rows: a table, or what keeps them for one."""
+
+    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+        """Take rows by column."""
 
 
 class SampleRows(Protocol):
@@ -261,7 +271,7 @@ class HostRows:
 
     def put(
         self,
-        table: LazyTable | SharedRows,
+        table: RowSink,
         rows: NDArray[np.int64],
         what: str,
         *,
@@ -382,6 +392,11 @@ class RowWork:
 
     def compare(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
         """Compare a few done rows outside the chunks ``own``; return whether there were any."""
+        if CAPTURED in self.table.spec.fingerprint:
+            logger.info(
+                "%s: rows were captured with weights that are gone, and are not compared.", self.label
+            )
+            return True
         table = self.table.table
         stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
         if stored is not None:

@@ -51,7 +51,9 @@ from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holde
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
+    CAPTURED,
     GRADIENT_NORM,
+    capture_tables,
     checkpoint_ids,
     checkpoint_path,
     checkpoint_tables,
@@ -101,6 +103,8 @@ class Run:
     computers: dict[str, AbstractGradientComputer] | None = None
     """Gradient computers by the digest of the weights that their plans and self-checks hold for, to be used again by
     later sessions; ``None`` makes a computer for every session and checkpoint."""
+    capturing: tuple[AbstractGradientComputer | None, int] = (None, 0)
+    """The gradient computer of captures, and how many batches it had."""
 
     def rows(self, data: Any, what: str, batch_size: int | None = None) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages, ``batch_size`` replaces their own."""
@@ -311,23 +315,42 @@ class FeaturizingSession:
                     f"gradients, {number / len(rows):.1f} times as many as rows.",
                     self.run.progress,
                 )
-        model_id = model_id_for(digest, known)
+        model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
+        captured = checkpoint.name if checkpoint.is_captured else None
+        if digest in known:
+            stored = known[digest].spec.fingerprint.get(CAPTURED)
+            if captured not in (None, stored):
+                path = table_path(known[digest])
+                raise ManifestMismatchError(
+                    f"{path} has other rows of the weights at the end of the capture {captured!r}. Use another "
+                    f"path, or drop_checkpoint({path!r}) and end the capture again with resume=True."
+                )
+            captured = stored
+        stages = capture_tables(self.store, captured) if self.workspace.exists and captured else {}
+        model_id = next(iter(stages), model_id)
         adam = self._adam_states(settings.normalization)
         written = None
         while written is None:
-            spec = settings.train_table(len(rows), settings.row_fingerprint(model_id, digest, adam))
+            of_capture = {CAPTURED: captured} if captured else {}
+            fingerprint = settings.row_fingerprint(model_id, digest, adam)
+            spec = settings.train_table(len(rows), {**fingerprint, **of_capture})
             try:
                 attributes = {"name": checkpoint.name, "source": checkpoint.source}
                 table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
+                for stage in stages.values():
+                    _copy_rows(self.store.open_table(stage), table)
                 passes = self.row_pass(rows, model_id, with_norms=table.has_column(GRADIENT_NORM))
                 written = self.work(table, passes, f"Featurizing {checkpoint.name}").fill(wait=wait)
             except ManifestMismatchError:
                 # Another process may just have used this model_id for another checkpoint. Then use a new one, because
                 # the projection depends on it.
-                refused, model_id = model_id, model_id_for(digest, checkpoint_tables(self.store))
-                if model_id == refused:
+                refused, model_id = model_id, model_id_for(digest, checkpoint_tables(self.store), self.store)
+                if model_id == refused or captured:
                     raise
         path = checkpoint_path(model_id)
+        for stage in filter(self.store.has_table, stages.values()):
+            if self._found(path).complete:
+                self.store.drop_table(stage)
         if fisher is not None:
             self._fit_fisher(self._found(path), checkpoint.name, rows, fisher, wait=wait)
         if not self._is_featurized(self._found(path)):
@@ -698,6 +721,17 @@ class FeaturizingSession:
         if self.run.computers is not None:
             self.run.computers[self._digest] = self._computer
         return self._computer
+
+
+def _copy_rows(stage: AbstractRowTable, table: LazyTable) -> None:
+    """Copy the rows of a capture that are missing in the table of its checkpoint."""
+    missing = np.zeros(table.spec.num_rows, dtype=bool)
+    missing[table.pending()] = True
+    for chunk in range(stage.num_chunks):
+        rows, values = stage.read_done(chunk)
+        wanted = missing[rows]
+        if wanted.any():
+            table.put(rows[wanted], {name: column[wanted] for name, column in values.items()})
 
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:

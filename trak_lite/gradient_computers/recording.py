@@ -25,6 +25,7 @@ __all__ = [
     "Variable",
     "leaves_of",
     "tensors_of",
+    "version_of",
 ]
 
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -149,7 +150,7 @@ class Recording:
             return self.whole(*inputs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             unchanged = self._unchanged(inputs)
-            self._before = [(weakref.ref(tensor), _version(tensor)) for tensor in inputs]
+            self._before = [(weakref.ref(tensor), version_of(tensor)) for tensor in inputs]
             if 0 < len(unchanged) < len(inputs):
                 self._divide(unchanged)
             return self._replay(*inputs) if self._halves is None else self._halves(inputs, unchanged)
@@ -181,7 +182,7 @@ class Recording:
             for place, (tensor, (last, version)) in enumerate(zip(inputs, self._before, strict=False))
             if tensor is last()
             and version is not None
-            and version == _version(tensor)
+            and version == version_of(tensor)
             # NumPy writes to memory that it shares without a new version; torch does not resize such memory.
             and tensor.untyped_storage().resizable()
         )
@@ -225,7 +226,7 @@ class _Halves:
 
     def __call__(self, inputs: Sequence[Tensor], unchanged: frozenset[int]) -> list[Tensor]:
         """Run the second half, and before it the first if one of its inputs has changed, or a weight."""
-        versions = [_version(tensor) for tensor in self._constants]
+        versions = [version_of(tensor) for tensor in self._constants]
         stays = self.places <= unchanged and versions == self._versions and None not in versions
         if self.kept is None or not stays:
             self.kept = None  # freed before the next ones are made
@@ -246,7 +247,7 @@ def _compiled(
     return replay, [value for value in writer.values.values() if isinstance(value, Tensor)]
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """Return a number that changes with the values of a tensor; ``None`` if it has none."""
     return None if tensor.is_inference() else tensor._version
 

@@ -25,7 +25,7 @@ from trak_lite._devices import in_float64
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import identities, python_state
-from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
+from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
 from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
 from trak_lite.gradient_computers.tape import Tape
@@ -98,6 +98,8 @@ class _Kind:
     seconds: float = float("inf")
     """Shortest pass after the first, whose plan has to be made."""
     recording: Recording | None = None
+    constants: Sequence[tuple[Tensor, int | None]] = ()
+    """Tensors that the recording takes to be unchanged, and their versions; a training may change them in place."""
     graph: Callable[..., list[Tensor]] | None = None
     """Runs in place of the recording."""
     may_be_captured: bool = True
@@ -183,6 +185,10 @@ class Replays:
             kind.structure, kind.gap = computer.structure(batch)
             return self._recorded(kind, own, is_scratch)
         computer.checks.refuse_failed(kind.conditions)
+        if any(version_of(tensor) != version for tensor, version in kind.constants):
+            self._last = None if self._last is not None and self._last[0] is kind else self._last
+            self._refuse(kind, computer, "a tensor that is no parameter, buffer or input has changed")
+            return work()
         due = own.is_due(kind) or kind.count % kind.gap == 0
         if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
             return self._compared(kind, own)
@@ -307,6 +313,7 @@ class Replays:
             )
         try:
             kind.recording = tape.finish(found)
+            kind.constants = [(tensor, version_of(tensor)) for tensor in tape.constants()]
         except UnrecordableError as error:
             self._refuse(kind, computer, str(error))
         else:

@@ -1,37 +1,18 @@
-"""Helpers for code that runs during a training: restore random states, check the trained model."""
+"""Helpers for code that runs during a training: check the trained model, featurize what it saves."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from trak_lite._devices import forked_rng
+from trak_lite._devices import undisturbed
 from trak_lite.attributor import Attributor
 from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import model_device
 
-__all__ = ["SavedFeatures", "refuse_other_model", "undisturbed"]
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restore all random states after the block, also after an error.
-
-    These are the states of Python, NumPy and torch, the latter on the CPU and every device of the accelerator.
-    """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state, which training uses
-    with forked_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+__all__ = ["SavedFeatures", "refuse_other_model"]
 
 
 def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:

@@ -27,12 +27,13 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
+from trak_lite._devices import undisturbed
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
-from trak_lite.integrations._training import SavedFeatures, refuse_other_model, undisturbed
+from trak_lite.integrations._training import SavedFeatures, refuse_other_model
 from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task
 from trak_lite.modelout_functions import ModelCall, require_separate_documents
 from trak_lite.models.borrowing import borrow_model

@@ -793,6 +793,6 @@ def _zero_message(where: str) -> str:
     return (
         f"The gram matrix of {where} is zero or too small. Either every train row has a weight of zero (a loss that is "
         "linear in the output, a model that is certain of every train row): use weighting='none' (Attributor: "
-        "method=TRAK(damping=None, layout='stored'), the default for tasks with has_curvature = False). Or all features are zero (the output does not depend on the kept "
-        "parameters): keep other parameters."
+        "method=TRAK(damping=None, layout='stored'), the default for tasks with has_curvature = False). Or all "
+        "features are zero (the output does not depend on the kept parameters): keep other parameters."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trak_lite._eval_caches import drop_eval_caches
+from trak_lite._devices import undisturbed
+from trak_lite._eval_caches import drop_eval_caches, has_own_train
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.models.checkpoints import entries_digest, more_entries
 from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sharding, reset_passes, reshard
 
-__all__ = ["borrow_model", "model_device", "resolve_device"]
+__all__ = ["borrow_model", "in_eval_mode", "model_device", "resolve_device"]
 
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Names of the hooks of Transformers and of PEFT that let embedded tokens require grad."""
@@ -114,13 +115,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
     reshard(model)
     saved = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(model).items()}
     others = more_entries(model)
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    plain = (bool, int, float, str, type(None))
-    attributes = [
-        (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
-        for module in model.modules()
-    ]
-    hooks = _take_input_hooks(model)
+    restore = _modules_kept(model)
     try:
         if not sharded:
             model.to(device)
@@ -137,8 +132,6 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
         raise
     finally:
         reshard(model)
-        for place, key, hook in hooks:
-            place[key] = hook
         if home != device and not sharded:
             model.to(home)
         with torch.no_grad():
@@ -148,11 +141,56 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
         if entries_digest(more_entries(model)) != entries_digest(others):
             model.load_state_dict(others, strict=False)
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
+        restore()
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode inside the block, in place: for a pass between the steps of a training.
+
+    Weights and device stay. Restored are buffers, random states, and what :func:`borrow_model` restores of modules.
+    Autocast is off in the block. Weights are copied only if a module may change them in a pass or with its mode.
+    """
+    modules = list(model.modules())
+    may_change = any(has_own_train(m) or getattr(m, "max_norm", None) is not None for m in modules)
+    tensors = _tensors(model).values() if may_change else model.buffers()
+    buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    restore = _modules_kept(model)
+    with undisturbed(), torch.autocast(model_device(model).type, enabled=False):
+        try:
+            model.eval()
+            yield
+        finally:
+            drop_eval_caches(modules)
+            for module, own in buffers:
+                module._buffers.clear()
+                module._buffers.update(own)
+            for tensor, value in values:
+                tensor.data.copy_(value)  # a graph of the training may hold it: no new version
+            restore()
+
+
+def _modules_kept(model: nn.Module) -> Callable[[], None]:
+    """Remove the hooks of ``enable_input_require_grads``; return what restores these, flags and plain attributes."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    plain = (bool, int, float, str, type(None))
+    attributes = [
+        (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
+        for module in model.modules()
+    ]
+    hooks = _take_input_hooks(model)
+
+    def restore() -> None:
+        for place, key, hook in hooks:
+            place[key] = hook
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, values in attributes:
             # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
             vars(module).update(values)
+
+    return restore
 
 
 def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:

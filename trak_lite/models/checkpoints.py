@@ -94,6 +94,8 @@ class Checkpoint:
     weights."""
     is_adapter: bool = False
     """Whether the state dict is that of a PEFT adapter; the other weights are then the model's."""
+    is_captured: bool = False
+    """Whether the capture of this name has computed its train rows, with the weights before each step."""
 
 
 def iterate_checkpoints(

@@ -24,6 +24,8 @@ FEATURES, OUT_TO_LOSS, LOSS_CURVATURE = "features", "out_to_loss", "loss_curvatu
 GRADIENT_NORM = "gradient_norm"
 SCORES = "scores"
 ERRORS = "errors"
+CAPTURED = "captured"
+"""Folder of the rows of captures; and, in the fingerprint of a checkpoint, the name of the capture of its rows."""
 COLUMNS = "columns"
 """Folder of the entries of the columns of the train data."""
 
@@ -74,11 +76,17 @@ def model_id_of(table: AbstractRowTable) -> int:
     return int(table.spec.fingerprint["model_id"])
 
 
-def model_id_for(digest: str, known: Mapping[str, AbstractRowTable]) -> int:
-    """Return the id of the checkpoint with these weights; an unused one if they are not among the train tables."""
+def model_id_for(
+    digest: str, known: Mapping[str, AbstractRowTable], store: AbstractFeatureStore | None
+) -> int:
+    """Return the id of the checkpoint with these weights.
+
+    If they are not among the train tables, it is one that neither these nor the unfinished captures of the store use.
+    """
     if digest in known:
         return model_id_of(known[digest])
-    return max(map(model_id_of, known.values()), default=-1) + 1
+    captured = {} if store is None else capture_tables(store)
+    return max((*map(model_id_of, known.values()), *captured), default=-1) + 1
 
 
 def table_path(table: AbstractRowTable) -> str:
@@ -265,12 +273,18 @@ def complete_tables(
     return found
 
 
+def capture_tables(store: AbstractFeatureStore, name: str = "") -> dict[int, str]:
+    """Return the paths of the rows of captures that are not finished, by the id of the checkpoint; "" is all names."""
+    found = [path for path in store.table_names(CAPTURED) if name in ("", path.split("/")[1])]
+    return {int(path.rpartition("-")[2]): path for path in found}
+
+
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     """Delete the rows of a checkpoint, of train data and of targets.
 
     Args:
         store: Open for writing.
-        name: Name of the checkpoint when it was featurized, or its table: ``ckpt-0``.
+        name: Name of the checkpoint when it was featurized or captured, or its table: ``ckpt-0``.
 
     Raises:
         InvalidInputError: If no checkpoint, or more than one, has this name.
@@ -280,6 +294,11 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     paths = {weights: table_path(table) for weights, table in checkpoint_tables(store).items()}
     names = {path: store.attributes(path).get("name") for path in paths.values()}
     found = [(weights, path) for weights, path in paths.items() if name in (path, names[path])]
+    unfinished = capture_tables(store, name)
+    for path in unfinished.values():
+        store.drop_table(path)
+    if unfinished and not found:
+        return
     if len(found) != 1:
         known = some_of(f"{path} ({known})" for path, known in names.items())
         raise InvalidInputError(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+from trak_lite._validate import some_of
 from trak_lite.errors import (
     BusyError,
     HeldHereError,
@@ -20,11 +21,14 @@ from trak_lite.errors import (
 )
 from trak_lite.parallel.sharing import LazyTable, Patience
 from trak_lite.run.tables import (
+    CAPTURED,
+    capture_tables,
     checkpoint_ids,
     checkpoint_path,
     checkpoint_tables,
     model_id_of,
     num_train_rows,
+    table_path,
 )
 from trak_lite.store import (
     AbstractFeatureStore,
@@ -227,6 +231,15 @@ class Workspace:
             where=str(self.path or "the store in memory"),
             remedy="Rows can only be appended to the same data in the same order, featurized with the same settings.",
         )
+        captured = [
+            *(table_path(t) for t in checkpoint_tables(store).values() if CAPTURED in t.spec.fingerprint),
+            *capture_tables(store).values(),
+        ]
+        if captured:
+            raise ManifestMismatchError(
+                f"The rows {some_of(captured)} were captured in a training, whose steps with appended rows have not "
+                "been made. Featurize the longer data into another path."
+            )
         store.replace_fingerprint(stored, given)
         logger.info(
             "Appended %d rows to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows

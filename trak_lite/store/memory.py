@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -249,13 +249,13 @@ class MemoryFeatureStore(RecordedFeatureStore):
     def _group(self, path: str) -> dict[str, Any] | None:
         rows = self._contents.tables.get(path)
         if rows is None:
-            return {} if any(self._tables_below(f"{path}/")) else None
+            return {} if any(self._tables_below(f"{path}/", set())) else None
         return {"columns": rows.spec.columns, "attributes": rows.attributes}
 
     def _spec(self, record: Mapping[str, Any], path: str) -> TableSpec:
         return self._contents.tables[path].spec
 
-    def _tables_below(self, start: str) -> Iterator[str]:
+    def _tables_below(self, start: str, listed: Set[str]) -> Iterator[str]:
         return (path for path in self._contents.tables if path.startswith(start))
 
     def _is_lost(self, path: str) -> bool:

@@ -33,13 +33,14 @@ from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.run.sources import describe_source
 from trak_lite.store import RemotePlace
+from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.disk.sealed import BLANK, RUN, SEAL, run_identity, seal, sealed_content
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.operations import Operations
 from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures, repeatable
-from trak_lite.unrolled.states import StateFiles, whole_file
+from trak_lite.unrolled.states import StateFiles
 from trak_lite.unrolled.subsets import (
     SubsetTraining,
     non_finite,

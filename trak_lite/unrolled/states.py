@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,12 +14,11 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
-from trak_lite.store.disk.files import named_errors, open_folder, rename
-from trak_lite.store.disk.folders import make_folders
+from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.unrolled.optimizers import Named, State
 
-__all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat", "whole_file"]
+__all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat"]
 
 _PARAMETERS = "parameters"
 _SUFFIX = ".safetensors"
@@ -41,30 +37,6 @@ def unflat(tensors: Mapping[str, Tensor]) -> State:
         group, _, name = key.partition("/")
         groups.setdefault(group, {})[name] = tensor
     return State(groups.pop(_PARAMETERS), groups)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, whose file then replaces the one at ``path``: after a crash it is the old or the new.
-
-    Raises:
-        ReadOnlyStoreError: If the folder is not writable.
-        StoreError: If writing fails for another reason.
-    """
-    with named_errors("Writing", str(path)):
-        make_folders(str(path.parent))
-        os.close(open_folder(str(path.parent)))  # raises if it is a link
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            partial.open("wb").close()  # safetensors raises no OSError
-            mode = partial.stat().st_mode
-            yield partial
-            partial.chmod(mode)  # safetensors lets the owner alone read
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            rename(str(partial), str(path))
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], step: int, run: str) -> None:

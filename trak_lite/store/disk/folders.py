@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from trak_lite.store._failpoints import failpoint
@@ -34,6 +35,7 @@ __all__ = [
     "names_in",
     "publish_folder",
     "scratch_folder",
+    "whole_file",
     "write_document",
 ]
 
@@ -154,3 +156,27 @@ def _lock_if_possible(fd: int) -> bool:
     except OSError:
         return False  # held by a running creator, or no lock support: never delete
     return True
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, whose file then replaces the one at ``path``: after a crash it is the old or the new.
+
+    Raises:
+        ReadOnlyStoreError: If the folder is not writable.
+        StoreError: If writing fails for another reason.
+    """
+    with named_errors("Writing", str(path)):
+        make_folders(str(path.parent))
+        os.close(open_folder(str(path.parent)))  # raises if it is a link
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            partial.open("wb").close()  # safetensors raises no OSError
+            mode = partial.stat().st_mode
+            yield partial
+            partial.chmod(mode)  # safetensors lets the owner alone read
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            rename(str(partial), str(path))
+        finally:
+            partial.unlink(missing_ok=True)

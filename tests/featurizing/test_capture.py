@@ -1,0 +1,339 @@
+"""Rows of a running training: against plain autograd with the weights of every step, mostly in float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from trak_lite import Attributor, Rows, errors, methods
+from trak_lite.cli.inspection import inspection
+from trak_lite.featurizing import capture as capturing
+from trak_lite.gradient_computers import replays
+from trak_lite.store import check_store
+
+N, BATCH = 80, 4
+
+
+def data() -> TensorDataset:
+    inputs = torch.randn(N, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long())
+
+
+class Network(nn.Sequential):
+    def __init__(self, *middle: nn.Module) -> None:
+        super().__init__(nn.Linear(5, 8), nn.GELU(), *middle, nn.Linear(8, 3))
+        self.double()
+
+
+class Odd(nn.Module):
+    """A layer with one habit that a pass between two steps must survive."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.habit, self.calls, self.shift = habit, 0, torch.zeros(8, dtype=torch.float64)
+        self.gate = nn.Parameter(torch.zeros(8))
+        self.register_buffer("seen", torch.ones(8))
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.table = nn.Embedding(4, 8, max_norm=0.1 if habit == "max_norm" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.num_seen = self.calls + 1, self.num_seen + len(x)
+        self.num_calls.add_(1)
+        if self.habit == "buffer" and self.training:
+            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        elif self.habit == "attribute" and self.training:
+            self.shift += x.detach().mean(0)
+        elif self.habit == "random" and self.training:
+            x = x * random.uniform(0.5, 1.5)
+        elif self.habit == "in place":
+            x.mul_(1.5)
+        elif self.habit == "recomputed":
+            x = checkpoint(torch.tanh, x, use_reentrant=False)
+        elif self.habit == "branch" and float(self.gate.detach()[0]) < -0.02:
+            x = x.flip(1) * self.gate
+        x = x + 2 * self.shift + self.seen + self.table.weight[0] + self.table(x[:, 0].abs().long() % 4)
+        return x + self.gate * (x @ self.table.weight.T @ self.table.weight)
+
+
+def attributor(model: nn.Module, path: Path | None = None, **settings: Any) -> Attributor:
+    given = {"projector": "none", "dtype": "float32", "progress": False, **settings}
+    return Attributor(model, "image_classification", path, **given)
+
+
+def order(seed: int = 7) -> list[Tensor]:
+    return list(torch.randperm(N, generator=torch.Generator().manual_seed(seed)).split(BATCH))
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
+    """The gradients of the margin by plain autograd, sample by sample, in eval mode."""
+    rows = []
+    for sample, label in zip(x, y, strict=True):
+        own = copy.deepcopy(model).eval()
+        logits = own(sample.clone()[None])[0]
+        f = logits[label] - torch.cat([logits[:label], logits[label + 1 :]]).logsumexp(0)
+        found = torch.autograd.grad(f, list(own.parameters()), allow_unused=True, materialize_grads=True)
+        rows.append(torch.cat([grad.flatten() for grad in found]).numpy())
+    return np.stack(rows)
+
+
+def epoch(
+    model: nn.Module,
+    capture: Callable[..., None] | None,
+    batches: list[Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    called: Any = None,
+    accumulate: int = 1,
+    augment: float = 0.0,
+) -> np.ndarray:
+    """A plain loop; returns the expected rows, those of the first visits, NaN for others."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02) if optimizer is None else optimizer
+    rows = np.full((N, sum(p.numel() for p in model.parameters())), np.nan)
+    inputs, labels = data().tensors
+    for number, numbers in enumerate(batches):
+        x, y = inputs[numbers] + augment * torch.randn(len(numbers), 5, dtype=torch.float64), labels[numbers]
+        if capture is not None:
+            state = torch.get_rng_state(), random.getstate()
+            new = np.isnan(rows[numbers]).all(1)
+            rows[numbers[new]] = gradients(model, x, y)[new]
+            torch.set_rng_state(state[0])
+            random.setstate(state[1])
+            capture((x, y), numbers)
+        (nn.functional.cross_entropy((called or model)(x), y) / accumulate).backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return rows
+
+
+def stored(made: Attributor, path: str = "ckpt-0") -> np.ndarray:
+    with made._workspace.reading() as store:
+        return store.open_table(path).read("features")
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+HABITS = ["buffer", "attribute", "random", "in place", "recomputed", "branch"]
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "plain": list,
+    "dropout": lambda: [nn.Dropout(0.3)],
+    "batch norm": lambda: [nn.BatchNorm1d(8)],
+    "merging": lambda: [Merging()],
+    **{habit: lambda habit=habit: [Odd(habit)] for habit in HABITS},
+}
+
+
+class Merging(nn.Module):
+    """Adds a second weight to its first in eval mode, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.more = (nn.Parameter(torch.eye(8) * scale) for scale in (1.0, 0.1))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.merged == mode:
+            self.weight.data += self.more.data * (-1 if mode else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight if self.merged else self.weight + self.more)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replays, "_SECONDS", 0.0)
+    monkeypatch.setattr(replays, "_PASSES", 0.0)
+    monkeypatch.setattr(capturing, "_SETTLED_AFTER", 4)  # replays from the seventh
+    torch.manual_seed(0)
+    model = Network(*LAYERS[layers]())
+    plain = copy.deepcopy(model)
+    loops = {"accumulate": 3 if layers == "dropout" else 1, "augment": 0.1}
+    made = attributor(model)
+    state = torch.get_rng_state(), random.getstate()
+    with made.capture(data(), "epoch-0") as capture:
+        rows = epoch(model, capture, order(), **loops)
+        # Visited again: the rows stay.
+        epoch(model, capture, order(8)[:3], **loops)
+    ends = torch.get_rng_state(), random.getstate()
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    epoch(plain, None, order(), **loops)
+    epoch(plain, None, order(8)[:3], **loops)
+    assert (torch.get_rng_state() == ends[0]).all()
+    assert random.getstate() == ends[1]
+    for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(value, other), name
+        assert (value.grad is None) == (other.grad is None)
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+    assert all(module.training for module in model.modules())
+    assert [m.calls for m in model.modules() if isinstance(m, Odd)] == [
+        m.calls for m in plain.modules() if isinstance(m, Odd)
+    ]
+    close(stored(made), rows)
+    if layers == "plain":
+        computer: Any = made._run.capturing[0]
+        assert sum(kind.num_replayed for kind in computer._replays._kinds.values()) > 0
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "compiled", "ema"])
+def test_wrapped_models_are_captured(wrapper: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Network()
+    made = attributor(model)
+    called: Any = model
+    hook: Any = None
+    try:
+        if wrapper == "ddp":
+            address = f"file://{tmp_path / 'rendezvous'}"
+            torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+            called = nn.parallel.DistributedDataParallel(model)
+        elif wrapper == "compiled":
+            called = torch.compile(model, backend="eager")
+        else:
+            averaged = torch.optim.swa_utils.AveragedModel(model)
+            hook = model.register_forward_hook(lambda *_: averaged.update_parameters(model))
+        with made.capture(data(), "epoch-0") as capture:
+            rows = epoch(model, capture, order(), called=called)
+    finally:
+        if wrapper == "ddp":
+            torch.distributed.destroy_process_group()
+        torch._dynamo.reset()
+    assert hook is None or hook.id in model._forward_hooks
+    close(stored(made), rows)
+
+
+def test_a_captured_table_is_used_as_any_other_and_described(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path, folder = tmp_path / "run.zarr", tmp_path / "weights"
+    model = Network()
+    made = attributor(model, path, dtype="int8", store_norms=True)
+    for name in ("epoch-0", "epoch-1"):
+        with made.capture(data(), name, folder=folder) as capture:
+            rows = epoch(model, capture, order()[:-2])
+            made.featurize(data(), Network().state_dict())  # of other weights: another id
+            missing = capture.num_missing
+        assert missing == 2 * BATCH
+    left = np.isnan(rows).all(1)
+    rows[left] = gradients(model, *(part[left] for part in data().tensors))
+    np.testing.assert_allclose(stored(made, "ckpt-2"), rows, atol=0.02 * np.abs(rows).max())
+    assert "captured: each row" in inspection(str(path))
+    assert check_store(path).findings == ()
+    later = attributor(Network(), path, dtype="int8", store_norms=True)
+    later.drop_checkpoint("ckpt-1")
+    later.drop_checkpoint("ckpt-3")
+    assert later.score(data(), "test").shape == (N, N)  # finds the saved weights
+    summary = later.featurize(data(), [folder / "epoch-0.pt", folder / "epoch-1.pt"])
+    assert (summary.rows_written, summary.rows_found) == (0, 2 * N)
+    assert later.score(data(), "fitted", method=methods.EKFAC()).shape == (N, N)
+    assert later.gradient_norms().shape == (2, N)
+    longer = torch.utils.data.ConcatDataset([data(), data()])
+    with pytest.raises(errors.ManifestMismatchError):
+        later.featurize(longer, append=True)
+    later.drop_checkpoint("epoch-0")
+    with pytest.raises(errors.ManifestMismatchError, match="epoch-2"), later.capture(data(), "epoch-2"):
+        later.model.load_state_dict(model.state_dict())
+
+
+def test_appended_rows_are_refused() -> None:
+    made = attributor(Network())
+    named = Rows(data(), name="data")
+    with made.capture(named, "epoch-0"):
+        pass
+    longer = Rows(torch.utils.data.ConcatDataset([data(), data()]), name="data")
+    with pytest.raises(errors.ManifestMismatchError, match="captured in a training"):
+        made.featurize(longer, append=True)
+
+
+def test_a_killed_training_goes_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "run.zarr"
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt), attributor(model, path).capture(data(), "a") as capture:  # noqa: PT012
+        rows = epoch(model, capture, order()[:6], optimizer=optimizer)
+        raise KeyboardInterrupt
+    made = attributor(model, path)
+    with pytest.raises(errors.StateError, match="No train row"):
+        made.score(data(), "itself")
+    with pytest.raises(errors.StateError, match="resume=True"), made.capture(data(), "a"):
+        pass
+    with pytest.raises(KeyboardInterrupt), made.capture(data(), "a", resume=True) as capture:  # noqa: PT012
+        epoch(model, capture, order()[6:8], optimizer=optimizer)
+        capture._kept.clear()  # killed before they are written
+        raise KeyboardInterrupt
+    with made.capture(data(), "a", resume=True) as capture:
+        assert capture.num_missing == N - 6 * BATCH
+        found = epoch(model, capture, order(), optimizer=optimizer)
+    seen = np.concatenate([numbers.numpy() for numbers in order()[:6]])
+    found[seen] = rows[seen]
+    close(stored(made), found)
+    with made.capture(data(), "a", resume=True) as capture:
+        assert capture.num_missing == 0
+    epoch(model, None, order()[:1])
+    with (
+        pytest.raises(errors.ManifestMismatchError, match="another training"),
+        made.capture(data(), "a", resume=True),
+    ):
+        pass
+    with pytest.raises(KeyboardInterrupt), made.capture(data(), "b") as capture:  # noqa: PT012
+        epoch(model, capture, order()[:1])
+        raise KeyboardInterrupt
+    made.drop_checkpoint("b")
+    with made.capture(data(), "b") as capture:
+        assert capture.num_missing == N
+
+
+def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    made = attributor(model, tmp_path / "run.zarr", normalize="adam_update")
+    with pytest.raises(errors.InvalidInputError, match="optimizer"), made.capture(data(), "epoch-0"):
+        pass
+    rows = []
+    with made.capture(data(), "epoch-0", optimizer=optimizer, folder=tmp_path / "weights") as capture:
+        for numbers in order():
+            state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            later = attributor(Network(), normalize="adam_update")
+            later.featurize(torch.utils.data.Subset(data(), numbers.tolist()), state)
+            rows.append(stored(later))
+            epoch(model, capture, [numbers], optimizer=optimizer)
+    np.testing.assert_allclose(stored(made)[torch.cat(order())], np.concatenate(rows), rtol=1e-5, atol=1e-6)
+    assert made.score(data(), "itself").shape == (N, N)
+    saved = attributor(Network(), normalize="adam_update")
+    saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state
+
+
+def test_mistakes_are_named() -> None:
+    made = attributor(Network())
+    x, y = data().tensors
+    with pytest.raises(errors.NonFiniteError, match="3"), made.capture(data(), "epoch-0") as capture:  # noqa: PT012
+        for rows in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, N]):
+            with pytest.raises(errors.InvalidInputError):
+                capture((x[:4], y[:4]), rows)
+        capture((torch.full_like(x[:1], torch.nan), y[:1]), [3])
+    assert capture.num_missing == N
+    capped = attributor(Network(Odd("max_norm")))
+    with (
+        pytest.raises(errors.UnsupportedModelError, match="changes 1 of its parameters"),
+        capped.capture(data(), "epoch-0") as capture,
+    ):
+        capture((x[:4], y[:4]), range(4))
+    assert capped.model[2].table.weight.norm(dim=1).min() > 0.5

@@ -1,0 +1,252 @@
+"""Rows of the train data while a training runs: every batch gets a pass of its own, before its step.
+
+Rows come in the order of the training. They are kept in a table of their own until the weights at the end, which name
+the checkpoint, are known; :meth:`~trak_lite.Attributor.featurize` then copies them into the table of the checkpoint.
+
+Shapes: N train rows, B samples of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trak_lite._devices import undisturbed
+from trak_lite.data.batches import batch_size, map_tensors, move_batch
+from trak_lite.data.datasets import Rows, checked_indices
+from trak_lite.data.packed import Documents
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
+from trak_lite.featurizing.diagnosis import naming_rows
+from trak_lite.featurizing.rows import HostRows, RowPass
+from trak_lite.featurizing.session import Run
+from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers._base import AbstractStreamingComputer
+from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
+from trak_lite.models.borrowing import in_eval_mode, model_device
+from trak_lite.models.checkpoints import Checkpoint, weights_digest
+from trak_lite.models.optimizers import live_adam_states, named_optimizer_state
+from trak_lite.models.sharded import refuse_sharded
+from trak_lite.parallel.ranks import num_ranks
+from trak_lite.run.tables import (
+    CAPTURED,
+    GRADIENT_NORM,
+    capture_tables,
+    checkpoint_path,
+    checkpoint_tables,
+    model_id_for,
+    path_of,
+)
+from trak_lite.store import AbstractFeatureStore, TableSpec
+from trak_lite.store._base import NEEDED_UNTIL
+from trak_lite.store._names import check_name
+from trak_lite.store.disk.folders import whole_file
+from trak_lite.types import Batch
+
+__all__ = ["Capture"]
+
+_MOST_KEPT_BYTES: Final = 1 << 26
+"""Rows that are held in memory before they are written."""
+_SETTLED_AFTER: Final = 8
+"""Batches after which the plan of a pass is kept: in the first steps, weights that are zero may hide a part of it."""
+
+
+@final
+class Capture:
+    """Computes the row of each train sample once in a training; see :meth:`~trak_lite.Attributor.capture`."""
+
+    def __init__(
+        self, run: Run, rows: Rows, name: str, optimizer: torch.optim.Optimizer | None, *, resume: bool
+    ) -> None:
+        """Check the arguments, which are those of ``Attributor.capture``, and find the rows of this name."""
+        self.name = check_name(name, what="capture")
+        self._run, self._rows, self._optimizer = run, rows, optimizer
+        self._refuse_unsupported()
+        with undisturbed():  # reads samples
+            self._manifest = run.settings.manifest(rows.identity())
+        spec = run.settings.train_table(len(rows), {})
+        # Not quantised: rows are rounded once, when they are copied.
+        columns = tuple(replace(column, dtype=column.value_dtype) for column in spec.columns)
+        self._spec = TableSpec(spec.num_rows, columns, spec.chunk_rows, {CAPTURED: self.name})
+        self._done = np.zeros(len(rows), dtype=bool)
+        self._path, self._model_id = "", 0
+        self._finished: str | None = None
+        """Digest of the weights of the finished checkpoint of this name."""
+        self._kept: list[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]] = []
+        self._kept_bytes = self._num_batches = 0
+        with run.workspace.opened(self._manifest) as workspace:
+            if workspace.exists:
+                self._look(workspace.store())
+        if not resume and (self._finished is not None or self._path):
+            raise StateError(
+                f"{run.workspace.path} has {int(self._done.sum())} rows of a capture {name!r}. If this training "
+                "continues that one, pass resume=True. Otherwise use another name, or remove them: "
+                f"drop_checkpoint({name!r})."
+            )
+
+    @property
+    def num_missing(self) -> int:
+        """Number of train rows that are not captured yet."""
+        return int((~self._done).sum())
+
+    def __call__(self, batch: Batch, rows: Any) -> None:
+        """Compute the rows of a batch with the present weights, in eval mode; call it before the batch's step.
+
+        The samples are those of the batch as it is given, augmented or not. A row that is captured already stays. The
+        training is not changed: neither the batch, weights, gradients, buffers and modes nor any random state.
+
+        Args:
+            batch: B samples in the form of the attributor's task, as its data loader gives them.
+            rows: ``(B,)`` their positions in the train data.
+
+        Raises:
+            InvalidInputError: If ``rows`` are not B different positions of the train data.
+            NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
+            UnsupportedModelError: If the gradients cannot be computed, or a pass changes the model's weights.
+        """
+        given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
+        numbers = checked_indices(given, len(self._rows), self._rows.what)
+        if not len(numbers) == len(np.unique(numbers)) == batch_size(batch):
+            raise InvalidInputError(
+                f"The rows {numbers.tolist()} were given for a batch of {batch_size(batch)} samples. Expected one "
+                "position in the train data per sample, all different."
+            )
+        if self._done[numbers].all():
+            return
+        run, settings = self._run, self._run.settings
+        # A copy, because models may write into their inputs.
+        batch = move_batch(map_tensors(lambda tensor: tensor.detach().clone(), batch), settings.device)
+        self._num_batches += 1
+        adam = None
+        if settings.normalization.reads_optimizer and self._optimizer is not None:
+            adam = live_adam_states(run.model, settings.parameters, self._optimizer, self._num_batches)
+        with in_eval_mode(run.model):
+            settings.task.prepare(run.model)
+            computer, to_come = self._computer_for(batch, numbers)
+            self._begin()
+            passes = RowPass(
+                self._rows,
+                lambda *_: computer,
+                settings.projector,
+                model_id=self._model_id,
+                device=settings.device,
+                normalization=settings.normalization,
+                adam=adam,
+                with_norms=any(column.name == GRADIENT_NORM for column in self._spec.columns),
+            )
+            try:
+                found = passes.compute(numbers, batch, to_come)
+            except UnsupportedModelError as error:
+                if isinstance(error, SelfCheckError) and error.rows:
+                    raise  # rows that were not compared may be wrong, and their weights are gone
+                computer.load_model_params(run.model)  # the plan may be that of other weights
+                found = passes.compute(numbers, batch, to_come)
+            HostRows(found, self._spec).put(self, numbers, self._rows.what)
+
+    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+        """Keep the rows of a batch that are new, until they are written."""
+        new = ~self._done[rows]
+        self._done[rows] = True
+        self._kept.append((rows[new], {name: column[new] for name, column in values.items()}))
+        self._kept_bytes += len(rows) * self._spec.row_bytes
+        if self._kept_bytes > _MOST_KEPT_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the captured rows to the store; call it when the training saves a checkpoint to resume from."""
+        if self._kept:
+            numbers, columns = zip(*self._kept, strict=True)
+            rows = np.concatenate(numbers)
+            order = np.argsort(rows)
+            values = {name: np.concatenate([part[name] for part in columns])[order] for name in columns[0]}
+            with self._run.workspace.opened(self._manifest) as workspace:
+                workspace.store().open_table(self._path).put(rows[order], values)
+            self._kept, self._kept_bytes = [], 0
+
+    def finish(self, folder: Path | None) -> Checkpoint:
+        """Write the rows, save the checkpoint to a folder, if one is given, and return it.
+
+        Raises:
+            ManifestMismatchError: If the store has another training's capture of this name.
+        """
+        model, computer = self._run.model, self._run.capturing[0]
+        if self._finished not in (None, weights_digest(model)):
+            raise ManifestMismatchError(
+                f"The store has a capture {self.name!r} with other weights at its end, of another training. Use "
+                f"another path or name, or remove it: drop_checkpoint({self.name!r})."
+            )
+        if computer is not None:
+            with in_eval_mode(model):
+                computer.confirm()
+        self.flush()
+        content: dict[str, Any] = {"model": model.state_dict()}
+        if self._optimizer is not None:
+            named = self._run.settings.normalization.reads_optimizer
+            state = named_optimizer_state(self._optimizer, model) if named else self._optimizer.state_dict()
+            content["optimizer"] = state
+        path = None if folder is None else str((folder / f"{self.name}.pt").absolute())
+        if path is not None:
+            with whole_file(Path(path)) as partial:
+                torch.save(content, partial)
+        return Checkpoint(self.name, path, lambda: content, is_captured=True)
+
+    def _refuse_unsupported(self) -> None:
+        settings, here, there = self._run.settings, self._run.settings.device, model_device(self._run.model)
+        later = "Featurize the saved checkpoints instead: featurize(data, checkpoints=...)"
+        refuse_sharded(self._run.model, "capture", later)
+        reason = ""
+        if num_ranks() > 1:
+            reason = f"capture is for trainings of one process, and this one has several ranks. {later}."
+        elif isinstance(self._rows.dataset, Documents):
+            reason = f"Rows of Documents are texts, and a batch of the training has packed rows. {later}."
+        elif here.type != there.type or (here.index is not None and here != there):
+            reason = (
+                f"The attributor runs on {here}, the model is on {there}. Pass device={str(there)!r} to it."
+            )
+        elif settings.normalization.reads_optimizer and self._optimizer is None:
+            reason = f"normalize={settings.normalization.kind!r} reads the state of Adam. Pass optimizer=...."
+        if reason:
+            raise InvalidInputError(reason)
+
+    def _look(self, store: AbstractFeatureStore) -> None:
+        """Find what is stored under this name."""
+        for digest, table in checkpoint_tables(store).items():
+            if table.spec.fingerprint.get(CAPTURED) == self.name and table.complete:
+                self._done[:], self._finished = True, digest
+        for model_id, path in capture_tables(store, self.name).items():
+            self._model_id, self._path = model_id, path
+            self._done |= store.open_table(path).done()
+
+    def _begin(self) -> None:
+        """Create the table of the rows, whose path reserves the id of the checkpoint: the projection depends on it."""
+        if not self._path:
+            with self._run.workspace.opened(self._manifest) as workspace:
+                store = workspace.created()
+                self._model_id = model_id_for("", checkpoint_tables(store), store)
+                checkpoint = checkpoint_path(self._model_id)
+                path = path_of(CAPTURED, self.name, checkpoint)
+                store.create_table(path, self._spec, {NEEDED_UNTIL: checkpoint})
+                self._path = path
+
+    def _computer_for(
+        self, batch: Batch, numbers: NDArray[np.int64]
+    ) -> tuple[AbstractGradientComputer, float]:
+        """Return the gradient computer for a batch, and how many batches may follow with its plan."""
+        run, settings = self._run, self._run.settings
+        computer, count = run.capturing
+        if computer is None and not settings.computer_is_chosen:
+            with naming_rows(run.model, settings.task, batch, numbers, self._rows.what):
+                computer = settings.choose_computer(batch)
+        computer, count = settings.computer() if computer is None else computer, count + 1
+        own = isinstance(computer, AbstractStreamingComputer)  # others may hold copies of the weights
+        if not own or (count <= _SETTLED_AFTER and is_scheduled(count)):
+            computer.confirm()
+            computer.load_model_params(run.model)
+        run.capturing = computer, count
+        return computer, self.num_missing / len(numbers) if count >= _SETTLED_AFTER else 0.0
