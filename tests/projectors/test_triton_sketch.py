@@ -521,12 +521,11 @@ class Driver:
 
 driver.set_active(Driver())
 cpu = torch.device("cpu")
-signs = torch.ones(5)
-shifts = torch.tensor([66, 2, 69])
-part = sketch.Block(slice(0, 3), slice(0, 5), shifts, signs[:3], signs, shifts.tolist(), [1.0] * 3, 0)
+signs = torch.ones(1, 1, 70)
+hashes = sketch.BlockHashes((3, 5), 70, torch.arange(70).view(1, 1, 70), signs, signs)
 for run in (
     lambda: print(sketch.why_unusable(cpu)),
-    lambda: sketch.MatrixKernel(5, 70, [part]).dense(torch.eye(15)),
+    lambda: sketch.MatrixKernel(hashes, signs).dense(torch.eye(15)),
     lambda: print(dense.why_unusable(cpu)),
 ):
     try:

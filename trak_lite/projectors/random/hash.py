@@ -35,19 +35,23 @@ __all__ = [
     "RademacherEntries",
     "Stream",
     "hash_offsets",
-    "hash_permutation",
+    "hash_permutations",
     "hash_signs",
     "hash_words_",
     "key32",
+    "key_grid",
     "mix32",
     "mix32_",
     "normal_quantiles",
     "parameter_key",
+    "sign_table",
     "wrap32",
 ]
 
 _MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
 _WORD = 0xFFFFFFFF
+_FIRST_KEY = 0x9E3779B9
+_KEY_STEP = 0x85EBCA6B
 
 
 class Stream(IntEnum):
@@ -116,11 +120,30 @@ def key32(*numbers: int) -> int:
         >>> hex(key32(0, 5, 0, 0))
         '0xdac49fe8'
     """
-    key = 0x9E3779B9
+    key = _FIRST_KEY
     for number in numbers:
         for word in _words(number):
-            key = mix32(key ^ word) ^ (key * 0x85EBCA6B & _WORD)
+            key = mix32(key ^ word) ^ (key * _KEY_STEP & _WORD)
     return key
+
+
+def key_grid(key: int, rows: int, columns: int) -> Tensor:
+    """Return int32 keys ``(rows, columns)``: of ``key32(*numbers)``, those of ``(i, j)`` are ``key32(*numbers, i, j)``.
+
+    Example:
+        >>> key_grid(key32(0, 5), 1, 1).item() == wrap32(key32(0, 5, 0, 0))
+        True
+    """
+    i, j = (torch.arange(count, dtype=torch.int32, device="cpu") for count in (rows, columns))
+    keys = torch.tensor([[wrap32(key)]], dtype=torch.int32, device="cpu")
+    return _folded(_folded(keys, i[:, None]), j[None, :])
+
+
+def _folded(keys: Tensor, numbers: Tensor) -> Tensor:
+    """Fold numbers, given as int32 words, to int32 keys, as :func:`key32` does."""
+    for word in (numbers, torch.zeros_like(numbers)):  # the high word of each number is 0
+        keys = mix32_(keys ^ word).bitwise_xor_(keys * wrap32(_KEY_STEP))
+    return keys
 
 
 def _words(number: int) -> Iterator[int]:
@@ -194,10 +217,15 @@ def hash_signs(key: int, start: int, count: int, *, device: torch.device) -> Ten
     """
     first, last = start >> 5, start + count + 31 >> 5
     words = hash_words_(torch.empty(last - first, dtype=torch.int32, device=device), key, first)
-    shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=device)
-    bits = words[:, None] << shifts  # moves the chosen bit to the sign bit of a float32 1.0
+    return _sign_bits(words)[start - (first << 5) :][:count]
+
+
+def _sign_bits(words: Tensor) -> Tensor:
+    """Return the 32 signs of each int32 word ``(..., n)``, float32 ``(..., 32 n)``."""
+    shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=words.device)
+    bits = words.unsqueeze(-1) << shifts  # moves the chosen bit to the sign bit of a float32 1.0
     bits.bitwise_and_(_SIGN_BIT).bitwise_or_(_ONE)
-    return bits.view(torch.float32).reshape(-1)[start - (first << 5) :][:count]
+    return bits.view(torch.float32).flatten(-2)
 
 
 def hash_offsets(key: int, start: int, count: int, *, size: int) -> list[int]:
@@ -206,15 +234,34 @@ def hash_offsets(key: int, start: int, count: int, *, size: int) -> list[int]:
     return [((word & _WORD) * size) >> 32 for word in words]
 
 
-def hash_permutation(key: int, size: int) -> Tensor:
-    """Return a permutation of ``0 .. size - 1`` on the CPU: the order of ``h(key, 0) .. h(key, size - 1)``, unsigned.
+def sign_table(keys: Tensor, count: int) -> Tensor:
+    """Return the first signs of every key, float32 ``(..., count)`` for int32 keys ``(...)``, as :func:`hash_signs`."""
+    return _sign_bits(_word_table(keys, count + 31 >> 5))[..., :count]
+
+
+def hash_permutations(keys: Tensor, size: int) -> Tensor:
+    """Return a permutation of ``0 .. size - 1`` for every key: the order of its first words, which are unsigned.
+
+    Args:
+        keys: int32 ``(...)``.
+        size: Number of elements.
+
+    Returns:
+        int64 ``(..., size)``.
 
     Example:
-        >>> hash_permutation(key32(0, 5, 0, 0), 3).tolist()
-        [0, 1, 2]
+        >>> hash_permutations(key_grid(key32(0, 5), 1, 1), 3).tolist()
+        [[[0, 1, 2]]]
     """
-    words = hash_words_(torch.empty(size, dtype=torch.int32, device="cpu"), key)
-    return torch.argsort(words.to(torch.int64) & _WORD, stable=True)
+    return torch.argsort(_word_table(keys, size).to(torch.int64) & _WORD, stable=True)
+
+
+def _word_table(keys: Tensor, count: int) -> Tensor:
+    """Return the first words of every key, int32 ``(..., count)``, as :func:`hash_words_`."""
+    zero = torch.zeros((), dtype=torch.int32, device=keys.device)
+    high_keys = _folded(_folded(torch.full_like(keys, wrap32(_FIRST_KEY)), keys), zero)
+    words = torch.arange(count, dtype=torch.int32, device=keys.device) ^ high_keys.unsqueeze(-1)
+    return mix32_(mix32_(words).add_(keys.unsqueeze(-1)))
 
 
 _COLUMN_STEP = 0x9E3779B1  # odd, so the column words are distinct

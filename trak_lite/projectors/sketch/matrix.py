@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
@@ -37,9 +37,8 @@ from trak_lite.projectors._scratch import (
     scratch_bytes,
     sum_dtype,
 )
-from trak_lite.projectors.random.hash import Stream, hash_permutation, hash_signs
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
-from trak_lite.projectors.sketch.blocks import AllBlocks, Block, convolved, fourier_takes_less_time, moved
+from trak_lite.projectors.sketch.blocks import AllBlocks, BlockHashes, convolved, fourier_takes_less_time
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -80,13 +79,9 @@ class MatrixSketch(AbstractSketch):
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
         self._method = method
-        drawn = [
-            self._draw(row, column, keys)
-            for row in range(-(-self.shape[0] // proj_dim))
-            for column in range(-(-self.shape[1] // proj_dim))
-        ]
-        self._blocks = drawn if device.type == "cpu" else moved(drawn, device)
-        self._most_columns = min(self.shape[1], proj_dim)
+        self._drawn = BlockHashes.draw(self.shape, proj_dim, keys)  # on the CPU: lists are made from it
+        self._hashes = self._drawn if device.type == "cpu" else self._drawn.to(device)
+        self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._kernel: MatrixKernel | None = None
 
     def dense(self, rows: Tensor, scratch: Scratch) -> Tensor:
@@ -94,31 +89,26 @@ class MatrixSketch(AbstractSketch):
         kernels = triton_kernels(rows)
         if kernels is not None:
             return self._made_by(kernels).dense(rows)
-        dtype = sum_dtype(rows.dtype)
-        total = self._zeros(scratch, len(rows), dtype, rows.device)
+        many = has_many_pieces(self.shape, self._proj_dim) and rows.device.type == "cpu"
+        if many and len(rows) * self._proj_dim < _FEW_NUMBERS:
+            return self._dense_pieces(rows, scratch)
+        total = self._zeros(scratch, len(rows), sum_dtype(rows.dtype), rows.device)
         matrices = rows.view(len(rows), *self.shape)
-        for block in self._blocks:
-            signs = block.column_signs.to(dtype)
-            places = scratch.views(block.number, total, block.starts, block.width)
-            by_row = matrices[:, block.rows, block.columns].to(dtype).unbind(1)
-            if rows.device.type == "cpu":  # an ordered loop without Python overhead: places overlap
-                torch._foreach_addcmul_(places, by_row, [signs] * len(by_row), block.signs)
-                continue
-            for place, row, sign in zip(places, by_row, block.signs, strict=True):
-                place.addcmul_(row, signs, value=sign)
+        for first in range(0, self.shape[0], self._proj_dim):
+            self._add_rows(total, matrices[:, first : first + self._proj_dim], first, scratch)
         return self._wrapped(total)
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors."""
+        device = block.inputs.device
         kernels = triton_kernels(block.inputs)
         if self._uses_fourier(block, triton=kernels is not None):
-            size, budget = self._proj_dim, scratch_bytes(block.inputs.device)
-            if block.inputs.device.type == "cpu":
-                return convolved(block, size, self._spectra, budget * 8)
-            return convolved(block, size, self._at_once.spectra, budget // 4)
-        if kernels is None:
-            return self._formed(block, scratch)
-        return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
+            budget = scratch_bytes(device) // 4
+            return convolved(block, self._proj_dim, self._at_once.spectra, budget)
+        if kernels is not None:
+            return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
+        formed = self._formed_pieces if has_many_pieces(self.shape, self._proj_dim) else self._formed
+        return formed(block, scratch)
 
     def _uses_fourier(self, block: FactoredBlock, *, triton: bool) -> bool:
         """Return whether factors are sketched by Fourier transforms.
@@ -140,8 +130,8 @@ class MatrixSketch(AbstractSketch):
 
     @functools.cached_property
     def _at_once(self) -> AllBlocks:
-        """Operations on all blocks together, for accelerators."""
-        return AllBlocks(self.shape, self._proj_dim, self._blocks)
+        """Operations on all blocks together."""
+        return AllBlocks(self._hashes)
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows; on a CPU, added position by position."""
@@ -150,17 +140,20 @@ class MatrixSketch(AbstractSketch):
             return self._at_once.looked_up(block)
         if positions >= self.shape[0]:
             return form_tables(self, block, scratch)
-        dtype = sum_dtype(block.values.dtype)
+        dtype, size = sum_dtype(block.values.dtype), self._proj_dim
         total = self._zeros(scratch, count, dtype, block.values.device)
         step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
-        for parts, shifts, row_signs, column_signs in self._tables:
-            steps = torch.arange(parts[0].width, device=total.device)
+        shifts, row_signs = self._by_row
+        for column, first_column in enumerate(range(0, self.shape[1], size)):
+            columns = slice(first_column, min(first_column + size, self.shape[1]))
+            steps = torch.arange(columns.stop - first_column, device=total.device)
+            column_signs = self._hashes.column_signs[:, column, : len(steps)]
             for first in range(0, positions, step):
                 rows = block.rows[:, first : first + step]
-                values = block.values[:, first : first + step, parts[0].columns].to(dtype)
-                values = values * row_signs[rows].to(dtype).unsqueeze(2)
-                values = values * column_signs[rows // self._proj_dim].to(dtype)
-                places = shifts[rows].unsqueeze(2) + steps
+                values = block.values[:, first : first + step, columns].to(dtype)
+                values = values * row_signs[rows, column].to(dtype).unsqueeze(2)
+                values = values * column_signs[rows // size].to(dtype)
+                places = shifts[rows, column].unsqueeze(2) + steps
                 # Add one position at a time: within a position no two entries collide, so the order is fixed.
                 for place, value in zip(places.unbind(1), values.unbind(1), strict=True):
                     total.scatter_add_(1, place, value)
@@ -168,72 +161,176 @@ class MatrixSketch(AbstractSketch):
 
     def adjoint(self, features: Tensor) -> Tensor:
         """Return the transposed map applied to feature rows ``(m, K)``, ``(m, d_out * d_in)``."""
+        size = self._proj_dim
         found = features.new_empty(len(features), *self.shape)
-        for block in self._blocks:
-            columns = torch.arange(block.width, device=features.device)
-            places = (block.shifts.unsqueeze(1) + columns).remainder_(self._proj_dim)
-            signs = block.row_signs.unsqueeze(1) * block.column_signs
-            found[:, block.rows, block.columns] = features[:, places] * signs.to(features.dtype)
+        columns = torch.arange(size, device=features.device)
+        for number in range(len(self._hashes.shifts)):
+            rows = found[:, number * size : (number + 1) * size]
+            tables = self._hashes.shifts[number], self._hashes.row_signs[number]
+            shifts, row_signs = (table.T[: rows.shape[1], :, None] for table in tables)
+            places = (shifts + columns).remainder_(size).flatten(1)[:, : self.shape[1]]
+            signs = (row_signs * self._hashes.column_signs[number]).flatten(1)[:, : self.shape[1]]
+            rows.copy_(features[:, places] * signs.to(features.dtype))
         return found.flatten(1)
 
+    @property
+    def _most_columns(self) -> int:
+        return min(self.shape[1], self._proj_dim)
+
     @functools.cached_property
-    def _tables(self) -> list[tuple[list[Block], Tensor, Tensor, Tensor]]:
-        """Blocks with the same columns, in row order, with their shifts, row signs and column signs."""
-        across = -(-self.shape[1] // self._proj_dim)
-        return [
-            (
-                parts := self._blocks[first::across],
-                torch.cat([part.shifts for part in parts]),
-                torch.cat([part.row_signs for part in parts]),
-                torch.stack([part.column_signs for part in parts]),
+    def _lists(self) -> list[list[_Block]]:
+        """Shifts and signs of the rows of every block as lists, by row of blocks."""
+        drawn, lists = self._drawn, []
+        for number, column_signs in enumerate(self._hashes.column_signs):
+            height = min(self._proj_dim, self.shape[0] - number * self._proj_dim)
+            shifts, row_signs = (
+                table[number, :, :height].tolist() for table in (drawn.shifts, drawn.row_signs)
             )
-            for first in range(across)
-        ]
+            blocks = zip(shifts, row_signs, column_signs, strict=True)
+            lists.append([_Block(*block, next(_NUMBERS)) for block in blocks])
+        return lists
+
+    def _add_rows(self, total: Tensor, rows: Tensor, first: int, scratch: Scratch) -> None:
+        """Add consecutive rows of one row of blocks, block by block.
+
+        Args:
+            total: ``(b, K + w - 1)``, from :meth:`_zeros`.
+            rows: ``(b, r, d_in)``.
+            first: Number of the first of them in the matrix.
+            scratch: Scratch memory of this thread, of which ``total`` is a part.
+        """
+        number, start = divmod(first, self._proj_dim)
+        some = slice(start, start + rows.shape[1])
+        places: list[Tensor] = []
+        entries: list[Tensor] = []
+        column_signs: list[Tensor] = []
+        row_signs: list[float] = []
+        parts = torch.split(rows.to(total.dtype), self._proj_dim, 2)
+        for block, part in zip(self._lists[number], parts, strict=True):
+            places += scratch.views(block.number, total, block.starts, part.shape[2])[some]
+            entries += part.unbind(1)
+            column_signs += [block.column_signs[: part.shape[2]].to(total.dtype)] * part.shape[1]
+            row_signs += block.row_signs[some]
+        if total.device.type == "cpu":  # an ordered loop without Python overhead: places overlap
+            torch._foreach_addcmul_(places, entries, column_signs, row_signs)
+            return
+        for place, row, signs, sign in zip(places, entries, column_signs, row_signs, strict=True):
+            place.addcmul_(row, signs, value=sign)
+
+    def _dense_pieces(self, rows: Tensor, scratch: Scratch) -> Tensor:
+        """Add pieces of K entries, each from a row of 2K numbers that are 0 beside it: the bits are those of rows.
+
+        The number of operations does not depend on the number of blocks.
+        """
+        (d_out, d_in), size, dtype = self.shape, self._proj_dim, sum_dtype(rows.dtype)
+        shifts, signs = self._signed_rows(0, d_out)
+        count, wide = shifts.numel(), shifts.shape[1] * size
+        places = shifts.flatten()[:, None] + torch.arange(size, device=rows.device)
+        step = max(1, scratch_bytes(rows.device) // max(1, 4 * dtype.itemsize * count * size))
+        features = []
+        for some in torch.split(rows, step):
+            entries = scratch.get("entries", (len(some), d_out, wide), dtype, rows.device)
+            torch.mul(some.view(len(some), d_out, d_in), signs[:, :d_in].to(dtype), out=entries[:, :, :d_in])
+            entries[:, :, d_in:] = 0
+            alone = scratch.get("pieces", (len(some), count, 2 * size), dtype, rows.device).zero_()
+            alone.scatter_(2, places.expand(len(some), -1, -1), entries.view(len(some), count, size))
+            starts = torch.arange(len(some), dtype=torch.int32, device=rows.device) * count
+            index = (starts[:, None] + self._order).flatten()
+            sums = torch.embedding_bag(alone.view(-1, 2 * size), index, starts)[0]
+            features.append(sums[:, :size] + sums[:, size:])
+        return torch.cat(features)
+
+    @functools.cached_property
+    def _order(self) -> Tensor:
+        """Numbers of all pieces in the order of their blocks, int32; piece ``j`` of row ``i`` is ``i * across + j``."""
+        across = self._hashes.shifts.shape[1]
+        pieces = torch.arange(self.shape[0] * across, dtype=torch.int32, device=self._hashes.shifts.device)
+        return torch.cat([band.T.flatten() for band in torch.split(pieces.view(-1, across), self._proj_dim)])
+
+    def _signed_rows(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the shifts ``(r, across)`` of some rows and the signs ``(r, across * K)`` of their entries."""
+        shifts, row_signs = (table[first:stop] for table in self._by_row)
+        rows = torch.arange(first, stop, device=shifts.device) // self._proj_dim
+        signs = self._hashes.column_signs[rows] * row_signs.unsqueeze(2)
+        return shifts, signs.flatten(1)
 
     def _formed(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Form some rows of the matrix for some samples, in memory that fits into the cache, and add them."""
         budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
-        columns = max(1, self._most_columns)
         # With fewer rows, the inputs are read too often.
-        step = max(_FEWEST_ROWS, budget // (max(1, len(block.inputs)) * columns))
+        step = max(_FEWEST_ROWS, budget // max(1, len(block.inputs) * self.shape[1]))
 
         def features(inputs: Tensor, output_grads: Tensor) -> Tensor:
-            dtype = sum_dtype(inputs.dtype, output_grads.dtype)
-            total = self._zeros(scratch, len(inputs), dtype, inputs.device)
-            for part in self._blocks:
-                x, g = self._signed(part, inputs, output_grads, dtype)
-                by_row = g.transpose(1, 2)
-                places = scratch.views(part.number, total, part.starts, part.width)
-                for first in range(0, by_row.shape[1], step):
-                    formed = form(by_row[:, first : first + step], x, scratch)
-                    # An ordered loop without Python overhead: places overlap.
-                    torch._foreach_add_(places[first : first + step], formed.unbind(1))
+            total = self._zeros(
+                scratch, len(inputs), sum_dtype(inputs.dtype, output_grads.dtype), inputs.device
+            )
+            by_row = output_grads.transpose(1, 2)
+            for first in range(0, self.shape[0], self._proj_dim):
+                band = by_row[:, first : first + self._proj_dim]
+                for start in range(0, band.shape[1], step):
+                    formed = form(band[:, start : start + step], inputs, scratch)
+                    self._add_rows(total, formed, first + start, scratch)
             return self._wrapped(total)
 
-        num_samples = budget // (min(step, self.shape[0]) * columns)
+        num_samples = budget // max(1, min(step, self._proj_dim, self.shape[0]) * self.shape[1])
         return in_pieces(features, block.inputs, block.output_grads, num_samples)
+
+    def _formed_pieces(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
+        """Form some rows of the matrix for some samples, add their pieces of K entries by shift, and then the shifts.
+
+        The time does not depend on the number of blocks.
+        """
+        size = self._proj_dim
+        across = self._hashes.shifts.shape[1]
+        budget = scratch_bytes(block.inputs.device) // block.inputs.element_size()
+        step = max(_FEWEST_ROWS, budget // max(1, len(block.inputs) * across * size))
+
+        def features(inputs: Tensor, output_grads: Tensor) -> Tensor:
+            count, by_row = len(inputs), output_grads.transpose(1, 2)
+            wide = torch.nn.functional.pad(inputs, (0, across * size - self.shape[1]))
+            sums = []
+            for first in range(0, self.shape[0], step):
+                formed = form(by_row[:, first : first + step], wide, scratch)
+                _, signs = self._signed_rows(first, first + formed.shape[1])
+                formed.mul_(signs.to(formed.dtype))
+                order, begins = self._pieces_by_shift(first, formed.shape[1])
+                starts = torch.arange(count, dtype=torch.int32, device=formed.device)[:, None] * len(order)
+                index, offsets = (starts + order).flatten(), (starts + begins).flatten()
+                pieces = formed.view(count * len(order), size)
+                sums.append(torch.embedding_bag(pieces, index, offsets)[0])
+            by_shift = functools.reduce(torch.add, sums).view(count, size, size)
+            # Column j of shift h belongs to feature (h + j) mod K: its column if rows of K + 1 are read as rows of K.
+            return torch.nn.functional.pad(by_shift, (0, 1)).view(count, size + 1, size).sum(1)
+
+        num_samples = budget // (min(step, self.shape[0]) * across * size)
+        return in_pieces(features, block.inputs, block.output_grads, num_samples)
+
+    @functools.cached_property
+    def _by_row(self) -> tuple[Tensor, Tensor]:
+        return self._hashes.by_row()
+
+    def _pieces_by_shift(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the pieces of K entries of some rows in the order of their shifts, and where each shift begins.
+
+        Args:
+            first: Number of the first row.
+            count: Number of rows.
+
+        Returns:
+            ``(count * across,)`` and ``(K,)``, int32.
+        """
+        if (first, count) not in self._slots:
+            shifts = self._by_row[0][first : first + count].flatten()
+            counts = torch.bincount(shifts, minlength=self._proj_dim)
+            found = torch.argsort(shifts, stable=True), counts.cumsum(0) - counts
+            self._slots[first, count] = found[0].int(), found[1].int()
+        return self._slots[first, count]
 
     def _made_by(self, kernels: ModuleType) -> MatrixKernel:
         """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
-            self._kernel = kernels.MatrixKernel(self.shape[1], self._proj_dim, self._blocks)
+            self._kernel = kernels.MatrixKernel(self._drawn, self._hashes.column_signs)
         return self._kernel
-
-    def _spectra(self, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield the Fourier transforms ``(b, K // 2 + 1)`` of the features of every block."""
-        for part in self._blocks:
-            x, g = self._signed(part, inputs, output_grads, dtype)
-            spread = g.new_zeros(*g.shape[:2], self._proj_dim).index_copy_(2, part.shifts, g)
-            yield (torch.fft.rfft(spread) * torch.fft.rfft(x, n=self._proj_dim)).sum(1)
-
-    @staticmethod
-    def _signed(
-        part: Block, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return a block's columns ``(b, T, w)`` and rows ``(b, T, R)`` with their signs."""
-        x = inputs[:, :, part.columns].to(dtype) * part.column_signs.to(dtype)
-        g = output_grads[:, :, part.rows].to(dtype) * part.row_signs.to(dtype)
-        return x, g
 
     def _zeros(self, scratch: Scratch, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros ``(b, K + w - 1)``, wide enough that no row of the matrix wraps around."""
@@ -247,30 +344,35 @@ class MatrixSketch(AbstractSketch):
         features[:, : extended.shape[1] - size] += extended[:, size:]
         return features
 
-    def _draw(self, row: int, column: int, keys: Keys) -> Block:
-        size, host = self._proj_dim, torch.device("cpu")
-        rows = slice(row * size, min((row + 1) * size, self.shape[0]))
-        columns = slice(column * size, min((column + 1) * size, self.shape[1]))
-        height, width = rows.stop - rows.start, columns.stop - columns.start
-        shifts = hash_permutation(keys(Stream.ROW_SHIFT, row, column), size)[:height]
-        row_signs = hash_signs(keys(Stream.ROW_SIGN, row, column), 0, height, device=host)
-        return Block(
-            rows=rows,
-            columns=columns,
-            shifts=shifts,
-            row_signs=row_signs,
-            column_signs=hash_signs(keys(Stream.COLUMN_SIGN, row, column), 0, width, device=host),
-            starts=shifts.tolist(),
-            signs=row_signs.tolist(),
-            number=next(_NUMBERS),
-        )
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Hash functions of one block, for a loop over its rows."""
+
+    starts: list[int]
+    """Bucket of every row's first column."""
+    row_signs: list[float]
+    column_signs: Tensor
+    """``(K,)`` float32."""
+    number: int
+    """Unique number of the block among all parameters."""
+
+
+_MANY_PIECES = 2
+_FEW_NUMBERS = 2560  # of a row for all samples: to add fewer takes less time than to start the addition
 
 # Nanoseconds on one CPU thread, measured by benchmarks/bench_projection.py; only their ratios matter.
 _PRODUCT = 0.01  # one multiplication and addition when an entry is formed
 _ADDITION = 0.15  # adding an entry to its place
 _ROW = 1500.0  # adding a row of any length, for all samples of a batch of 32
 _TRANSFORM = 0.2  # one Fourier transform per K log2(K), including its memory traffic
+_PIECES = 0.6  # adding an entry as a part of a piece
+_TRANSFORMED = 2.2  # an entry of one factor for one block, of transforms of some entries
+
+
+def has_many_pieces(shape: tuple[int, int], proj_dim: int) -> bool:
+    """Return whether a matrix ``(d_out, d_in)`` is so much larger than K x K that rows take more time than pieces."""
+    return shape[1] >= proj_dim and shape[0] * shape[1] >= _MANY_PIECES * proj_dim**2
 
 
 def fourier_is_cheaper(shape: tuple[int, int], positions: int, *, proj_dim: int) -> bool:
@@ -287,6 +389,9 @@ def fourier_is_cheaper(shape: tuple[int, int], positions: int, *, proj_dim: int)
     """
     d_out, d_in = shape
     row_blocks, column_blocks = -(-d_out // proj_dim), -(-d_in // proj_dim)
+    factors = 2 * positions * row_blocks * column_blocks
+    if has_many_pieces(shape, proj_dim):
+        entries = d_out * column_blocks * proj_dim
+        return factors * proj_dim * _TRANSFORMED < entries * (2 * positions * _PRODUCT + _PIECES)
     form = d_out * d_in * (2 * positions * _PRODUCT + _ADDITION) + d_out * column_blocks * _ROW / 32
-    transforms = 1 + 2 * positions * row_blocks * column_blocks
-    return transforms * _TRANSFORM * proj_dim * max(1.0, math.log2(proj_dim)) < form
+    return (1 + factors) * _TRANSFORM * proj_dim * max(1.0, math.log2(proj_dim)) < form

@@ -26,7 +26,7 @@ from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
-from trak_lite.projectors.sketch.blocks import Block
+from trak_lite.projectors.sketch.blocks import BlockHashes
 
 __all__ = ["DTYPES", "MatrixKernel", "VectorKernel", "why_unusable"]
 
@@ -483,31 +483,20 @@ def _matrix_sums(
 class MatrixKernel:
     """Triton implementation of a :class:`~trak_lite.projectors.sketch.matrix.MatrixSketch`."""
 
-    def __init__(self, num_columns: int, proj_dim: int, parts: Sequence[Block]) -> None:
+    def __init__(self, hashes: BlockHashes, column_signs: Tensor) -> None:
         """Create lists of the rows that have entries in each block of columns of the sums.
 
         Args:
-            num_columns: ``d_in``.
-            proj_dim: K.
-            parts: Blocks of the matrix, row by row: the order in which they are added.
+            hashes: Hash functions of the blocks, on the CPU: reading them from a device would wait for it.
+            column_signs: Their column signs, on the device of the gradients.
         """
-        self._num_columns = num_columns
-        self._size = proj_dim
-        self._parts = list(parts)
-        device = parts[0].column_signs.device
-        lists, bounds, facts = [], [], []
-        num_listed = num_bounds = num_signs = 0
-        for part in self._parts:
-            listed, ends = _row_lists(part, proj_dim)
-            facts.append((num_bounds, _GROUPS, part.columns.start, part.width, num_signs))
-            lists.append(listed)
-            bounds.append(ends + num_listed)
-            num_listed, num_bounds = num_listed + len(listed), num_bounds + len(ends)
-            num_signs += part.width
-        self._lists = torch.cat(lists).to(device)
-        self._bounds = torch.cat(bounds).to(device)
-        self._facts = torch.tensor(facts, device=device)
-        self._signs = torch.cat([part.column_signs for part in self._parts])
+        device = column_signs.device
+        self._num_columns = hashes.shape[1]
+        self._size = hashes.size
+        lists, bounds, facts = _row_lists(hashes)
+        self._num_blocks = len(facts)
+        self._lists, self._bounds, self._facts = lists.to(device), bounds.to(device), facts.to(device)
+        self._signs = column_signs.flatten()
 
     @torch.no_grad()
     def dense(self, rows: Tensor) -> Tensor:
@@ -516,7 +505,7 @@ class MatrixKernel:
         sums = torch.zeros(2, len(rows), self._size, dtype=dtype, device=rows.device)
         sample_stride, entry_stride = rows.stride()
         strides = (sample_stride, self._num_columns * entry_stride, entry_stride)
-        self._add_(sums, rows, strides, (0, len(self._parts)))
+        self._add_(sums, rows, strides, (0, self._num_blocks))
         return sums[0] + sums[1]
 
     @torch.no_grad()
@@ -543,7 +532,7 @@ class MatrixKernel:
             for first in range(0, columns.shape[1], step * self._size):
                 piece = form(columns[:, first : first + step * self._size], x, scratch)
                 start = first // self._size * across
-                stop = min(start + step * across, len(self._parts))
+                stop = min(start + step * across, self._num_blocks)
                 for block in range(start, stop, _MOST_BLOCKS):
                     parts.append(self._apart(piece, first, (block, min(block + _MOST_BLOCKS, stop))))
             return functools.reduce(torch.add, parts)
@@ -607,22 +596,31 @@ def _launch_matrix_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[
     )
 
 
-def _row_lists(part: Block, proj_dim: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of a matrix block with entries in each block of columns of the extended sums, in order.
+def _row_lists(hashes: BlockHashes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of matrix blocks with entries in each block of columns of the extended sums, in order.
 
     Returns:
-        The concatenated lists, encoded for :func:`_row_terms`; the start of each block of columns in them, and the end.
+        The concatenated lists of all blocks, encoded for :func:`_row_terms`; the start of each list, and the end of the
+        last; and for every block its first list, groups of rows, first column, width and first sign.
     """
-    # From lists on the CPU: reading tensors would wait for the device.
-    shifts = torch.tensor(part.starts, device="cpu")
-    starts = torch.arange(0, proj_dim, _MATRIX_COLUMNS, device="cpu")
-    stops = (starts + _MATRIX_COLUMNS).clamp(max=proj_dim)
-    starts, stops = (torch.cat([side, side + proj_dim])[:, None] for side in (starts, stops))
-    tiles, rows = ((shifts < stops) & (shifts + part.width > starts)).nonzero(as_tuple=True)
-    counts = torch.bincount(tiles, minlength=len(starts))
-    negative = (torch.tensor(part.signs, device="cpu") < 0)[rows].long()
-    listed = (rows + part.rows.start << 32) + 2 * shifts[rows] + negative
-    return listed, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    (d_out, d_in), size = hashes.shape, hashes.size
+    down, across, _ = hashes.shifts.shape
+    blocks = torch.arange(down * across, device="cpu")
+    first_rows, first_columns = blocks // across * size, blocks % across * size
+    widths = (d_in - first_columns).clamp_(max=size)
+    shifts, signs = (table.flatten(0, 1)[:, :d_out] for table in (hashes.shifts, hashes.row_signs))
+
+    starts = torch.arange(0, size, _MATRIX_COLUMNS, device="cpu")
+    stops = (starts + _MATRIX_COLUMNS).clamp(max=size)
+    starts, stops = (torch.cat([side, side + size])[:, None] for side in (starts, stops))
+    ends = shifts + widths[:, None]
+    has_entries = (shifts[:, None] < stops) & (ends[:, None] > starts)
+    has_entries &= (first_rows[:, None] + torch.arange(shifts.shape[1], device="cpu") < d_out)[:, None]
+    block, _, row = has_entries.nonzero(as_tuple=True)
+    lists = (first_rows[block] + row << 32) + 2 * shifts[block, row] + (signs[block, row] < 0).long()
+    counts = has_entries.sum(2).flatten()
+    facts = (blocks * len(starts), torch.full_like(blocks, _GROUPS), first_columns, widths, blocks * size)
+    return lists, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.stack(facts, 1)
 
 
 # ---- both
@@ -668,8 +666,10 @@ def _expected_entries(device: torch.device) -> Iterator[tuple[Callable[[Tensor],
     signs = hash_signs(5, 0, 6, device=host) * hash_signs(6, 0, 8, device=host)[places]
     yield vector([3], folds.tolist(), 1), matrix((places % 4 + folds[places // 4]) % 4, signs, 4)
 
-    shifts, signs = torch.tensor([66, 2, 69], device=host), hash_signs(5, 0, 5, device=device)
-    block = Block(slice(0, 3), slice(0, 5), shifts, signs[:3], signs, shifts.tolist(), signs[:3].tolist(), 0)
-    rows, columns, signs = entries[:15] // 5, entries[:15] % 5, signs.cpu()
+    shifts, signs = torch.tensor([66, 2, 69], device=host), hash_signs(5, 0, 70, device=host)
+    tables = (torch.arange(70, device=host), signs, torch.where(torch.arange(70, device=host) < 5, signs, 0))
+    tables[0][:3] = shifts
+    hashes = BlockHashes((3, 5), 70, *(table.view(1, 1, 70) for table in tables))
+    rows, columns = entries[:15] // 5, entries[:15] % 5
     expected = matrix((shifts[rows] + columns) % 70, signs[rows] * signs[columns], 70)
-    yield MatrixKernel(5, 70, [block]).dense, expected
+    yield MatrixKernel(hashes, hashes.column_signs.to(device)).dense, expected

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["VectorSketch"]
 
 _WIDE = 32768
+_SMALL = 256  # features for which an operation on a CPU takes longer to start than to run
 _SEGMENT = 64
 """Number of tiles per segment: tiles are summed in order, then the segments. Part of the definition."""
 
@@ -157,9 +158,9 @@ class VectorSketch(AbstractSketch):
         if len(self._fold_offsets) == 1:
             return ring
         ring *= self._fold_signs.to(ring.dtype)
-        if ring.device.type != "cpu":  # half the launches
-            blocks = ring.index_select(1, self._fold_index).view(len(ring), -1, size).unbind(1)
-            return functools.reduce(torch.add, blocks)
+        if ring.device.type != "cpu" or size < _SMALL:  # half the operations
+            blocks = ring.gather(1, self._fold_index.expand(len(ring), -1))
+            return functools.reduce(torch.add, torch.split(blocks, size, 1))
         features = torch.zeros(len(ring), size, dtype=ring.dtype, device=ring.device)
         for place, offset in enumerate(self._fold_offsets):
             block = ring[:, place * size : (place + 1) * size]
