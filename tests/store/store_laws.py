@@ -528,7 +528,7 @@ class StoreTests(ABC):
         assert self.open(path, "r").open_table("ckpt-1").complete
 
     def test_the_content_key_depends_on_the_contents_alone(self, store: AbstractFeatureStore) -> None:
-        """The key does not depend on the order of rows or on the batch size; a changed value changes it."""
+        """The key does not depend on the order of rows or on the batch size; a changed value or shape changes it."""
         keys = []
         for name, order, seed in (("a", range(11), 0), ("b", range(10, -1, -1), 0), ("c", range(11), 1)):
             table = store.create_table(name, _SPEC)
@@ -537,6 +537,11 @@ class StoreTests(ABC):
             keys.append(table.content_key())
 
         assert keys[0] == keys[1] != keys[2]
+        for name, width in (("d", None), ("e", 1)):  # the same bytes
+            table = store.create_table(name, TableSpec(4, (Column("q", width, "float32"),), 4))
+            table.put(0, {"q": np.ones(4 if width is None else (4, 1), np.float32)})
+            keys.append(table.content_key())
+        assert keys[3] != keys[4]
 
     def test_a_missing_or_dropped_table_is_an_error_that_names_the_others(
         self, path: str, store: AbstractFeatureStore

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, verify
 from trak_lite.errors import CorruptStoreError, StateError
-from trak_lite.store import check_store, open_store
+from trak_lite.store import Manifest, check_store, create_store, open_store
 
 
 def data(count, seed=0):
@@ -135,3 +135,13 @@ def test_verdicts_columns_and_bounds_of_another_run_are_not_used(runs, tmp_path,
             READS[kind](attributor(own))
         report = check_store(own)
         assert (report.ok, f"the entry '{kind}/" in str(report)) == (False, True)
+
+
+def test_the_file_of_an_entry_is_no_cached_array(tmp_path):
+    """Whoever copies it into the cache: what was stored for a store is not taken for what can be computed again."""
+    with create_store(str(tmp_path / "run.zarr"), Manifest({})) as store:
+        store.put_entry("a", "key", np.ones(2))
+        store.cache("b", "key", np.zeros(2))
+        shutil.copy(tmp_path / "run.zarr/.entries/a.safetensors", tmp_path / "run.zarr/.cache/a.safetensors")
+        assert store.cached("a", "key") is None
+        assert store.cached("b", "key") is not None

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import gc
 import itertools
+import mmap
 import os
 import signal
 import socket
@@ -229,6 +230,8 @@ def test_rows_may_be_scattered_over_more_chunks_than_stay_open(path, monkeypatch
     spec = TableSpec(160, LONG.columns, 2)
     order = np.random.default_rng(0).permutation(spec.num_rows)
     opened = len(os.listdir("/proc/self/fd"))
+    maps, real = [], mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", lambda *a, **k: maps.append(a) or real(*a, **k))
     with writing(path, spec) as table:
         other_store, other = open_for_writing(path, spec)
         most = 0
@@ -242,6 +245,7 @@ def test_rows_may_be_scattered_over_more_chunks_than_stay_open(path, monkeypatch
             table.put(held, values(held, spec))
         other_store.close()
     assert most <= 3 * 33 + 20, "files of more chunks than stay open"
+    assert len(maps) == 80, "a log is read once, when its chunk is committed"
     assert len(os.listdir("/proc/self/fd")) == opened
     check_all(path, spec)
 
