@@ -64,10 +64,18 @@ OPTIONAL = {
     "markupsafe",
 }
 OPTIONAL |= {"PIL", "starlette", "uvicorn", "transformers", "peft", "datasets", "accelerate", "lightning"}
+SLOW = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "scipy", "sklearn", "IPython"}
+"""Each takes longer to import than this package; what torch imports itself does not count."""
 IN_A_NEW_PROCESS = """
-import os, signal, sys, threading
+import logging, os, signal, sys, threading
+import torch
+before = set(sys.modules)
 import trak_lite
-print(*sorted(OPTIONAL & set(sys.modules)), flush=True)
+print(*sorted(OPTIONAL & set(sys.modules) | SLOW & (set(sys.modules) - before)), flush=True)
+logger = logging.getLogger("trak_lite.run.workspace")
+logger.warning("not heard")
+logging.basicConfig()
+logger.warning("heard")
 from tqdm.auto import tqdm
 lock = tqdm.get_lock()
 child = os.fork()
@@ -88,8 +96,9 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX alone")
-def test_importing_needs_no_optional_package_and_a_killed_process_with_tqdms_lock_blocks_no_bar() -> None:
-    """tqdm's own lock is shared by forked processes, and is not released by a kill."""
-    script = IN_A_NEW_PROCESS.replace("OPTIONAL", repr(OPTIONAL))
+def test_importing_is_light_and_quiet_and_a_killed_process_with_tqdms_lock_blocks_no_bar() -> None:
+    """Warnings go to nobody unless logging is configured. A kill does not release tqdm's own lock; forks share it."""
+    script = IN_A_NEW_PROCESS.replace("OPTIONAL", repr(OPTIONAL)).replace("SLOW", repr(SLOW))
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["", "False True"]
+    assert found.stderr == "WARNING:trak_lite.run.workspace:heard\n"

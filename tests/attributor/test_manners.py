@@ -6,7 +6,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -210,23 +209,6 @@ def test_scores_show_what_proj_dim_was_and_the_features_that_came_of_it():
         made = Attributor(layers, "image_classification", None, proj_dim=proj_dim)
         made.featurize(FEW)
         assert f"proj_dim={proj_dim}, features={features}" in repr(made.score(TARGETS))
-
-
-def test_importing_is_light_and_warnings_go_to_nobody_unless_logging_is_configured():
-    """Each slow module takes longer to import than this package; what torch imports itself does not count."""
-    slow = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "pandas", "scipy", "sklearn", "IPython"}
-    code = f"""import logging, sys, torch
-before = set(sys.modules)
-import trak_lite
-print(sorted({slow} & (set(sys.modules) - before)))
-logger = logging.getLogger('trak_lite.run.workspace')
-logger.warning('not heard')
-logging.basicConfig()
-logger.warning('heard')"""
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert (done.stdout, done.stderr) == ("[]\n", "WARNING:trak_lite.run.workspace:heard\n")
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

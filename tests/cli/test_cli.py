@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -79,7 +77,7 @@ def test_wrong_use_exits_with_2_and_one_line(arguments, said, capsys):
     assert said in refused(arguments, capsys)
 
 
-def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(path):
+def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(path, tmp_path):
     """A process of its own, as an import elsewhere would hide what the commands import."""
     damage(path)
     code = (
@@ -92,14 +90,17 @@ def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(pa
         "from trak_lite import cli\n"
         "print(cli.main(['inspect', path]), cli.main(['run', 'x.yaml']))"
     )
-    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    assert "4 to 7" in ended.stdout
-    assert "\n1 set()\n" in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "0 2"
-    assert ended.stderr == (
+    (tmp_path / "script.py").write_text(code)
+    process = start_script(tmp_path / "script.py", str(path), output=tmp_path / "output")
+    process.join()
+    printed = (tmp_path / "output").read_text()
+    assert "4 to 7" in printed
+    assert "\n1 set()\n" in printed
+    assert "\n0 2\n" in printed
+    assert (
         "trak-lite: run needs jsonargparse, which is not installed. Install it with pip install 'trak-lite[cli]' "
         "(in a checkout: pip install -e '.[cli]').\n"
-    )
+    ) in printed
 
 
 def test_the_installed_program_is_the_same_and_says_its_version(capsys):

@@ -77,7 +77,7 @@ class Watch:
     def __init__(self) -> None:
         self.active = False
         self.seen: list[str] = []
-        sys.addaudithook(self._hook)
+        self._is_installed = False
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.active:
@@ -89,6 +89,11 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[list[str]]:
+        if (
+            not self._is_installed
+        ):  # only now: it cannot be taken away, and every event of later tests costs a call
+            sys.addaudithook(self._hook)
+            self._is_installed = True
         self.seen, self.active = [], True
         try:
             yield self.seen

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from late import script
 
-pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (extra: test)")
-pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel (extra: test)")
+if not all(map(find_spec, ("nbclient", "ipykernel"))):
+    pytest.skip("needs nbclient and ipykernel (extra: test)", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -39,7 +42,11 @@ FACTS = {
 }
 """What the last cell of a test prints, by notebook. Who is right is known from the data, not from scores."""
 
-notebooks = script(ROOT / "docs" / "notebooks.py")
+
+@cache
+def notebooks() -> ModuleType:
+    """Return the script that executes them, which imports Jupyter."""
+    return script(ROOT / "docs" / "notebooks.py")
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def test_a_stored_notebook_was_executed_in_order_and_holds_nothing_of_the_machin
 
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert all(cell["metadata"] == {} for cell in content["cells"])
-    assert content["metadata"] == notebooks.METADATA
+    assert content["metadata"] == notebooks().METADATA
     assert {output["output_type"] for cell in code for output in cell["outputs"]} <= {
         "stream",
         "display_data",
@@ -84,7 +91,7 @@ def _shown(output: dict[str, Any]) -> tuple[str, list[str], list[float]]:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_a_notebook_reaches_what_it_claims_and_shows_what_is_stored(name: str) -> None:
-    executed = notebooks.execute(name, more=f"import json\nprint(json.dumps({FACTS[name]}))")
+    executed = notebooks().execute(name, more=f"import json\nprint(json.dumps({FACTS[name]}))")
 
     *cells, facts = executed.cells
     for new, old in zip(shown(cells), shown(stored(name)["cells"]), strict=True):

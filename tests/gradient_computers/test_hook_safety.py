@@ -403,8 +403,9 @@ def test_a_flag_in_a_batch_of_any_container_makes_another_structure_of_it(pack: 
         assert_same(collect_gradients(computer, pack(rows(4, 4), turn)), expected)
 
 
-def test_only_the_newest_structures_are_remembered() -> None:
-    """A model is examined again where its batch is of none of the newest 256 structures."""
+def test_only_the_newest_structures_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is examined again where its batch is of none of the newest structures: 256, and here 16."""
+    monkeypatch.setattr("trak_lite.gradient_computers.hooks.computer._MAX_PLANS", 16)
     model, computer = hooked(lambda s, x: s.a(x), self_check=False)
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
@@ -414,8 +415,8 @@ def test_only_the_newest_structures_are_remembered() -> None:
         collect_gradients(computer, (rows(1, length),))
         return len(runs) > 1
 
-    assert all(examined(length) for length in range(1, 258))
-    assert not any(examined(length) for length in (2, 257))
+    assert all(examined(length) for length in range(1, 18))
+    assert not any(examined(length) for length in (2, 17))
     assert examined(1)
     assert (examined(3), examined(2)) == (True, False)
 

@@ -35,7 +35,7 @@ from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.models.borrowing import borrow_model  # no public call moves a model on a machine of one device
 from trak_lite.store import ZarrFeatureStore, _grid
 
-N, BATCH = 100, 16
+N, BATCH = 70, 32
 """Rows of more than two commits of 32, so that ranks have something to share, and unevenly."""
 
 
@@ -205,6 +205,7 @@ def answer(
     torch.set_num_threads(1)
     small_chunks()
     self_check._SAMPLES_AT_FIRST = 2
+    self_check.is_scheduled = lambda number: number % 64 == 0
     os.fsync = lambda fd: None  # type: ignore[assignment]  # nothing is killed here
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     try:

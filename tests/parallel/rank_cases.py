@@ -26,7 +26,7 @@ from trak_lite.parallel import ranks as internals
 from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.store import ZarrFeatureStore, _grid
 
-N, R, M, BATCH = 300, 32, 5, 7
+N, R, M, BATCH = 140, 32, 5, 14
 IMAGES, LM = "image_classification", "causal_language_modeling"
 
 
@@ -47,6 +47,7 @@ def quick_process() -> None:
     torch.set_num_threads(1)
     small_chunks()
     self_check._SAMPLES_AT_FIRST = 2
+    self_check.is_scheduled = lambda number: number % 64 == 0
     os.fsync = lambda fd: None  # type: ignore[assignment]
 
 
@@ -126,7 +127,7 @@ def data(count: int, seed: int = 0, task: str = IMAGES) -> TensorDataset:
     if task == LM:
         ids = torch.randint(5, (count, 4), generator=generator)
         return TensorDataset(ids, ids)
-    return TensorDataset(torch.randn(N + R + 1, 4, generator=generator)[:count], torch.arange(count) % 3)
+    return TensorDataset(torch.randn(300, 4, generator=generator)[:count], torch.arange(count) % 3)
 
 
 def states(net: nn.Module, count: int) -> list[dict[str, Tensor]]:
@@ -212,7 +213,7 @@ def best_rows(path: str) -> list[list[int]]:
 def score_by_index(path: str) -> tuple[int, list[list[int]]]:
     """Return the number of candidates of an index, which the call measures, and the rows that it finds."""
     made = attributor(path)
-    made.featurize(data(N), states(network(), 2))
+    made.featurize(data(300), states(network(), 1))
     scores = made.score(data(160, 3), "new", dense=False, k=4, recall=0.9)
     return scores.settings["candidates"], scores.top(4).indices.tolist()
 

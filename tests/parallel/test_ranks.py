@@ -123,7 +123,7 @@ def test_ranks_share_an_index_and_find_the_rows_of_one_process(tmp_path: Path) -
     assert alone[0][0] == "done"
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])  # the second carries nothing of the CPU, as NCCL
+@pytest.mark.parametrize("backend", ["cuda:gloo", "gloo"])  # the first carries nothing of the CPU, as NCCL
 def test_a_process_group_of_the_script_is_used_and_left_to_it(path: str, alone: Any, backend: str) -> None:
     found = on_ranks(2, cases.with_own_group, path, f"file://{path}-meeting", backend, 2)
 

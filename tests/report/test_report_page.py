@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import start_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_cases import VERDICT, Parsed, drawn_scores, parsed_content, predictions
@@ -294,13 +294,13 @@ print("matplotlib" in sys.modules, "matplotlib.pyplot" in sys.modules)
 """
 
 
-def test_a_new_process_imports_packages_when_they_are_needed_and_names_what_is_missing():
+def test_a_new_process_imports_packages_when_they_are_needed_and_names_what_is_missing(tmp_path):
     """matplotlib is imported to draw, without its global figures; without jinja2 a notebook says what to install."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", IN_A_NEW_PROCESS]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    (tmp_path / "script.py").write_text(IN_A_NEW_PROCESS)
+    process = start_script(tmp_path / "script.py", output=tmp_path / "output")
+    process.join()
     message = (
         "This needs jinja2, which is not installed. Install it with pip install 'trak-lite[report]' (in a checkout: "
         "pip install -e '.[report]')."
     )
-    assert ended.stdout.splitlines() == ["False", message, message, "True False"]
+    assert (tmp_path / "output").read_text().splitlines() == ["False", message, message, "True False"]
