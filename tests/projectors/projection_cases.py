@@ -77,14 +77,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 class Operators(TorchDispatchMode):
-    """Remembers the largest storage and number of entries that an operator returned, and counts words of the hash."""
+    """Counts operators and words of the hash; remembers the largest storage and number of entries that one returned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = self.entries = self.words = 0
+        self.count = self.nbytes = self.entries = self.words = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        self.count += 1
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(tensor, torch.Tensor):
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())

@@ -155,6 +155,37 @@ def test_strided_rows_are_copied_once_for_all_copies(monkeypatch):
     assert made == [32]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "proj_dim"), [((21, 70), 8), ((40, 65), 33), ((3, 129), 8)])
+def test_features_of_small_batches_have_the_bits_of_large_ones(shape, proj_dim, dtype):
+    """Small batches are added by one operation, large ones row by row; the order is the same."""
+    grads = random(400, *shape, dtype=dtype)
+    whole = CountSketchProjector(proj_dim).project({"w": grads}, 0)
+    parts = [CountSketchProjector(proj_dim).project({"w": part}, 0) for part in grads.split(37)]
+    assert torch.equal(torch.cat(parts), whole)
+    one = random(3, *shape, dtype=dtype)
+    one[1, 1, 3] = float("inf")
+    assert (
+        CountSketchProjector(proj_dim).project({"w": one}, 0).isfinite().sum(1).tolist()[::2]
+        == [proj_dim] * 2
+    )
+    assert int(CountSketchProjector(proj_dim).project({"w": one}, 0).isfinite().sum()) == 3 * proj_dim - 1
+
+
+@pytest.mark.parametrize("positions", [None, 1, 30], ids=["dense", "one position", "many positions"])
+def test_the_number_of_operations_does_not_grow_with_the_blocks_of_a_matrix(positions):
+    """With K = 8 the larger matrix has 16 times as many blocks, and is in pieces of as many samples."""
+    found = []
+    for shape in ((16, 64), (64, 256)):
+        block = DenseBlock("w", random(4, *shape)) if positions is None else factors(shape, positions, 4)
+        projector = CountSketchProjector(8)
+        for _ in range(2):  # the first draws the hash functions
+            with Operators() as seen:
+                accumulated(projector, [block], num_samples=4, parameters={"w": shape})
+        found.append(seen.count)
+    assert found[0] == found[1] < 60
+
+
 def test_many_batch_sizes_do_not_mix_up_their_scratch_memory(monkeypatch):
     monkeypatch.setattr("trak_lite.projectors._scratch._MOST_VIEWS", 400)
     grads, projector = gradients(), CountSketchProjector(64)

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from trak_lite.projectors._scratch import in_pieces, scratch_bytes, sum_dtype
-from trak_lite.projectors.random.hash import Stream, hash_permutations, sign_table
-from trak_lite.projectors.sketch.base import Keys
 from trak_lite.types import FactoredBlock, LookupBlock
 
 __all__ = ["AllBlocks", "BlockHashes", "convolved", "fourier_takes_less_time"]
@@ -41,19 +39,6 @@ class BlockHashes:
     """``(down, across, K)`` float32; without meaning beyond the matrix, as the shifts."""
     column_signs: Tensor
     """``(down, across, K)`` float32; 0 beyond the matrix."""
-
-    @classmethod
-    def draw(cls, shape: tuple[int, int], size: int, keys: Keys) -> BlockHashes:
-        """Draw the hash functions, on the CPU."""
-        grid = -(-shape[0] // size), -(-shape[1] // size)
-        inside = torch.arange(grid[1] * size, device="cpu").view(grid[1], size) < shape[1]
-        return cls(
-            shape,
-            size,
-            hash_permutations(keys.grid(Stream.ROW_SHIFT, *grid), size),
-            sign_table(keys.grid(Stream.ROW_SIGN, *grid), size),
-            sign_table(keys.grid(Stream.COLUMN_SIGN, *grid), size) * inside,
-        )
 
     def to(self, device: torch.device) -> BlockHashes:
         """Return the hash functions on a device."""

@@ -37,6 +37,7 @@ from trak_lite.projectors._scratch import (
     scratch_bytes,
     sum_dtype,
 )
+from trak_lite.projectors.random.hash import Stream, hash_permutations, sign_table
 from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
 from trak_lite.projectors.sketch.blocks import AllBlocks, BlockHashes, convolved, fourier_takes_less_time
 from trak_lite.types import FactoredBlock, LookupBlock
@@ -79,7 +80,7 @@ class MatrixSketch(AbstractSketch):
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
         self._method = method
-        self._drawn = BlockHashes.draw(self.shape, proj_dim, keys)  # on the CPU: lists are made from it
+        self._drawn = _drawn(self.shape, proj_dim, keys)  # on the CPU: lists are made from it
         self._hashes = self._drawn if device.type == "cpu" else self._drawn.to(device)
         self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._kernel: MatrixKernel | None = None
@@ -356,6 +357,17 @@ class _Block:
     """``(K,)`` float32."""
     number: int
     """Unique number of the block among all parameters."""
+
+
+def _drawn(shape: tuple[int, int], size: int, keys: Keys) -> BlockHashes:
+    """Draw the hash functions of all blocks, on the CPU."""
+    grid = -(-shape[0] // size), -(-shape[1] // size)
+    inside = torch.arange(grid[1] * size, device="cpu").view(grid[1], size) < shape[1]
+    shifts = hash_permutations(keys.grid(Stream.ROW_SHIFT, *grid), size)
+    row_signs, column_signs = (
+        sign_table(keys.grid(stream, *grid), size) for stream in (Stream.ROW_SIGN, Stream.COLUMN_SIGN)
+    )
+    return BlockHashes(shape, size, shifts, row_signs, column_signs * inside)
 
 
 _MANY_PIECES = 2
