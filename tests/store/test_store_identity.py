@@ -161,7 +161,7 @@ def test_a_table_whose_metadata_are_lost_is_named_by_a_listing(several):
     os.remove(f"{several}/ckpt-1/zarr.json")
     with (
         ZarrFeatureStore.open(several) as store,
-        pytest.raises(CorruptStoreError, match="'ckpt-1'.* is lost"),
+        pytest.raises(CorruptStoreError, match=r"'ckpt-1'.* is lost"),
     ):
         store.table_names()
 
