@@ -157,6 +157,15 @@ def test_a_table_that_is_lost_is_named(several, lost):
     assert contents_of(several) == before
 
 
+def test_a_table_whose_metadata_are_lost_is_named_by_a_listing(several):
+    os.remove(f"{several}/ckpt-1/zarr.json")
+    with (
+        ZarrFeatureStore.open(several) as store,
+        pytest.raises(CorruptStoreError, match=r"'ckpt-1'.* is lost"),
+    ):
+        store.table_names()
+
+
 def test_a_list_that_is_lost_is_named_and_made_anew(several):
     before = contents_of(several)
     shutil.rmtree(f"{several}/.tables")
