@@ -35,6 +35,14 @@ class Network(nn.Sequential):
         self.double()
 
 
+class Augmented(TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(*data().tensors)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.tensors[0][index] + torch.randn(5), self.tensors[1][index]
+
+
 class Odd(nn.Module):
     """A layer with one habit that a pass between two steps must survive."""
 
@@ -321,6 +329,30 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path: Path) -> None:
     saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state
 
 
+def test_rows_that_a_late_check_finds_wrong_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "_SECONDS", 0.0)
+    monkeypatch.setattr(replays, "_PASSES", 0.0)
+    torch.manual_seed(0)
+    scale = [1.0]
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scale[0] * x
+
+    made = attributor(Network(Scaled()))
+    with (  # noqa: PT012
+        pytest.raises(errors.UnsupportedModelError, match="may be wrong too"),
+        made.capture(data(), "a") as capture,
+    ):
+        epoch(made.model, capture, order()[:14])
+        scale[0] = 1.1  # where no recording of operations sees it
+        epoch(made.model, capture, order()[14:])
+    assert capture.num_missing == N
+    with made.capture(data(), "a") as capture:
+        rows = epoch(made.model, capture, order())
+    close(stored(made), rows)
+
+
 def test_mistakes_are_named() -> None:
     made = attributor(Network())
     x, y = data().tensors
@@ -330,6 +362,11 @@ def test_mistakes_are_named() -> None:
                 capture((x[:4], y[:4]), rows)
         capture((torch.full_like(x[:1], torch.nan), y[:1]), [3])
     assert capture.num_missing == N
+    with (
+        pytest.raises(errors.InvalidInputError, match="change from one access"),
+        made.capture(Augmented(), "epoch-0"),
+    ):
+        pass
     capped = attributor(Network(Odd("max_norm")))
     with (
         pytest.raises(errors.UnsupportedModelError, match="changes 1 of its parameters"),

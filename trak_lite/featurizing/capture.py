@@ -8,7 +8,8 @@ Shapes: N train rows, B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -68,7 +69,12 @@ class Capture:
         self._run, self._rows, self._optimizer = run, rows, optimizer
         self._refuse_unsupported()
         with undisturbed():  # reads samples
-            self._manifest = run.settings.manifest(rows.identity())
+            identity = rows.identity()
+            if identity != rows.identity():
+                raise InvalidInputError(
+                    "The samples change from one access to the next (augmentation). Name them: Rows(data, name=...)."
+                )
+        self._manifest = run.settings.manifest(identity)
         spec = run.settings.train_table(len(rows), {})
         # Not quantised: rows are rounded once, when they are copied.
         columns = tuple(replace(column, dtype=column.value_dtype) for column in spec.columns)
@@ -125,7 +131,7 @@ class Capture:
         adam = None
         if settings.normalization.reads_optimizer and self._optimizer is not None:
             adam = live_adam_states(run.model, settings.parameters, self._optimizer, self._num_batches)
-        with in_eval_mode(run.model):
+        with self._passing():
             settings.task.prepare(run.model)
             computer, to_come = self._computer_for(batch, numbers)
             self._begin()
@@ -143,7 +149,7 @@ class Capture:
                 found = passes.compute(numbers, batch, to_come)
             except UnsupportedModelError as error:
                 if isinstance(error, SelfCheckError) and error.rows:
-                    raise  # rows that were not compared may be wrong, and their weights are gone
+                    raise
                 computer.load_model_params(run.model)  # the plan may be that of other weights
                 found = passes.compute(numbers, batch, to_come)
             HostRows(found, self._spec).put(self, numbers, self._rows.what)
@@ -181,7 +187,7 @@ class Capture:
                 f"another path or name, or remove it: drop_checkpoint({self.name!r})."
             )
         if computer is not None:
-            with in_eval_mode(model):
+            with self._passing():
                 computer.confirm()
         self.flush()
         content: dict[str, Any] = {"model": model.state_dict()}
@@ -222,6 +228,21 @@ class Capture:
         for model_id, path in capture_tables(store, self.name).items():
             self._model_id, self._path = model_id, path
             self._done |= store.open_table(path).done()
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Run passes in eval mode; remove all rows if some that were not compared are wrong: their weights are gone."""
+        try:
+            with in_eval_mode(self._run.model):
+                yield
+        except SelfCheckError as error:
+            if error.rows and self._path:
+                self._kept, self._kept_bytes, self._done[:] = [], 0, False
+                with self._run.workspace.opened(self._manifest) as workspace:
+                    workspace.store().drop_table(self._path)
+                self._path = ""
+                error.add_note(f"All rows of the capture {self.name!r} were removed.")
+            raise
 
     def _begin(self) -> None:
         """Create the table of the rows, whose path reserves the id of the checkpoint: the projection depends on it."""
