@@ -176,14 +176,14 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
     made = attributor(model)
     state = torch.get_rng_state(), random.getstate()
     with made.capture(data(), "epoch-0") as capture:
-        rows = epoch(model, capture, order(), **loops)
-        # Visited again: the rows stay.
-        epoch(model, capture, order(8)[:3], **loops)
+        rows = epoch(model, capture, order()[:-4], **loops)
+        # Rows that are visited again stay, beside new ones of the same batch.
+        more = epoch(model, capture, order(8)[:6], **loops)
     ends = torch.get_rng_state(), random.getstate()
     torch.set_rng_state(state[0])
     random.setstate(state[1])
-    epoch(plain, None, order(), **loops)
-    epoch(plain, None, order(8)[:3], **loops)
+    epoch(plain, None, order()[:-4], **loops)
+    epoch(plain, None, order(8)[:6], **loops)
     assert (torch.get_rng_state() == ends[0]).all()
     assert random.getstate() == ends[1]
     for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -194,7 +194,10 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
     assert [m.calls for m in model.modules() if isinstance(m, Odd)] == [
         m.calls for m in plain.modules() if isinstance(m, Odd)
     ]
-    close(stored(made), rows)
+    rows = np.where(np.isnan(rows), more, rows)
+    seen = ~np.isnan(rows).all(1)
+    assert N - 4 * BATCH < seen.sum() < N
+    close(stored(made)[seen], rows[seen])
     if layers == "plain":
         computer: Any = made._run.capturing[0]
         assert sum(kind.num_replayed for kind in computer._replays._kinds.values()) > 0

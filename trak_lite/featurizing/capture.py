@@ -32,7 +32,7 @@ from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
 from trak_lite.models.borrowing import in_eval_mode, model_device
 from trak_lite.models.checkpoints import Checkpoint, weights_digest
-from trak_lite.models.optimizers import live_adam_states, named_optimizer_state
+from trak_lite.models.optimizers import adam_states, named_optimizer_state
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.run.tables import (
@@ -84,7 +84,7 @@ class Capture:
         self._finished: str | None = None
         """Digest of the weights of the finished checkpoint of this name."""
         self._kept: list[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]] = []
-        self._kept_bytes = self._num_batches = 0
+        self._kept_bytes = 0
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
                 self._look(workspace.store())
@@ -127,10 +127,10 @@ class Capture:
         run, settings = self._run, self._run.settings
         # A copy, because models may write into their inputs.
         batch = move_batch(map_tensors(lambda tensor: tensor.detach().clone(), batch), settings.device)
-        self._num_batches += 1
         adam = None
-        if settings.normalization.reads_optimizer and self._optimizer is not None:
-            adam = live_adam_states(run.model, settings.parameters, self._optimizer, self._num_batches)
+        if settings.normalization.reads_optimizer:
+            state = Checkpoint(self.name, None, self._content)
+            adam = adam_states(run.model, settings.parameters, state, settings.device)
         with self._passing():
             settings.task.prepare(run.model)
             computer, to_come = self._computer_for(batch, numbers)
@@ -190,16 +190,21 @@ class Capture:
             with self._passing():
                 computer.confirm()
         self.flush()
-        content: dict[str, Any] = {"model": model.state_dict()}
-        if self._optimizer is not None:
-            named = self._run.settings.normalization.reads_optimizer
-            state = named_optimizer_state(self._optimizer, model) if named else self._optimizer.state_dict()
-            content["optimizer"] = state
+        content = self._content()
         path = None if folder is None else str((folder / f"{self.name}.pt").absolute())
         if path is not None:
             with whole_file(Path(path)) as partial:
                 torch.save(content, partial)
         return Checkpoint(self.name, path, lambda: content, is_captured=True)
+
+    def _content(self) -> dict[str, Any]:
+        """Return the present weights and the state of the optimizer, if there is one; the next step changes both."""
+        content: dict[str, Any] = {"model": self._run.model.state_dict()}
+        if self._optimizer is not None:
+            named = self._run.settings.normalization.reads_optimizer
+            state = named_optimizer_state(self._optimizer, self._run.model) if named else None
+            content["optimizer"] = state or self._optimizer.state_dict()
+        return content
 
     def _refuse_unsupported(self) -> None:
         settings, here, there = self._run.settings, self._run.settings.device, model_device(self._run.model)
