@@ -56,10 +56,11 @@ class Odd(nn.Module):
         self.table = nn.Embedding(4, 8, max_norm=0.1 if habit == "max_norm" else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls, self.num_seen = self.calls + 1, self.num_seen + len(x)
-        self.num_calls.add_(1)
-        if self.habit == "buffer" and self.training:
-            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        if self.habit == "buffer":
+            self.calls, self.num_seen = self.calls + 1, self.num_seen + len(x)
+            self.num_calls.add_(1)
+            if self.training:
+                self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         elif self.habit == "attribute" and self.training:
             self.shift += x.detach().mean(0)
         elif self.habit == "random" and self.training:
@@ -356,6 +357,24 @@ def test_rows_that_a_late_check_finds_wrong_are_removed(monkeypatch: pytest.Monk
     close(stored(made), rows)
 
 
+def test_a_tensor_outside_the_model_may_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "_SECONDS", 0.0)
+    monkeypatch.setattr(replays, "_PASSES", 0.0)
+    torch.manual_seed(0)
+    factor = torch.ones(8, dtype=torch.float64)
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * factor * x
+
+    made = attributor(Network(Scaled()))
+    with made.capture(data(), "a") as capture:
+        rows = epoch(made.model, capture, order()[:14])
+        factor.mul_(1.1)  # replays hold twice the factor
+        more = epoch(made.model, capture, order()[14:])
+    close(stored(made), np.where(np.isnan(rows), more, rows))
+
+
 def test_mistakes_are_named() -> None:
     made = attributor(Network())
     x, y = data().tensors
@@ -370,6 +389,11 @@ def test_mistakes_are_named() -> None:
         made.capture(Augmented(), "epoch-0"),
     ):
         pass
+    writing = Network()
+    writing.insert(0, nn.ReLU(inplace=True))
+    with attributor(writing).capture(data(), "epoch-0") as capture:
+        capture((x[:4], y[:4]), range(4))
+    assert (x[:4] < 0).any()  # the batch is as it was
     capped = attributor(Network(Odd("max_norm")))
     with (
         pytest.raises(errors.UnsupportedModelError, match="changes 1 of its parameters"),
