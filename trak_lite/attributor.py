@@ -373,7 +373,7 @@ class Attributor:
     ) -> Iterator[Capture]:
         """Featurize the train data while a training passes over them (an epoch), as one checkpoint.
 
-        Call what the block gets with each batch and the positions of its samples, before the batch's step::
+        Before each step, call what the block gets with the batch and the positions of its samples::
 
             with attributor.capture(train, "epoch-3", optimizer=optimizer, folder="runs/weights") as capture:
                 for (x, y), rows in loader:  # of StackDataset(train, range(len(train)))
@@ -382,11 +382,10 @@ class Attributor:
                     optimizer.step()
                     optimizer.zero_grad()
 
-        The row of a sample is that of :meth:`featurize` with the weights before its step. It costs what featurizing
-        costs: each batch gets a pass of its own, in eval mode, and the training keeps its bits. At the end of the block
-        the weights are saved, rows that no step has visited are computed with these, and all rows become one checkpoint
-        of the store. Targets have the weights at the end: scores approximate those of ``featurize`` with these weights
-        as closely as the weights of the epoch agree. Stored rows of a capture are not compared with recomputed ones.
+        The row of a sample is that of :meth:`featurize` with the weights before its step. Each batch gets a pass of its
+        own in eval mode, which costs as much as in ``featurize``, and the training keeps its bits. At the end rows that
+        no step has visited are computed, and all become one checkpoint of the store, whose targets have the weights at
+        the end. Stored rows of a capture are not compared with recomputed ones.
 
         Args:
             data: The train data, as in :meth:`featurize`.

@@ -8,7 +8,8 @@ Shapes: N train rows, B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -31,7 +32,7 @@ from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
 from trak_lite.models.borrowing import in_eval_mode, model_device
 from trak_lite.models.checkpoints import Checkpoint, weights_digest
-from trak_lite.models.optimizers import live_adam_states, named_optimizer_state
+from trak_lite.models.optimizers import adam_states, named_optimizer_state
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.run.tables import (
@@ -69,7 +70,12 @@ class Capture:
         self._run, self._rows, self._optimizer = run, rows, optimizer
         self._refuse_unsupported()
         with undisturbed():  # reads samples
-            self._manifest = run.settings.manifest(rows.identity())
+            identity = rows.identity()
+            if identity != rows.identity():
+                raise InvalidInputError(
+                    "The samples change from one access to the next (augmentation). Name them: Rows(data, name=...)."
+                )
+        self._manifest = run.settings.manifest(identity)
         spec = run.settings.train_table(len(rows), {})
         # Not quantised: rows are rounded once, when they are copied.
         columns = tuple(replace(column, dtype=column.value_dtype) for column in spec.columns)
@@ -79,7 +85,7 @@ class Capture:
         self._finished: str | None = None
         """Digest of the weights of the finished checkpoint of this name."""
         self._kept: list[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]] = []
-        self._kept_bytes = self._num_batches = 0
+        self._kept_bytes = 0
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
                 self._look(workspace.store())
@@ -122,11 +128,11 @@ class Capture:
         run, settings = self._run, self._run.settings
         # A copy, because models may write into their inputs.
         batch = move_batch(map_tensors(lambda tensor: tensor.detach().clone(), batch), settings.device)
-        self._num_batches += 1
         adam = None
-        if settings.normalization.reads_optimizer and self._optimizer is not None:
-            adam = live_adam_states(run.model, settings.parameters, self._optimizer, self._num_batches)
-        with in_eval_mode(run.model):
+        if settings.normalization.reads_optimizer:
+            state = Checkpoint(self.name, None, self._content)
+            adam = adam_states(run.model, settings.parameters, state, settings.device)
+        with self._passing():
             settings.task.prepare(run.model)
             computer, to_come = self._computer_for(batch, numbers)
             self._begin()
@@ -144,7 +150,7 @@ class Capture:
                 found = passes.compute(numbers, batch, to_come)
             except UnsupportedModelError as error:
                 if isinstance(error, SelfCheckError) and error.rows:
-                    raise  # rows that were not compared may be wrong, and their weights are gone
+                    raise
                 computer.load_model_params(run.model)  # the plan may be that of other weights
                 found = passes.compute(numbers, batch, to_come)
             HostRows(found, self._spec).put(self, numbers, self._rows.what)
@@ -182,19 +188,24 @@ class Capture:
                 f"another path or name, or remove it: drop_checkpoint({self.name!r})."
             )
         if computer is not None:
-            with in_eval_mode(model):
+            with self._passing():
                 computer.confirm()
         self.flush()
-        content: dict[str, Any] = {"model": model.state_dict()}
-        if self._optimizer is not None:
-            named = self._run.settings.normalization.reads_optimizer
-            state = named_optimizer_state(self._optimizer, model) if named else self._optimizer.state_dict()
-            content["optimizer"] = state
+        content = self._content()
         path = None if folder is None else str((folder / f"{self.name}.pt").absolute())
         if path is not None:
             with whole_file(Path(path)) as partial:
                 torch.save(content, partial)
         return Checkpoint(self.name, path, lambda: content, is_captured=True)
+
+    def _content(self) -> dict[str, Any]:
+        """Return the present weights and the state of the optimizer, if there is one; the next step changes both."""
+        content: dict[str, Any] = {"model": self._run.model.state_dict()}
+        if self._optimizer is not None:
+            named = self._run.settings.normalization.reads_optimizer
+            state = named_optimizer_state(self._optimizer, self._run.model) if named else None
+            content["optimizer"] = state or self._optimizer.state_dict()
+        return content
 
     def _refuse_unsupported(self) -> None:
         settings, here, there = self._run.settings, self._run.settings.device, model_device(self._run.model)
@@ -222,6 +233,21 @@ class Capture:
         for model_id, path in capture_tables(store, self.name).items():
             self._model_id, self._path = model_id, path
             self._done |= store.open_table(path).done()
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Run passes in eval mode; remove all rows if some that were not compared are wrong: their weights are gone."""
+        try:
+            with in_eval_mode(self._run.model):
+                yield
+        except SelfCheckError as error:
+            if error.rows and self._path:
+                self._kept, self._kept_bytes, self._done[:] = [], 0, False
+                with self._run.workspace.opened(self._manifest) as workspace:
+                    workspace.store().drop_table(self._path)
+                self._path = ""
+                error.add_note(f"All rows of the capture {self.name!r} were removed.")
+            raise
 
     def _begin(self) -> None:
         """Create the table of the rows, whose path reserves the id of the checkpoint: the projection depends on it."""

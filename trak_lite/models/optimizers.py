@@ -22,7 +22,7 @@ from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.models.checkpoints import HUGGING_FACE_FILES, Checkpoint, bare_name, read_content
 from trak_lite.types import ParameterShapes
 
-__all__ = ["AdamState", "AdamStates", "adam_states", "live_adam_states", "named_optimizer_state"]
+__all__ = ["AdamState", "AdamStates", "adam_states", "named_optimizer_state"]
 
 _KEYS: Final = ("optimizer", "optimizer_state_dict", "optimizer_states")
 """Keys of the optimizer state beside the weights; the last is Lightning's, a list with one state per optimizer."""
@@ -165,23 +165,7 @@ def adam_states(
         CheckpointError: If there is no optimizer state, it is not one of Adam or AdamW, or its parameters cannot be
             matched with those of the model.
     """
-    found = _states(model, parameters, *_optimizer_state(checkpoint), device)
-    return AdamStates(found, _digest(found))
-
-
-def live_adam_states(
-    model: nn.Module, parameters: ParameterShapes, optimizer: torch.optim.Optimizer, step: int
-) -> AdamStates:
-    """Return the present states of Adam in a training, which its next step changes; ``step`` stands for the digest."""
-    state = named_optimizer_state(optimizer, model)
-    device = next(model.parameters()).device
-    return AdamStates(_states(model, parameters, state, "the optimizer", device), f"step {step}")
-
-
-def _states(
-    model: nn.Module, parameters: ParameterShapes, state: Mapping[str, Any], where: str, device: torch.device
-) -> dict[str, AdamState]:
-    """Return the states of some parameters in an optimizer state; ``where`` is its place for messages."""
+    state, where = _optimizer_state(checkpoint)
     slots = _slots_by_name(model, state, where)
     lacking = [name for name in parameters if name not in slots]
     if lacking:
@@ -189,10 +173,11 @@ def _states(
             f"{where} holds no optimizer state for {some_of(lacking)}: the training did not update them. Leave them "
             "out with grad_wrt=..., or use normalize='none'."
         )
-    return {
+    found = {
         name: _adam_state(state["state"].get(slots[name][0], {}), slots[name][1], name, shape, where, device)
         for name, shape in parameters.items()
     }
+    return AdamStates(found, _digest(found))
 
 
 # ---------------------------------------------------------------- where states are saved
