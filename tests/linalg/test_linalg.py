@@ -222,22 +222,6 @@ def test_a_kernel_of_few_rows_is_factorised_on_their_side_and_solves_the_same(co
     )
 
 
-@pytest.mark.parametrize("share", [0.1, 6e-4, 4e-4, 1e-5])
-def test_a_product_of_few_rows_is_float32_only_at_a_large_lambda_and_for_targets_of_float32(share):
-    layout, count = FeatureLayout.joint(400), 100
-    (few,), (matrix,) = few_rows(layout, count)
-    values = KernelSettings(lambda_reg=share * float(matrix.trace()))
-    kernel = factorise(few, values, num_rows=count)
-    targets = torch.cat([random_rows(5, 400, seed=2), random_rows(count, 400)[:5]]).float()
-    exact = factorise(matrix, values, num_rows=count).solve(targets.double())
-
-    torch.testing.assert_close(kernel.solve(targets.double()), exact, rtol=1e-9, atol=1e-12)
-    errors = kernel.solve(targets) - exact
-    assert kernel.solve(targets).dtype == torch.float64
-    error = float(errors.abs().max() / exact.abs().max())
-    assert 1e-9 < error < 1e-6 if share > 5e-4 else error < 1e-11
-
-
 @pytest.mark.parametrize("values", [{"damping": 1e-9}, {"damping": 0.1, "rescale_inverse": True}])
 def test_few_rows_with_little_damping_or_a_rescaled_inverse_have_a_kernel_of_features(values):
     layout, values = FeatureLayout.joint(40), KernelSettings(**values)

@@ -8,8 +8,8 @@ With fewer rows than features the kernel is factorised on the side of the rows: 
 roots of their weights, :math:`(W^\top W + \lambda I)^{-1} t = (t - W^\top (W W^\top + \lambda I)^{-1} W t) / \lambda`.
 
 Shapes: N train rows, M targets, b rows of a block, K feature width, k columns of one segment.
-Numerics: float64, or float32 on a device without float64. Only ``gram(exact=False)`` uses float32 products, and so does
-the last step of a solution on the side of the rows at a large lambda. Only the lower triangle of a gram matrix is read.
+Numerics: float64, or float32 on a device without float64. Only ``gram(exact=False)`` uses float32 products.
+Only the lower triangle of a gram matrix is read.
 """
 
 from __future__ import annotations
@@ -62,11 +62,6 @@ _PANEL: Final = 256
 _SMALL_LAMBDA: Final = 1e-6
 """Lambda below this share of the trace is not used on the side of the rows: that form subtracts numbers which are
 ``trace(H) / lambda`` times as large as the result, and so loses as many digits."""
-
-_LARGE_LAMBDA: Final = 5e-4
-"""From this share of the trace on, the last product of a solution on the side of the rows is float32 if the targets are
-float32 or less: it then changes scores by no more than the rounding of solutions to float32, less than 1e-6 of the
-largest. The error grows with ``trace(H) / lambda``."""
 
 _PIVOT_MARGIN: Final = 16.0
 """A pivot below this factor times ``k * eps`` times its diagonal entry counts as rounding noise."""
@@ -151,8 +146,6 @@ class SegmentKernel:
     """Whether the damped matrix is singular and ``factor`` belongs to its pseudo-inverse."""
     rows: Tensor | None = None
     """``(N, k)`` weighted rows W of a kernel that is factorised on the side of the rows, else ``None``."""
-    narrow_products: bool = False
-    """Whether the last product of :meth:`solve` with :attr:`rows` is float32 for targets of float32 or less."""
 
     @property
     def width(self) -> int:
@@ -172,26 +165,15 @@ class SegmentKernel:
         Raises:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
-        if self.rows is not None:
-            return self._solved_by_rows(self.rows, targets).mul_(self.multiplier)
-        own = _matching_rows(targets, self.width, self.factor)
+        rows = _matching_rows(targets, self.width, self.factor)
         if self.is_pseudo_inverse:
-            return (own @ self.factor @ self.factor.T).mul_(self.multiplier)
-        return self._solved(own).mul_(self.multiplier)
-
-    def _solved(self, right: Tensor) -> Tensor:
-        """Return each row multiplied by the inverse of ``factor @ factor.T``."""
+            return (rows @ self.factor @ self.factor.T).mul_(self.multiplier)
+        right = rows if self.rows is None else rows @ self.rows.T
         half = torch.linalg.solve_triangular(self.factor, right.T, upper=False)
         solved: Tensor = torch.linalg.solve_triangular(self.factor.mT, half, upper=True).T
-        return solved
-
-    def _solved_by_rows(self, rows: Tensor, targets: Tensor) -> Tensor:
-        own = _matching_rows(targets, self.width, rows)
-        solved = self._solved(own @ rows.T)
-        if self.narrow_products and targets.dtype != torch.float64:
-            own, solved, rows = own.float(), solved.float(), rows.float()
-        with full_float32(rows.device):
-            return torch.addmm(own, solved, rows, alpha=-1.0).to(self.factor).div_(self.lambda_reg)
+        if self.rows is not None:
+            solved = torch.addmm(rows, solved, self.rows, alpha=-1.0).div_(self.lambda_reg)
+        return solved.mul_(self.multiplier)
 
     @torch.no_grad()
     def quadratic_form(self, rows: Tensor) -> Tensor:
@@ -357,8 +339,7 @@ def factorise(
         large = lambda_reg >= _SMALL_LAMBDA * mean * width and not settings.rescale_inverse
         factor = _cholesky(gram, lambda_reg) if large else None
         if factor is not None:
-            narrow = lambda_reg >= _LARGE_LAMBDA * mean * width
-            return SegmentKernel(factor, lambda_reg, rows=rows, narrow_products=narrow)
+            return SegmentKernel(factor, lambda_reg, rows=rows)
         gram = _lower_product(rows.T)
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
@@ -786,10 +767,7 @@ def _mean_eigenvalues(
                 f"The gram matrix of segment {segment!r} must be a square floating matrix, "
                 f"got shape {tuple(gram.shape)} of {gram.dtype}."
             )
-    traces = [
-        g.diagonal().mean() if len(g) == g.shape[1] else torch.linalg.vector_norm(g).square() / g.shape[1]
-        for g in grams
-    ]
+    traces = [g.diagonal().mean() if len(g) == g.shape[1] else g.square().sum() / g.shape[1] for g in grams]
     means: list[float] = torch.stack(traces).tolist()  # waits once
     for mean, segment in zip(means, segments, strict=True):
         if not math.isfinite(mean):
@@ -802,13 +780,8 @@ def _mean_eigenvalues(
 
 def _sum_of_squares(gram: Tensor) -> float:
     """Return the sum of the squared eigenvalues: the squared Frobenius norm, from the lower triangle."""
-    total = gram.new_zeros(())
-    for start in range(0, len(gram), _PANEL):
-        stop = start + _PANEL
-        total += 2.0 * torch.linalg.vector_norm(gram[start:stop, :start]).square()
-        block = gram[start:stop, start:stop]
-        total += 2.0 * torch.linalg.vector_norm(block.tril(-1)).square() + block.diagonal().square().sum()
-    return float(total)
+    below = torch.linalg.vector_norm(gram.tril(-1)).square()
+    return float(2.0 * below + gram.diagonal().square().sum())
 
 
 def _noise_floor(values: Tensor) -> float:
