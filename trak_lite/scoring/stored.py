@@ -152,7 +152,7 @@ def _record(
         shown_settings(
             source.method,
             **(shown or {}),
-            **_name_of_task(targets),
+            **_shown_task(targets),
             checkpoints=len(source.train),
             proj_dim=made.get("proj_dim") if isinstance(made, Mapping) else None,
             features=row_widths(settings.layout),
@@ -164,13 +164,16 @@ def _record(
     )
 
 
-def _name_of_task(targets: Any) -> dict[str, str]:
-    """Return the name of the task in the identity of targets; nothing if it is that of the train rows."""
+def _shown_task(targets: Any) -> dict[str, Any]:
+    """Return name and settings of the task in the identity of targets; nothing if it is that of the train rows."""
     task = targets.get("task") if isinstance(targets, Mapping) else None
     if task is None:
         return {}
-    name = task.get("name") if isinstance(task, Mapping) else None
-    return {"task": name if isinstance(name, str) and name else "custom"}
+    described = task if isinstance(task, Mapping) else {}
+    name, settings = described.get("name"), described.get("settings")
+    shown: dict[str, Any] = {"task": name if isinstance(name, str) and name else "custom"}
+    # The same task with other settings is another output, such as log p and the margin of a text.
+    return shown | ({"task_settings": settings} if isinstance(settings, Mapping) and settings else {})
 
 
 def _finished_table(
