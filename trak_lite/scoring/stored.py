@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._devices import float64_device
+from trak_lite._validate import some_of
 from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
@@ -187,10 +188,17 @@ def _finished_table(
     """
     path = score_path(name, method, base)
     if not store.has_table(path):
-        known = scored_names(store)
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
+        other = [store.open_table(known).spec.fingerprint.get("method") for known in score_paths(store, name)]
+        if other:
+            raise StateError(
+                f"There are no scores {name!r} made with {method}; there are some made with method="
+                f"{some_of(map(str, other))}. Pass this method to read them, or call "
+                f"score(data, name={name!r}{given})."
+            )
         raise StateError(
-            f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r}{given})."
+            f"There are no scores {name!r}{how}; there are {scored_names(store)}. "
+            f"Call score(data, name={name!r}{given})."
         )
     table = store.open_table(path)
     compare_fingerprints(
