@@ -229,7 +229,7 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
         (["--remove", "9-3"], "--remove: '9-3' is no range of at most"),
         (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
         (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
-        (["--remove", "40"], "rows must contain at least one of the rows 0 to 39, got [40]"),
+        (["--remove", "40"], "rows must be among the rows 0 to 39, got [40] of 1"),
         (["--where", "source=web"], "source"),
     ],
 )
