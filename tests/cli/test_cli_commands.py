@@ -392,6 +392,7 @@ def test_no_checkpoint_other_settings_and_a_recipe_without_a_function_are_refuse
     assert "projector.seed is 0 there, 7 here" in refused(["run", config, "--seed", "7"], capsys)
     write_case(copied, recipe=RECIPE.replace("def train(", "def fit("))
     assert "defines no train(indices, seed)" in refused(["verify", config], capsys)
+    assert "trak-lite verify" not in done(["run", config], capsys)
     (copied / "recipe.py").write_text("def build_model(): ...\n")
     assert "defines no function train_data(), target_data()" in refused(["run", config], capsys)
     assert "has no record of a run" in refused(["run", "--from", empty_store(tmp_path)], capsys)
