@@ -498,14 +498,25 @@ def test_other_weights_of_the_model_than_the_store_has_are_pointed_out(tmp_path)
             made.featurize(TRAIN)
 
 
+def test_scoring_with_a_model_that_was_trained_further_says_so(tmp_path):
+    net = model()
+    made = attributor(tmp_path / "a.zarr", model=net)
+    made.featurize(TRAIN)
+    with torch.no_grad():
+        next(net.parameters()).add_(1.0)
+    with pytest.raises(StateError, match=r"those of 'current' when it was featurized, and has others now\."):
+        made.score(TARGETS)
+
+
 def test_weights_that_cannot_be_found_again_are_asked_for(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN, checkpoints=iter(states()))
 
     with pytest.raises(
         StateError, match=r"ckpt-0 \(featurized as '0'\), ckpt-1 .*checkpoints=.*drop_checkpoint"
-    ):
+    ) as refused:
         made.score(TARGETS)
+    assert "'current'" not in str(refused.value)
 
     assert made.score(TARGETS, checkpoints=states()).shape == (N, M)
 

@@ -229,7 +229,7 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
         (["--remove", "9-3"], "--remove: '9-3' is no range of at most"),
         (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
         (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
-        (["--remove", "40"], "rows must contain at least one of the rows 0 to 39, got [40]"),
+        (["--remove", "40"], "rows must be among the rows 0 to 39, got [40] of 1"),
         (["--where", "source=web"], "source"),
     ],
 )
@@ -392,6 +392,7 @@ def test_no_checkpoint_other_settings_and_a_recipe_without_a_function_are_refuse
     assert "projector.seed is 0 there, 7 here" in refused(["run", config, "--seed", "7"], capsys)
     write_case(copied, recipe=RECIPE.replace("def train(", "def fit("))
     assert "defines no train(indices, seed)" in refused(["verify", config], capsys)
+    assert "trak-lite verify" not in done(["run", config], capsys)
     (copied / "recipe.py").write_text("def build_model(): ...\n")
     assert "defines no function train_data(), target_data()" in refused(["run", config], capsys)
     assert "has no record of a run" in refused(["run", "--from", empty_store(tmp_path)], capsys)

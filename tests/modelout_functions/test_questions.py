@@ -21,6 +21,7 @@ from trak_lite.methods import GradCos, GradDot, Mean
 from trak_lite.modelout_functions import (
     ActivationModelOutput,
     CausalLanguageModelingModelOutput,
+    ImageClassificationModelOutput,
     ModelCall,
     QuestionsModelOutput,
 )
@@ -170,6 +171,8 @@ def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
     assert opened.score(TARGETS, name="gap", task=gap).numpy().tobytes() == first
     assert opened.scores("gap").numpy().tobytes() == first
     assert opened.scores("gap").settings["task"] == "callable"
+    hot = ImageClassificationModelOutput(temperature=2.0)
+    assert opened.score(TARGETS, name="hot", task=hot).settings["task_settings"] == {"temperature": 2.0}
     assert "task" not in opened.score(TARGETS, name="plain").settings
     for dense in (True, False):
         for task in (None, third, neuron()):

@@ -120,8 +120,9 @@ def test_the_prediction_is_the_sum_of_scores():
         ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
         ({"remove": [1], "add": [1]}, "each in one of these only"),
         ({"remove": [1, 1]}, "remove names a row twice"),
-        ({"add": [10]}, r"one of the rows 0 to 9, got \[10\]"),
-        ({"remove": [0.5]}, "list of integers, got float64"),
+        ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
+        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
+        ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
         ({"remove": np.zeros(10, bool)}, "at least one row"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from functools import partial
 
 import numpy as np
@@ -202,6 +204,12 @@ def test_scores_that_were_never_made_are_asked_for_by_name(made):
 
     with pytest.raises(StateError, match=r"no scores 'asked' made with GradDot\(q='inside'"):
         made.scores("asked", method="GradDot")
+    view = made.score(TARGETS, name="only-a-view", method=GradCos(q="off"))
+    said = r"no scores 'only-a-view' made with GaussNewton\(.*; there are some made with method=(.*)\. Pass"
+    with pytest.raises(StateError, match=said) as refused:
+        made.scores("only-a-view")
+    told = ast.literal_eval(re.search(said, str(refused.value))[1])
+    np.testing.assert_array_equal(made.scores("only-a-view", method=told).numpy(), view.numpy())
     with pytest.raises(StateError, match=r"no features of targets 'other'; stored targets: \['"):
         made.scores("other", dense=False)
 

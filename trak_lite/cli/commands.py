@@ -285,7 +285,8 @@ def run(job: Job) -> Iterator[str]:
     store, recipe = (shlex.quote(_short(str(path))) for path in (job.config.path, job.recipe.path))
     yield f"next: trak-lite serve {store} --recipe {recipe}          (questions in a browser)"
     yield f"      trak-lite report {store} --recipe {recipe}         (one page of HTML)"
-    yield f"      trak-lite verify --from {store} --recipe {recipe}  (a test against retrained models)"
+    if "train" in job.recipe.functions:
+        yield f"      trak-lite verify --from {store} --recipe {recipe}  (a test against retrained models)"
 
 
 def plan(job: Job) -> Iterator[str]:

@@ -186,11 +186,15 @@ def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDA
     numbers = np.asarray(rows)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise InvalidInputError(
-            f"rows must be a list of integers, got {numbers.dtype} of shape {numbers.shape}."
+            f"rows must be a list of integers, got {numbers.dtype} of shape {numbers.shape}. Pass row numbers, such as "
+            "the indices of a Selection."
         )
-    if not len(numbers) or numbers.min() < 0 or numbers.max() >= num_rows:
+    if not len(numbers):
+        raise InvalidInputError("rows must contain at least one row number, got none.")
+    missing = numbers[(numbers < 0) | (numbers >= num_rows)]
+    if len(missing):
         raise InvalidInputError(
-            f"rows must contain at least one of the rows 0 to {num_rows - 1}, got {numbers[:5].tolist()}."
+            f"rows must be among the rows 0 to {num_rows - 1}, got {missing[:5].tolist()} of {len(numbers)}."
         )
     return numbers.astype(np.int64)
 

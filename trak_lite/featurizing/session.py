@@ -610,11 +610,14 @@ class FeaturizingSession:
                 waiting.remove(digest)
         if waiting:
             paths = sorted(table_path(train[digest]) for digest in waiting)
-            lacking = {path: self.store.attributes(path).get("name") for path in paths}
-            named = some_of(f"{path} (featurized as {name!r})" for path, name in lacking.items())
+            lacking = {path: self.store.attributes(path) for path in paths}
+            named = some_of(f"{path} (featurized as {made.get('name')!r})" for path, made in lacking.items())
+            own = any(made.get("name") == "current" and not made.get("source") for made in lacking.values())
+            changed = " The model had those of 'current' when it was featurized, and has others now." * own
             raise StateError(
-                f"The store has {len(checkpoint_ids(self.store))} checkpoints, and the weights of {named} are "
-                f"needed {purpose}, but none of the known sources has them. Pass the checkpoints to use to this call, "
+                f"Of the {len(checkpoint_ids(self.store))} checkpoints in the store, the weights of {named} are "
+                f"needed {purpose}, but none of the known sources has them.{changed} Pass the checkpoints to use to "
+                "this call, "
                 "checkpoints=..., or all of them to featurize. If these are of another training, remove them from the "
                 f"store, drop_checkpoint({paths[0]!r}), or use another path."
             )

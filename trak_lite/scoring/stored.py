@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite._devices import float64_device
+from trak_lite._validate import some_of
 from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
@@ -152,7 +153,7 @@ def _record(
         shown_settings(
             source.method,
             **(shown or {}),
-            **_name_of_task(targets),
+            **_shown_task(targets),
             checkpoints=len(source.train),
             proj_dim=made.get("proj_dim") if isinstance(made, Mapping) else None,
             features=row_widths(settings.layout),
@@ -164,13 +165,16 @@ def _record(
     )
 
 
-def _name_of_task(targets: Any) -> dict[str, str]:
-    """Return the name of the task in the identity of targets; nothing if it is that of the train rows."""
+def _shown_task(targets: Any) -> dict[str, Any]:
+    """Return name and settings of the task in the identity of targets; nothing if it is that of the train rows."""
     task = targets.get("task") if isinstance(targets, Mapping) else None
     if task is None:
         return {}
-    name = task.get("name") if isinstance(task, Mapping) else None
-    return {"task": name if isinstance(name, str) and name else "custom"}
+    described = task if isinstance(task, Mapping) else {}
+    name, settings = described.get("name"), described.get("settings")
+    shown: dict[str, Any] = {"task": name if isinstance(name, str) and name else "custom"}
+    # The same task with other settings is another output, such as log p and the margin of a text.
+    return shown | ({"task_settings": settings} if isinstance(settings, Mapping) and settings else {})
 
 
 def _finished_table(
@@ -184,10 +188,17 @@ def _finished_table(
     """
     path = score_path(name, method, base)
     if not store.has_table(path):
-        known = scored_names(store)
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
+        other = [store.open_table(known).spec.fingerprint.get("method") for known in score_paths(store, name)]
+        if other:
+            raise StateError(
+                f"There are no scores {name!r} made with {method}; there are some made with method="
+                f"{some_of(map(str, other))}. Pass this method to read them, or call "
+                f"score(data, name={name!r}{given})."
+            )
         raise StateError(
-            f"There are no scores {name!r}{how}; there are {known}. Call score(data, name={name!r}{given})."
+            f"There are no scores {name!r}{how}; there are {scored_names(store)}. "
+            f"Call score(data, name={name!r}{given})."
         )
     table = store.open_table(path)
     compare_fingerprints(
