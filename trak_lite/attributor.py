@@ -409,7 +409,7 @@ class Attributor:
         try:
             yield capture
         except BaseException:
-            capture.flush()
+            capture.end()
             raise
         # An iterator, so that the checkpoint, whose weights change in the training, is not searched later.
         checkpoint = iter([capture.finish(None if folder is None else Path(folder))])

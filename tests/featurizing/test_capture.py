@@ -384,6 +384,14 @@ def test_mistakes_are_named() -> None:
                 capture((x[:4], y[:4]), rows)
         capture((torch.full_like(x[:1], torch.nan), y[:1]), [3])
     assert capture.num_missing == N
+    with pytest.raises(errors.StateError, match="has ended"):
+        capture((x[:4], y[:4]), range(4))
+    with (  # noqa: PT012
+        pytest.raises(errors.StateError, match="were removed from the store"),
+        made.capture(data(), "b") as capture,
+    ):
+        capture((x[:4], y[:4]), range(4))
+        made.drop_checkpoint("b")
     with (
         pytest.raises(errors.InvalidInputError, match="change from one access"),
         made.capture(Augmented(), "epoch-0"),

@@ -86,6 +86,7 @@ class Capture:
         """Digest of the weights of the finished checkpoint of this name."""
         self._kept: list[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]] = []
         self._kept_bytes = 0
+        self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
                 self._look(workspace.store())
@@ -114,8 +115,14 @@ class Capture:
         Raises:
             InvalidInputError: If ``rows`` are not B different positions of the train data.
             NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
+            StateError: If the block of the capture has ended.
             UnsupportedModelError: If the gradients cannot be computed, or a pass changes the model's weights.
         """
+        if self._has_ended:
+            raise StateError(
+                f"The capture {self.name!r} has ended. Call it inside the block of attributor.capture, and begin "
+                "another one, with another name, for another epoch."
+            )
         given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
         numbers = checked_indices(given, len(self._rows), self._rows.what)
         if not len(numbers) == len(np.unique(numbers)) == batch_size(batch):
@@ -166,14 +173,27 @@ class Capture:
 
     def flush(self) -> None:
         """Write the captured rows to the store; call it when the training saves a checkpoint to resume from."""
-        if self._kept:
+        computer = self._run.capturing[0]
+        if self._kept and computer is not None:
+            with self._passing():
+                computer.confirm()
             numbers, columns = zip(*self._kept, strict=True)
             rows = np.concatenate(numbers)
             order = np.argsort(rows)
             values = {name: np.concatenate([part[name] for part in columns])[order] for name in columns[0]}
             with self._run.workspace.opened(self._manifest) as workspace:
+                if not workspace.store().has_table(self._path):
+                    raise StateError(
+                        f"The rows of the capture {self.name!r} were removed from the store during the training. "
+                        "Capture again, or featurize the saved checkpoints."
+                    )
                 workspace.store().open_table(self._path).put(rows[order], values)
             self._kept, self._kept_bytes = [], 0
+
+    def end(self) -> None:
+        """Write the rows; no batch can follow."""
+        self._has_ended = True
+        self.flush()
 
     def finish(self, folder: Path | None) -> Checkpoint:
         """Write the rows, save the checkpoint to a folder, if one is given, and return it.
@@ -181,16 +201,13 @@ class Capture:
         Raises:
             ManifestMismatchError: If the store has another training's capture of this name.
         """
-        model, computer = self._run.model, self._run.capturing[0]
+        model = self._run.model
         if self._finished not in (None, weights_digest(model)):
             raise ManifestMismatchError(
                 f"The store has a capture {self.name!r} with other weights at its end, of another training. Use "
                 f"another path or name, or remove it: drop_checkpoint({self.name!r})."
             )
-        if computer is not None:
-            with self._passing():
-                computer.confirm()
-        self.flush()
+        self.end()
         content = self._content()
         path = None if folder is None else str((folder / f"{self.name}.pt").absolute())
         if path is not None:
