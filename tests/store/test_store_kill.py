@@ -41,7 +41,8 @@ from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
 
 STEPS = [name for name in failpoints.FAILPOINTS if name != "column_removed"]
 RECOVERY = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("columns_synced") :]
-FILLING = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("stage_reserved") :]
+# A put into one chunk reserves nothing.
+FILLING = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("column_written") :]
 GROWTHS = [(name, 11, 11 + more) for name in failpoints.GROWTH_FAILPOINTS for more in (1, 3, 4, 5)]
 GROWTHS += [(name, 9, 15) for name in FILLING]
 
