@@ -174,9 +174,10 @@ class Capture:
     def flush(self) -> None:
         """Write the captured rows to the store; call it when the training saves a checkpoint to resume from."""
         computer = self._run.capturing[0]
-        if self._kept and computer is not None:
-            with self._passing():
-                computer.confirm()
+        if self._kept:
+            if computer is not None:
+                with self._passing():
+                    computer.confirm()
             numbers, columns = zip(*self._kept, strict=True)
             rows = np.concatenate(numbers)
             order = np.argsort(rows)

@@ -316,16 +316,7 @@ class FeaturizingSession:
                     self.run.progress,
                 )
         model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
-        captured = checkpoint.name if checkpoint.is_captured else None
-        if digest in known:
-            stored = known[digest].spec.fingerprint.get(CAPTURED)
-            if captured not in (None, stored):
-                path = table_path(known[digest])
-                raise ManifestMismatchError(
-                    f"{path} has other rows of the weights at the end of the capture {captured!r}. Use another "
-                    f"path, or drop_checkpoint({path!r}) and end the capture again with resume=True."
-                )
-            captured = stored
+        captured = _capture_of(checkpoint, known.get(digest))
         stages = capture_tables(self.store, captured) if self.workspace.exists and captured else {}
         model_id = next(iter(stages), model_id)
         adam = self._adam_states(settings.normalization)
@@ -724,6 +715,29 @@ class FeaturizingSession:
         if self.run.computers is not None:
             self.run.computers[self._digest] = self._computer
         return self._computer
+
+
+def _capture_of(checkpoint: Checkpoint, table: AbstractRowTable | None) -> str | None:
+    """Return the name of the capture that made a checkpoint's rows, ``None`` for others.
+
+    Args:
+        checkpoint: The weights.
+        table: Their train rows in the store, if there are some.
+
+    Raises:
+        ManifestMismatchError: If the checkpoint was just captured, and the stored rows are others.
+    """
+    captured = checkpoint.name if checkpoint.is_captured else None
+    if table is None:
+        return captured
+    stored: str | None = table.spec.fingerprint.get(CAPTURED)
+    if captured not in (None, stored):
+        path = table_path(table)
+        raise ManifestMismatchError(
+            f"{path} has other rows of the weights at the end of the capture {captured!r}. Use another path, or "
+            f"drop_checkpoint({path!r}) and end the capture again with resume=True."
+        )
+    return stored
 
 
 def _copy_rows(stage: AbstractRowTable, table: LazyTable) -> None:
