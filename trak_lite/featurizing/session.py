@@ -301,32 +301,21 @@ class FeaturizingSession:
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
-        settings = self.settings
+        settings, adam = self.settings, self._adam_states(self.settings.normalization)
         fisher: Fisher | None = settings.method.fisher_fit
         if fisher is not None:
-            fitted = digest in known and self._fisher_fits(fisher).has(table_path(known[digest]))
-            if digest in known and not fitted:
-                require_writable(self.store)
-            if not fitted and not self._is_announced:
-                # Before the rows, because the fit may take longer than they do.
-                number, self._is_announced = settings.num_fit_rows(len(rows)), True
-                announce(
-                    f"{len(rows):,} rows per checkpoint, and then the fit of {settings.method.name}: {number:,} "
-                    f"gradients, {number / len(rows):.1f} times as many as rows.",
-                    self.run.progress,
-                )
-        model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
+            self._announce_fit(fisher, known.get(digest), rows)
         captured = _capture_of(checkpoint, known.get(digest))
         stages = capture_tables(self.store, captured) if self.workspace.exists and captured else {}
+        model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
         model_id = next(iter(stages), model_id)
-        adam = self._adam_states(settings.normalization)
+        of_capture = {CAPTURED: captured} if captured else {}
+        attributes = {"name": checkpoint.name, "source": checkpoint.source}
         written = None
         while written is None:
-            of_capture = {CAPTURED: captured} if captured else {}
             fingerprint = settings.row_fingerprint(model_id, digest, adam)
             spec = settings.train_table(len(rows), {**fingerprint, **of_capture})
             try:
-                attributes = {"name": checkpoint.name, "source": checkpoint.source}
                 table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
                 for stage in stages.values():
                     _copy_rows(self.store.open_table(stage), table)
@@ -347,6 +336,23 @@ class FeaturizingSession:
         if not self._is_featurized(self._found(path)):
             self._unfinished.append((checkpoint, path))
         return written
+
+    def _announce_fit(self, fisher: Fisher, table: AbstractRowTable | None, rows: Rows) -> None:
+        """Say how long the fit of a checkpoint takes, unless its table of train rows has one already.
+
+        Before the rows, because the fit may take longer than they do.
+        """
+        if table is not None and self._fisher_fits(fisher).has(table_path(table)):
+            return
+        if table is not None:
+            require_writable(self.store)
+        if not self._is_announced:
+            number, self._is_announced = self.settings.num_fit_rows(len(rows)), True
+            announce(
+                f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
+                f"gradients, {number / len(rows):.1f} times as many as rows.",
+                self.run.progress,
+            )
 
     def trial(
         self, checkpoint: Checkpoint, rows: Rows, plan: Iterable[NDArray[np.int64]], *, of_fit: bool
