@@ -371,7 +371,8 @@ def expected_scores(
     for segment in attributor.layout.segments:
         x, t = rows[:, segment.start : segment.stop], targets[:, segment.start : segment.stop]
         if fitted is not None:
-            matrix = fitted[segment.start : segment.stop, : segment.width]
+            matrix = np.tril(fitted[segment.start : segment.stop, : segment.width])  # the rest is not stored
+            matrix += np.tril(matrix, -1).T
             if matrix.any():
                 lam = _lambda(matrix, damping, segment.width, 0.02, segment.width)
                 own = x if scored is None else scored[:, segment.start : segment.stop]
