@@ -13,16 +13,11 @@ The kit does not cover what only a store on disk guarantees (kills, full disks, 
 quantised columns uses exact fractions.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from trak_lite.errors import (
     BusyError,
@@ -34,7 +29,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
 )
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store import Column, Manifest, TableSpec
 
 __all__ = ["StoreTests"]
 
@@ -46,7 +41,7 @@ _DTYPES = pytest.mark.parametrize("dtype", ["float16", *_LARGEST])
 _ALL = slice(None)
 
 
-def _spec(dtype: str = "float16", width: int = 3, num_rows: int = 11, chunk_rows: int = 4) -> TableSpec:
+def _spec(dtype="float16", width=3, num_rows=11, chunk_rows=4):
     columns = (Column("features", width, dtype), Column("q", None, "float32"))
     return TableSpec(num_rows, columns, chunk_rows, {"checkpoint": "abc", "shape": [1, 2]})
 
@@ -54,9 +49,7 @@ def _spec(dtype: str = "float16", width: int = 3, num_rows: int = 11, chunk_rows
 _SPEC = _spec()
 
 
-def _values(
-    rows: Any, seed: int = 0, dtype: str = "float16", width: int = 3, num_rows: int = 11
-) -> dict[str, NDArray[Any]]:
+def _values(rows, seed=0, dtype="float16", width=3, num_rows=11):
     """Return values for the given rows; they depend on row and seed, and are exact in the stored dtypes.
 
     Rows to quantise have many magnitudes; one of them is zero, others are half way between two integers.
@@ -73,7 +66,7 @@ def _values(
     return {"features": matrix.astype(np.float32)[rows], "q": vector[rows]}
 
 
-def _quantised(row: NDArray[np.float32], dtype: str) -> tuple[list[int], Fraction]:
+def _quantised(row, dtype):
     """Return the integers and the scale of a row."""
     mantissa, exponent = np.frexp(np.float32(np.abs(row).max()) / np.float32(_LARGEST[dtype]))
     scale = Fraction(int(mantissa * 2**16)) * Fraction(2) ** (int(exponent) - 16)
@@ -82,7 +75,7 @@ def _quantised(row: NDArray[np.float32], dtype: str) -> tuple[list[int], Fractio
     return [round(Fraction(float(value)) / scale) for value in row], scale
 
 
-def _stored(values: dict[str, NDArray[Any]], dtype: str) -> dict[str, NDArray[Any]]:
+def _stored(values, dtype):
     """Return what is read after the values were put."""
     if dtype not in _LARGEST:
         return values
@@ -91,7 +84,7 @@ def _stored(values: dict[str, NDArray[Any]], dtype: str) -> dict[str, NDArray[An
     return {**values, "features": np.array(rows, np.float32)}
 
 
-def _fill(table: AbstractRowTable, dtype: str = "float16") -> AbstractRowTable:
+def _fill(table, dtype="float16"):
     table.put(0, _values(_ALL, dtype=dtype))
     return table
 
@@ -100,45 +93,45 @@ class StoreTests(ABC):
     """Laws of every store; each test gets a new folder."""
 
     @abstractmethod
-    def create(self, path: str, manifest: Manifest) -> AbstractFeatureStore:
+    def create(self, path, manifest):
         """Create a store at the path, or open an existing one for writing."""
 
     @abstractmethod
-    def open(self, path: str, mode: Literal["r", "r+"]) -> AbstractFeatureStore:
+    def open(self, path, mode):
         """Open the existing store at the path."""
 
     @pytest.fixture
-    def path(self, tmp_path: Path) -> str:
+    def path(self, tmp_path):
         """Path of the store."""
         return str(tmp_path / "run.zarr")
 
     @pytest.fixture
-    def store(self, path: str) -> AbstractFeatureStore:
+    def store(self, path):
         """An empty store."""
         return self.create(path, _MANIFEST)
 
     @pytest.fixture
-    def table(self, store: AbstractFeatureStore) -> AbstractRowTable:
+    def table(self, store):
         """A table of 11 pending rows."""
         return store.create_table("ckpt-0", _SPEC)
 
-    def test_settings_come_back_as_they_were_given(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_settings_come_back_as_they_were_given(self, path, store):
         assert self.open(path, "r").manifest == store.manifest == _MANIFEST
 
-    def test_creating_again_opens_the_same_store(self, path: str, table: AbstractRowTable) -> None:
+    def test_creating_again_opens_the_same_store(self, path, table):
         """Rows survive a second ``create``; ``made_with`` is not compared."""
         table.put(0, _values(slice(0, 4)))
 
         again = self.create(path, Manifest(_MANIFEST.fingerprint, {"trak_lite": "other"}))
         assert again.create_table("ckpt-0", _SPEC).committed_chunks() == [0]
 
-    def test_other_settings_are_refused_key_by_key(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_other_settings_are_refused_key_by_key(self, path, store):
         """The error names only the key that differs, at any depth, with both values."""
         with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here\.") as caught:
             self.create(path, Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 1}}))
         assert "proj_dim" not in str(caught.value)
 
-    def test_settings_without_a_json_form_are_refused(self, path: str) -> None:
+    def test_settings_without_a_json_form_are_refused(self, path):
         with pytest.raises(InvalidInputError, match="JSON"):
             self.create(path, Manifest({"seed": float("nan")}))
 
@@ -149,9 +142,7 @@ class StoreTests(ABC):
             *((dtype, width, batch) for dtype in _LARGEST for width in (1, 4, 5) for batch in (2, 11)),
         ],
     )
-    def test_what_is_put_is_what_is_read(
-        self, path: str, store: AbstractFeatureStore, dtype: str, width: int, batch: int
-    ) -> None:
+    def test_what_is_put_is_what_is_read(self, path, store, dtype, width, batch):
         """All ways of reading give the bits that were put, also where a batch crosses chunks.
 
         A quantised row is its integers times its scale.
@@ -172,7 +163,7 @@ class StoreTests(ABC):
             assert read.read_rows(name, []).shape == (0, *values.shape[1:])
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_rows_come_in_any_order(self, table: AbstractRowTable, seed: int) -> None:
+    def test_rows_come_in_any_order(self, table, seed):
         """Values belong to their row numbers for every order and grouping of the rows."""
         order = np.random.default_rng(seed).permutation(11)
         for rows in np.array_split(order, 1 + seed):
@@ -182,7 +173,7 @@ class StoreTests(ABC):
             np.testing.assert_array_equal(table.read(name), values)
 
     @_DTYPES
-    def test_values_are_cast_to_the_column_and_copied(self, store: AbstractFeatureStore, dtype: str) -> None:
+    def test_values_are_cast_to_the_column_and_copied(self, store, dtype):
         """Values are rounded once, quantised ones to float32 before; memory order and later changes do not matter."""
         wide = np.asfortranarray(np.random.default_rng(0).standard_normal((11, 3)))
         given = {"features": wide.astype(np.float32 if dtype in _LARGEST else np.float16), "q": wide[:, 0]}
@@ -195,9 +186,7 @@ class StoreTests(ABC):
             np.testing.assert_array_equal(table.read(name), values)
 
     @_QUANTISED
-    def test_a_quantised_entry_is_off_by_half_the_scale_at_most(
-        self, store: AbstractFeatureStore, dtype: str
-    ) -> None:
+    def test_a_quantised_entry_is_off_by_half_the_scale_at_most(self, store, dtype):
         """The bound holds without a tolerance, also for the largest rows of float32."""
         rows = _values(_ALL, 0, dtype, 5, 400)
         rows["features"][3] = np.finfo(np.float32).max * np.array([1, -1, 0.5, 0.01, -0.3], np.float32)
@@ -210,7 +199,7 @@ class StoreTests(ABC):
             assert max(errors) <= scale / 2
 
     @_QUANTISED
-    def test_rows_too_small_for_a_scale_are_zero(self, store: AbstractFeatureStore, dtype: str) -> None:
+    def test_rows_too_small_for_a_scale_are_zero(self, store, dtype):
         """Rows below the largest integer times the smallest normal float32 are zero; rows at this limit are not."""
         edge = np.float32(_LARGEST[dtype] * 2.0**-126)
         rows = np.array([[edge, -edge], [np.nextafter(edge, np.float32(0)), 0], [1e-45, 0]], np.float32)
@@ -220,7 +209,7 @@ class StoreTests(ABC):
         np.testing.assert_array_equal(table.read("features"), [[edge, -edge], [0, 0], [0, 0]])
 
     @_QUANTISED
-    def test_what_was_read_is_stored_as_the_same_bytes(self, store: AbstractFeatureStore, dtype: str) -> None:
+    def test_what_was_read_is_stored_as_the_same_bytes(self, store, dtype):
         """Reading a table and putting its values into another one gives the same content key and checksums.
 
         The scale is no column of its own, and has a checksum.
@@ -239,9 +228,7 @@ class StoreTests(ABC):
     @pytest.mark.parametrize(
         ("start", "stop"), [(0, 700), (0, 0), (3, 4), (255, 257), (290, 601), (699, 700)]
     )
-    def test_blocks_are_the_requested_rows(
-        self, store: AbstractFeatureStore, dtype: str, start: int, stop: int
-    ) -> None:
+    def test_blocks_are_the_requested_rows(self, store, dtype, start, stop):
         """Blocks cover the rows in order without a gap, and are read-only."""
         table = store.create_table("ckpt-0", _spec(dtype, 5, 700, 600))
         rows = np.random.default_rng(0).standard_normal((700, 5))
@@ -256,7 +243,7 @@ class StoreTests(ABC):
             assert len(block) <= 256 or dtype.startswith("float")
         assert row == stop
 
-    def test_rows_are_done_as_soon_as_they_are_put(self, path: str, table: AbstractRowTable) -> None:
+    def test_rows_are_done_as_soon_as_they_are_put(self, path, table):
         """Every handle sees the rows, also a handle that is opened while the chunk is incomplete."""
         table.put([2, 9], _values([2, 9]))
 
@@ -266,14 +253,14 @@ class StoreTests(ABC):
             assert seen.committed_chunks() == []
             assert not seen.complete
 
-    def test_an_open_reader_sees_what_is_put_later(self, path: str, table: AbstractRowTable) -> None:
+    def test_an_open_reader_sees_what_is_put_later(self, path, table):
         reader = self.open(path, "r").open_table("ckpt-0")
         _fill(table)
 
         assert reader.complete
         np.testing.assert_array_equal(reader.read("q"), table.read("q"))
 
-    def test_pending_rows_are_not_readable(self, table: AbstractRowTable) -> None:
+    def test_pending_rows_are_not_readable(self, table):
         """A chunk is readable only when all its rows are done; fill values are never returned."""
         table.put(0, _values(slice(0, 7)))
 
@@ -285,7 +272,7 @@ class StoreTests(ABC):
             with pytest.raises(IncompleteStoreError):
                 ask()
 
-    def test_work_goes_on_where_it_stopped(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_work_goes_on_where_it_stopped(self, path, store):
         """A second handle finds the rows of the first one and adds the others."""
         store.create_table("ckpt-0", _SPEC).put(0, _values(slice(0, 6)))
         store.close()
@@ -294,7 +281,7 @@ class StoreTests(ABC):
         again.put(again.pending(), _values(again.pending()))
         np.testing.assert_array_equal(again.read("features"), _values(_ALL)["features"])
 
-    def test_a_done_row_never_changes(self, table: AbstractRowTable) -> None:
+    def test_a_done_row_never_changes(self, table):
         """A done row can be put again neither in a complete nor in an incomplete chunk."""
         table.put(0, _values(slice(0, 6)))
         for rows in (0, 5, [6, 5], [10, 3]):
@@ -332,7 +319,7 @@ class StoreTests(ABC):
             pytest.param(True, lambda v: v, id="a boolean"),
         ],
     )
-    def test_a_refused_put_changes_nothing(self, table: AbstractRowTable, rows: Any, change: Any) -> None:
+    def test_a_refused_put_changes_nothing(self, table, rows, change):
         """An invalid ``put`` writes nothing, and valid values for the same rows can be put afterwards."""
         with pytest.raises(InvalidInputError):
             table.put(rows, change(_values([0, 1])))
@@ -362,9 +349,7 @@ class StoreTests(ABC):
             ),
         ],
     )
-    def test_rows_that_are_not_finite_are_named(
-        self, store: AbstractFeatureStore, dtype: str, column: str, number: float, message: str
-    ) -> None:
+    def test_rows_that_are_not_finite_are_named(self, store, dtype, column, number, message):
         """The error names the row numbers of the table, not the positions in the batch; nothing is written."""
         table = store.create_table("ckpt-0", _spec(dtype))
         values = {name: array.astype(np.float64) for name, array in _values([9, 4], dtype=dtype).items()}
@@ -376,7 +361,7 @@ class StoreTests(ABC):
         _fill(table, dtype)
 
     @_DTYPES
-    def test_read_arrays_are_not_for_writing(self, store: AbstractFeatureStore, dtype: str) -> None:
+    def test_read_arrays_are_not_for_writing(self, store, dtype):
         """Rows of a chunk, as they are read and as they are stored, are read-only; ``read`` and ``read_rows`` copy."""
         table = _fill(store.create_table("ckpt-0", _spec(dtype)), dtype)
 
@@ -391,7 +376,7 @@ class StoreTests(ABC):
         table.read_rows("q", [0])[:] = 0
         np.testing.assert_array_equal(table.read("q"), _values(_ALL, dtype=dtype)["q"])
 
-    def test_reading_what_does_not_exist_is_refused(self, table: AbstractRowTable) -> None:
+    def test_reading_what_does_not_exist_is_refused(self, table):
         _fill(table)
 
         with pytest.raises(InvalidInputError, match=r"no column 'p'.*features"):
@@ -401,12 +386,12 @@ class StoreTests(ABC):
                 table.read_chunk(chunk, "q")
         for rows in ([11], [-1], [0.5], [[0]]):
             with pytest.raises(InvalidInputError, match="ows"):
-                table.read_rows("q", rows)  # type: ignore[arg-type]
+                table.read_rows("q", rows)
         for start, stop in ((-1, 3), (4, 3), (0, 12)):  # the range is not cut
             with pytest.raises(InvalidInputError, match="has rows 0 to 10"):
                 list(table.blocks("features", start, stop))
 
-    def test_tables_are_listed_in_natural_order(self, store: AbstractFeatureStore) -> None:
+    def test_tables_are_listed_in_natural_order(self, store):
         """Numbers in names are compared as numbers at every depth; a prefix selects a group of tables."""
         names = ["ckpt-2", "ckpt-10", "targets/b/ckpt-1", "targets/a/ckpt-10", "targets/a/ckpt-9"]
         for name in names[::-1]:
@@ -417,7 +402,7 @@ class StoreTests(ABC):
         assert store.table_names("targets/a") == ["targets/a/ckpt-9", "targets/a/ckpt-10"]
         assert store.table_names("scores") == []
 
-    def test_a_table_is_opened_as_it_was_created(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_a_table_is_opened_as_it_was_created(self, path, store):
         """Shape, fingerprint and attributes are stored; the attributes of the first ``create_table`` stay."""
         store.create_table("ckpt-0", _SPEC, {"source": ("a.pt", 1)})
         store.create_table("ckpt-0", _SPEC, {"source": "b.pt"})
@@ -435,9 +420,7 @@ class StoreTests(ABC):
             (TableSpec(11, _SPEC.columns, 4, {"checkpoint": "abd"}), "checkpoint is 'abc' there, 'abd' here"),
         ],
     )
-    def test_a_table_of_another_shape_is_refused(
-        self, store: AbstractFeatureStore, spec: TableSpec, message: str
-    ) -> None:
+    def test_a_table_of_another_shape_is_refused(self, store, spec, message):
         """The error names each key that differs with both values."""
         store.create_table("ckpt-0", _SPEC)
         with pytest.raises(ManifestMismatchError, match=message):
@@ -459,14 +442,14 @@ class StoreTests(ABC):
             TableSpec(11, _SPEC.columns, 4, {"set": {1, 2}}),
         ],
     )
-    def test_a_table_that_cannot_exist_is_refused(self, store: AbstractFeatureStore, spec: TableSpec) -> None:
+    def test_a_table_that_cannot_exist_is_refused(self, store, spec):
         """An invalid spec creates nothing."""
         with pytest.raises(InvalidInputError):
             store.create_table("ckpt-0", spec)
         assert store.table_names() == []
 
     @pytest.mark.parametrize("name", _BAD_NAMES)
-    def test_names_that_are_no_folder_names_are_refused(self, store: AbstractFeatureStore, name: Any) -> None:
+    def test_names_that_are_no_folder_names_are_refused(self, store, name):
         """All methods that take a name refuse it."""
         for use in (
             lambda: store.create_table(name, _SPEC),
@@ -477,7 +460,7 @@ class StoreTests(ABC):
             with pytest.raises(InvalidInputError):
                 use()
 
-    def test_a_table_is_no_group_and_a_group_no_table(self, store: AbstractFeatureStore) -> None:
+    def test_a_table_is_no_group_and_a_group_no_table(self, store):
         """A table contains no tables, and a group of tables cannot become a table."""
         store.create_table("targets/test", _SPEC)
         for name in ("targets/test/ckpt-0", "targets/test/features"):
@@ -488,9 +471,7 @@ class StoreTests(ABC):
         with pytest.raises(InvalidInputError, match="is a group"):
             store.open_table("targets")
 
-    def test_a_store_for_reading_refuses_to_write(
-        self, path: str, store: AbstractFeatureStore, table: AbstractRowTable
-    ) -> None:
+    def test_a_store_for_reading_refuses_to_write(self, path, store, table):
         """Every change raises an error; a derived array is not stored, without an error."""
         table.put(0, _values(slice(0, 2)))
         store.put_entry("runs", "key", np.zeros(1))
@@ -517,7 +498,7 @@ class StoreTests(ABC):
         assert found is not None
         assert not found.any()
 
-    def test_a_closed_store_refuses_to_write(self, path: str, table: AbstractRowTable) -> None:
+    def test_a_closed_store_refuses_to_write(self, path, table):
         """Leaving a ``with`` block closes the store; its rows stay."""
         with self.open(path, "r+") as store:
             other = _fill(store.create_table("ckpt-1", _SPEC))
@@ -527,7 +508,7 @@ class StoreTests(ABC):
             store.create_table("ckpt-2", _SPEC)
         assert self.open(path, "r").open_table("ckpt-1").complete
 
-    def test_the_content_key_depends_on_the_contents_alone(self, store: AbstractFeatureStore) -> None:
+    def test_the_content_key_depends_on_the_contents_alone(self, store):
         """The key does not depend on the order of rows or on the batch size; a changed value or shape changes it."""
         keys = []
         for name, order, seed in (("a", range(11), 0), ("b", range(10, -1, -1), 0), ("c", range(11), 1)):
@@ -543,9 +524,7 @@ class StoreTests(ABC):
             keys.append(table.content_key())
         assert keys[3] != keys[4]
 
-    def test_a_missing_or_dropped_table_is_an_error_that_names_the_others(
-        self, path: str, store: AbstractFeatureStore
-    ) -> None:
+    def test_a_missing_or_dropped_table_is_an_error_that_names_the_others(self, path, store):
         """Other tables stay, a new table can have the name, and old handles cannot write into the new table."""
         old = store.create_table("ckpt-0", _SPEC)
         old.put(0, _values(slice(0, 6)))
@@ -564,9 +543,7 @@ class StoreTests(ABC):
 
     @pytest.mark.parametrize("done", [0, 4, 9, 11])
     @pytest.mark.parametrize("more", [1, 3, 4, 5, 9])
-    def test_a_grown_table_keeps_its_rows(
-        self, path: str, store: AbstractFeatureStore, done: int, more: int
-    ) -> None:
+    def test_a_grown_table_keeps_its_rows(self, path, store, done, more):
         """Rows stay and new rows are pending, for a full, partly filled or empty last chunk."""
         table = store.create_table("ckpt-0", _SPEC)
         if done:
@@ -584,9 +561,7 @@ class StoreTests(ABC):
         assert store.grow_table("ckpt-0", 11 + more).complete
 
     @_DTYPES
-    def test_a_grown_table_equals_one_made_with_all_its_rows(
-        self, path: str, store: AbstractFeatureStore, dtype: str
-    ) -> None:
+    def test_a_grown_table_equals_one_made_with_all_its_rows(self, path, store, dtype):
         """A grown table has the same spec, content key and rows as a table created with all rows."""
         whole = _fill(store.create_table("ckpt-1", _spec(dtype)), dtype)
         small = store.create_table("ckpt-0", _spec(dtype, num_rows=6))
@@ -599,7 +574,7 @@ class StoreTests(ABC):
         read = self.open(path, "r").open_table("ckpt-0").read("features")
         np.testing.assert_array_equal(read, whole.read("features"))
 
-    def test_a_table_never_loses_rows(self, path: str, table: AbstractRowTable) -> None:
+    def test_a_table_never_loses_rows(self, path, table):
         """A table cannot shrink, and a handle that was opened before growing cannot put rows."""
         store = self.open(path, "r+")
         with pytest.raises(InvalidInputError, match="cannot shrink: it has 11 rows"):
@@ -612,9 +587,7 @@ class StoreTests(ABC):
             store.grow_table("ckpt-1", 12)
 
     @_DTYPES
-    def test_done_rows_of_an_unfinished_chunk_can_be_copied(
-        self, path: str, store: AbstractFeatureStore, dtype: str
-    ) -> None:
+    def test_done_rows_of_an_unfinished_chunk_can_be_copied(self, path, store, dtype):
         """``read_done`` returns only done rows, as new arrays; quantised ones as float32."""
         table = store.create_table("ckpt-0", _spec(dtype))
         table.put([9, 0, 2], _values([9, 0, 2], dtype=dtype))
@@ -632,7 +605,7 @@ class StoreTests(ABC):
         with pytest.raises(InvalidInputError, match="3 chunks"):
             reader.read_done(3)
 
-    def test_checksums_are_those_of_committed_chunks(self, table: AbstractRowTable) -> None:
+    def test_checksums_are_those_of_committed_chunks(self, table):
         """Equal contents have equal checksums; a chunk that is not committed has none."""
         table.put(0, _values(slice(0, 4)))
         table.put(4, _values(slice(0, 4)))
@@ -641,7 +614,7 @@ class StoreTests(ABC):
         with pytest.raises(IncompleteStoreError, match="Rows 8 to 10"):
             table.checksums(2)
 
-    def test_equal_stores_do_not_differ(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_equal_stores_do_not_differ(self, path, store):
         """``diff`` is empty for equal rows, in any order of putting and in committed and incomplete chunks."""
         other = self.create(f"{path}-other", _MANIFEST)
         for each, order in ((store, [0, 9, 4, 6]), (other, [6, 4, 9, 0])):
@@ -650,7 +623,7 @@ class StoreTests(ABC):
                 table.put([row, row + 1], _values([row, row + 1]))
         assert store.diff(other) == other.diff(store) == ()
 
-    def test_differences_are_named(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_differences_are_named(self, path, store):
         """``diff`` names different settings, tables, fingerprints, done rows, and bytes of chunks and rows."""
         other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))
         for each, seed, rows in ((store, 0, 10), (other, 1, 9)):
@@ -679,10 +652,10 @@ class StoreTests(ABC):
         ]
 
     @_DTYPES
-    def test_a_merge_takes_what_is_missing(self, path: str, store: AbstractFeatureStore, dtype: str) -> None:
+    def test_a_merge_takes_what_is_missing(self, path, store, dtype):
         """Missing rows and tables come from complete, incomplete and overlapping parts; merging twice adds nothing."""
 
-        def put(table: AbstractRowTable, rows: list[int]) -> None:
+        def put(table, rows):
             table.put(rows, _values(rows, dtype=dtype))
 
         spec = _spec(dtype)
@@ -709,9 +682,7 @@ class StoreTests(ABC):
 
     @_DTYPES
     @pytest.mark.parametrize("rows", [3, 11])
-    def test_a_merge_refuses_rows_that_contradict(
-        self, path: str, store: AbstractFeatureStore, rows: int, dtype: str
-    ) -> None:
+    def test_a_merge_refuses_rows_that_contradict(self, path, store, rows, dtype):
         """The error names the rows, and nothing is copied from that part."""
         store.create_table("ckpt-0", _spec(dtype)).put(0, _values(slice(0, rows), dtype=dtype))
         part = self.create(f"{path}-part", _MANIFEST)
@@ -726,7 +697,7 @@ class StoreTests(ABC):
         assert store.table_names() == ["ckpt-0"]
         assert store.open_table("ckpt-0").done().sum() == rows
 
-    def test_a_merge_refuses_other_settings(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_a_merge_refuses_other_settings(self, path, store):
         """Different settings of the store or of a table raise an error that names the key."""
         store.create_table("ckpt-0", _SPEC)
         other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))
@@ -737,7 +708,7 @@ class StoreTests(ABC):
         with pytest.raises(ManifestMismatchError, match="checkpoint is 'abc' there, 'abd' here"):
             store.merge([part])
 
-    def test_a_claimed_chunk_takes_rows_of_its_holder_alone(self, path: str, table: AbstractRowTable) -> None:
+    def test_a_claimed_chunk_takes_rows_of_its_holder_alone(self, path, table):
         """Other handles get ``BusyError``, can put rows into other chunks, and can claim the chunk afterwards."""
         with table.claim(1) as pending:
             assert pending.tolist() == [4, 5, 6, 7]
@@ -760,7 +731,7 @@ class StoreTests(ABC):
         with pytest.raises(InvalidInputError, match="no chunk 3"), table.claim(3):
             pass
 
-    def test_a_chunk_is_given_up_when_the_block_fails(self, path: str, table: AbstractRowTable) -> None:
+    def test_a_chunk_is_given_up_when_the_block_fails(self, path, table):
         """An error inside the block releases the chunk; its rows stay."""
         table.put(9, _values(slice(9, 10)))
         with pytest.raises(StateError, match="done already"), table.claim(2):
@@ -768,9 +739,7 @@ class StoreTests(ABC):
         with self.open(path, "r+").open_table("ckpt-0").claim(2) as pending:
             assert pending.tolist() == [8, 10]
 
-    def test_the_fingerprint_is_replaced_only_if_it_is_the_known_one(
-        self, path: str, store: AbstractFeatureStore
-    ) -> None:
+    def test_the_fingerprint_is_replaced_only_if_it_is_the_known_one(self, path, store):
         """Repeating the call has no effect; if the known fingerprint differs, the error names the key."""
         known = dict(_MANIFEST.fingerprint)
         given = {**known, "dataset": {"num_rows": 12}}
@@ -796,9 +765,7 @@ class StoreTests(ABC):
             np.array([True, False]),
         ],
     )
-    def test_a_derived_array_and_an_entry_are_stored_under_their_key(
-        self, path: str, store: AbstractFeatureStore, array: NDArray[Any]
-    ) -> None:
+    def test_a_derived_array_and_an_entry_are_stored_under_their_key(self, path, store, array):
         """Shape, dtype and values are stored; another key or name finds nothing; a later array replaces it."""
         reader = self.open(path, "r")
         for put, get, read in (
@@ -815,7 +782,7 @@ class StoreTests(ABC):
             assert get("ckpt-0/gram", "v1") is read("ckpt-0/gram", "v1") is None
             assert get("gram", "v2") is None
 
-    def test_an_entry_is_listed_until_it_is_dropped(self, path: str, store: AbstractFeatureStore) -> None:
+    def test_an_entry_is_listed_until_it_is_dropped(self, path, store):
         store.put_entry("verdicts/a", "v2", np.zeros(7))
         store.put_entry("runs", "key", np.arange(3, dtype=np.uint8))
 
@@ -828,7 +795,7 @@ class StoreTests(ABC):
         assert self.open(path, "r").entry("verdicts/a", "v2") is None
         assert store.entry_names() == ["runs"]
 
-    def test_only_numbers_are_stored_as_derived_arrays(self, store: AbstractFeatureStore) -> None:
+    def test_only_numbers_are_stored_as_derived_arrays(self, store):
         """Arrays of objects and keys that are too long raise an error."""
         with pytest.raises(InvalidInputError, match="arrays of numbers"):
             store.cache("gram", "key", np.array([object()]))

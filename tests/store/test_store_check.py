@@ -11,7 +11,6 @@ import pytest
 from store_cases import (
     NAME,
     SPEC,
-    allow_reading_alone,
     check_all,
     check_rows,
     commit_log,
@@ -331,15 +330,6 @@ def test_a_disk_that_cannot_be_read_is_a_finding(mixed, monkeypatch):
     assert not report.ok
     assert {finding.chunk for finding in report.findings} == {0, 1}
     assert all("Input/output error" in finding.finding for finding in report.findings)
-
-
-def test_verifying_writes_nothing_and_takes_no_lock(mixed, monkeypatch):
-    flip(folder(mixed, "q/c.1"))
-    before = snapshot(mixed)
-    allow_reading_alone(monkeypatch)
-    with ZarrFeatureStore.open(mixed, "r") as store:
-        assert not store.check().ok
-    assert snapshot(mixed) == before
 
 
 def test_a_repair_that_may_not_write_or_cannot_rename_says_so(mixed, monkeypatch):

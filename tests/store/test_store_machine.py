@@ -33,13 +33,14 @@ from store_cases import (
     SPEC,
     UNFIT,
     WAYS,
-    Bucket,
+    Faulty,
+    Folder,
     Killed,
+    Memory,
+    Objects,
     content,
     dying,
     failing_call,
-    failpoints,
-    remote_place,
     values,
 )
 
@@ -52,7 +53,7 @@ from trak_lite.errors import (
     StoreFullError,
     UnsupportedStoreError,
 )
-from trak_lite.store import MemoryFeatureStore, RemotePlace, check_store, create_store, open_store
+from trak_lite.store import MemoryFeatureStore
 
 OTHER = "targets/test/ckpt-1"
 MOST_ROWS = 22
@@ -61,90 +62,6 @@ EXAMPLES = int(os.environ.get("TRAK_LITE_HISTORIES", "60"))
 WRITERS = st.sampled_from((0, 1))
 ROWS = st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=8, unique=True)
 COUNTS = st.integers(1, 3)
-
-
-class Folder:
-    """A store in a local folder."""
-
-    steps = (
-        *failpoints.FAILPOINTS,
-        *failpoints.LIST_FAILPOINTS,
-        *failpoints.GROWTH_FAILPOINTS,
-        *failpoints.DROP_FAILPOINTS,
-        *failpoints.ENTRY_FAILPOINTS,
-    )
-    grows = repairs = True
-    ways = tuple(WAYS)
-    bucket = None
-
-    def __init__(self, root):
-        self.root = root
-        self.place = self.files = os.path.join(root, "run.zarr")
-
-    def create(self):
-        return create_store(self.place, MANIFEST)
-
-    def read(self):
-        return open_store(self.place)
-
-    def check(self, *, repair=False):
-        return check_store(self.place, repair=repair)
-
-    def copied(self, root):
-        shutil.copytree(self.root, root, symlinks=True)
-        return type(self)(root)
-
-
-class Objects(Folder):
-    """A store in a folder that obstore takes for a bucket; both writers stage on one machine."""
-
-    steps = (*failpoints.FAILPOINTS, *failpoints.REMOTE_FAILPOINTS, *failpoints.ENTRY_FAILPOINTS)
-    grows = repairs = False
-    ways = ("one byte or all", "other bytes", "exchange")
-
-    def __init__(self, root):
-        self.root = root
-        self.files = os.path.join(root, "objects")
-        self.place = remote_place(root)
-
-    def copied(self, root):
-        """The name of the staging folder follows from the address."""
-        copy = super().copied(root)
-        name = os.path.basename(self.place.staging_root(MANIFEST))
-        if os.path.exists(f"{root}/staging/{name}"):
-            os.rename(f"{root}/staging/{name}", copy.place.staging_root(MANIFEST))
-        return copy
-
-
-class Faulty(Objects):
-    """A store in a dict, of which any request may fail."""
-
-    files = None
-
-    def __init__(self, root, kept=()):
-        self.root = root
-        self.bucket = Bucket(kept)
-        self.place = RemotePlace(self.bucket, staging=os.path.join(root, "staging"))
-
-    def copied(self, root):
-        shutil.copytree(self.root, root)
-        return Faulty(root, self.bucket.kept)
-
-
-class Memory(Folder):
-    """A store in memory: nothing can be killed or harmed."""
-
-    steps, repairs, files = (), False, None
-
-    def __init__(self, root):
-        self.root = root
-        self.store = MemoryFeatureStore(MANIFEST)
-
-    def create(self):
-        return self.store.reopen("r+")
-
-    def read(self):
-        return self.store.reopen("r")
 
 
 class StoreMachine(RuleBasedStateMachine):

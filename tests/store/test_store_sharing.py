@@ -94,6 +94,11 @@ def test_locks_end_with_their_holder(path, victims):
     finish(path)
 
 
+def test_a_forked_child_is_one_more_writer(path, victims):
+    assert victims.run("write_beside_a_child", path) == [0, *range(4, 11)]
+    check_all(path)
+
+
 def test_a_table_is_opened_once_per_store(path):
     """Otherwise the second one would find the chunks of the first one busy."""
     store, table = open_for_writing(path)
