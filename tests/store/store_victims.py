@@ -25,7 +25,6 @@ from store_cases import (
     SPEC,
     failing_call,
     open_for_writing,
-    open_remote,
     values,
 )
 
@@ -36,7 +35,7 @@ from trak_lite.errors import (
     StoreError,
     StoreFullError,
 )
-from trak_lite.store import Column, Manifest, TableSpec, check_store, create_store, open_store
+from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
 
 SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
 
@@ -54,19 +53,6 @@ def put_all(table, spec, done, batch, pause=0):
 
 def write(path, done, batch, spec="plain", pause=0):
     put_all(open_for_writing(path, SPECS[spec])[1], SPECS[spec], done, batch, pause)
-
-
-def write_remote(folder, done, batch):
-    """The same into a store below a folder of objects, staged beside it."""
-    with open_remote(folder) as (_, table):
-        put_all(table, SPEC, done, batch)
-
-
-def store_entry(path):
-    """Replace an entry, then drop it."""
-    with open_store(path, "r+") as store:
-        store.put_entry("a", "key", np.ones(3))
-        store.drop_entry("a")
 
 
 def die_before_a_child(path, row):
@@ -192,21 +178,6 @@ def show_a_failed_commit(path):
     except StoreFullError as error:
         "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
     return table.pending().tolist()
-
-
-def repair(path):
-    return str(check_store(path, repair=True))
-
-
-def drop(path, name):
-    open_store(path, "r+").drop_table(name)
-
-
-def grow(path, num_rows):
-    """Give the table more rows and put those that are pending."""
-    table = open_store(path, "r+").grow_table(NAME, num_rows)
-    for row in table.pending().tolist():
-        table.put(row, values([row]))
 
 
 def modules(path):

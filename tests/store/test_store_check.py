@@ -50,22 +50,6 @@ DONE = range(10)
 
 
 @pytest.fixture
-def mixed(path):
-    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
-    with writing(path) as table:
-        for start, count in ((0, 8), (8, 1), (9, 1)):
-            table.put(start, values(range(start, start + count)))
-    return path
-
-
-@pytest.fixture
-def full(path):
-    with writing(path) as table:
-        table.put(0, values(range(11)))
-    return path
-
-
-@pytest.fixture
 def half(path):
     """Chunk 1 is staged in two puts, of row 4 and of rows 5 and 6; the others have no row."""
     with writing(path) as table:

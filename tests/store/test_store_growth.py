@@ -53,12 +53,6 @@ def make(path, num_rows):
 
 
 @pytest.fixture
-def full(path):
-    make(path, 11)
-    return path
-
-
-@pytest.fixture
 def nine(path):
     """A finished table of nine rows: the last chunk has one."""
     make(path, 9)

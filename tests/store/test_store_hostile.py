@@ -68,13 +68,6 @@ def made(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def mixed(made, path):
-    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged; and a derived array."""
-    shutil.copytree(made, path)
-    return path
-
-
 def derived(path):
     return os.path.join(path, ".cache", "gram.safetensors")
 
