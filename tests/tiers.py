@@ -204,6 +204,7 @@ EACH_VALUE: tuple[str, ...] = (
     "store/test_store_identity.py",
     "store/test_store_laws.py",
     "store/test_store_quantised.py",
+    "store/test_store_races.py",
 )
 """Functions, or files of them, of which standard keeps few cases, in which each value of each parameter occurs."""
 

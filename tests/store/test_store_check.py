@@ -360,27 +360,6 @@ def test_a_chunk_in_a_writers_hand_is_left_alone(path):
     finish(path)
 
 
-@pytest.mark.parametrize("look", [1, 2])
-def test_a_chunk_that_is_committed_while_it_is_looked_at_is_done(mixed, monkeypatch, look):
-    """Its row log is gone before it is read, and its files were not visible yet when they were asked for."""
-    looks, real = [], os.open
-
-    def late(name, *arguments, **keywords):
-        if name == "2.rows":
-            looks.append(name)
-            if len(looks) == look:
-                monkeypatch.setattr(os, "open", real)
-                table.put([10], values([10]))
-        return real(name, *arguments, **keywords)
-
-    if look == 2:  # the first one finds something, which is looked at again
-        overwrite(row_log(mixed, 2), content(row_log(mixed, 2)) + b"x" * 24)
-    with writing(mixed) as table:
-        monkeypatch.setattr(os, "open", late)
-        report = check_store(mixed)
-    assert (report.findings, report.tally.done_rows) == ((), 11)
-
-
 # Every byte.
 
 

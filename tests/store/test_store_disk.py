@@ -480,28 +480,6 @@ def test_what_a_store_cannot_be_asked_is_refused_by_name(path, use, error, messa
 # Groups that go with their last table.
 
 
-def test_a_group_goes_with_its_last_table_unless_one_is_made_in_it(path):
-    """The group is removed between the look for it and the creation of a table in it."""
-    store, other = (ZarrFeatureStore.create(path, MANIFEST) for _ in range(2))
-    store.create_table("targets/a/x", SPEC)
-    store.create_table("/".join(["x" * 49] * 4), SPEC)
-    store.create_table("targets/b/x", SPEC)
-    store.drop_table("targets/b/x")
-    assert sorted(os.listdir(f"{path}/targets")) == ["a", "zarr.json"]
-    real = os.rename
-
-    def late(source, target, **folders):
-        if target == "y" and os.rename is late:
-            os.rename = real
-            store.drop_table("targets/a/x")
-        real(source, target, **folders)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "rename", late)
-        other.create_table("targets/a/y", SPEC)
-    assert store.table_names("targets") == ["targets/a/y"]
-
-
 @pytest.mark.parametrize("name", ["unlink", "rmdir", "rename"])
 def test_a_group_that_goes_while_a_table_is_made_in_it_is_never_damaged(path, monkeypatch, name):
     """A table is published in the group just before a step of its removal, and the process ends after this step."""

@@ -1,7 +1,6 @@
 """Tables that grow, are dropped or made anew, and stores that are merged, beside readers and writers from before."""
 
 import errno
-import fcntl
 import itertools
 import os
 import shutil
@@ -23,7 +22,6 @@ from store_cases import (
     dying,
     edit_document,
     failing_call,
-    first_call,
     flip,
     flip_row,
     folder,
@@ -39,9 +37,6 @@ from store_cases import (
 
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError, StateError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
-from trak_lite.store.disk import zarr_store
-from trak_lite.store.disk.chunk_files import ChunkIndex
-from trak_lite.store.disk.row_table import RowTable
 
 MORE = pytest.mark.parametrize("more", [1, 3, 4, 5])
 """Rows by which the table of 11 rows in chunks of 4 grows: within its last chunk, to its end and over it."""
@@ -120,25 +115,6 @@ def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(ful
             pytest.raises(Killed),
         ):
             store.open_table(NAME).put(11, values([11]))
-    finish(full, 12)
-
-
-@pytest.mark.parametrize(
-    ("owner", "step"),
-    [
-        (zarr_store, "stamp"),
-        (zarr_store, "refuse_undescribed"),
-        (ChunkIndex, "refresh"),
-        (RowTable, "_recover"),
-    ],
-)
-def test_a_table_that_grows_while_it_is_opened_is_opened_as_it_is_then(full, owner, step):
-    """The rows of its last chunk are in a row log then, which a writer with the old size must leave alone."""
-    with (
-        ZarrFeatureStore.open(full, "r+") as store,
-        first_call(owner, step, lambda *_: grow(full, 12)),
-    ):
-        assert store.open_table(NAME).pending().tolist() == [11]
     finish(full, 12)
 
 
@@ -224,24 +200,6 @@ def test_a_writer_from_before_does_not_pad_over_new_rows(path):
     finish(path, 12)
 
 
-def test_rows_stay_done_where_a_chunk_is_filled_up_while_it_is_looked_at(full):
-    """The rows of the old commit are neither in the row log, which is gone, nor in files that match the old record."""
-    grow(full, 12)
-    with ZarrFeatureStore.open(full, "r+") as store, reading(full) as reader:
-        writer, real, looks = store.open_table(NAME), os.open, []
-
-        def late(name, *arguments, **keywords):
-            if name == "2.rows" and not looks:
-                looks.append(name)
-                writer.put(11, values([11]))
-            return real(name, *arguments, **keywords)
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(os, "open", late)
-            assert reader.done().tolist() == [True] * 12
-        assert writer.complete
-
-
 def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
     store, table = open_for_writing(path)
     table.put(9, values([9]))
@@ -252,19 +210,6 @@ def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
         other.grow_table(NAME, 12)
     assert store.grow_table(NAME, 12).pending().tolist() == [*range(9), 10, 11]
     store.close()
-
-
-def test_of_two_who_grow_a_table_at_once_one_is_told(full):
-    """The other one grew it between the look at its size and the lock."""
-    with ZarrFeatureStore.open(full, "r+") as store:
-        store.open_table(NAME)
-        with (
-            first_call(fcntl, "flock", lambda *_: grow(full, 20)),
-            pytest.raises(BusyError, match="another number of rows now, because another writer has grown it"),
-        ):
-            store.grow_table(NAME, 15)
-        assert store.open_table(NAME).spec.num_rows == 20
-        assert store.grow_table(NAME, 21).spec.num_rows == 21
 
 
 @pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "rename"])
@@ -301,25 +246,6 @@ def test_a_table_that_another_writer_fills_is_not_dropped(path):
     store.drop_table(NAME)
     assert store.table_names() == []
     store.close()
-
-
-@pytest.mark.parametrize("step", ["remove", "rename"])
-def test_two_may_drop_the_same_table(full, monkeypatch, step):
-    """The other one is faster to rename the folder, or to remove what it holds."""
-    rmtree, rename = shutil.rmtree, os.rename
-    with ZarrFeatureStore.open(full, "r+") as store:
-        if step == "remove":
-            monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (rmtree(*a, **k), rmtree(*a, **k)))
-        else:
-            monkeypatch.setattr(
-                os,
-                "rename",
-                lambda one, other, **k: (rename(one, other, **k), rename(one, f"{other}-2", **k)),
-            )
-        store.drop_table(NAME)
-        monkeypatch.undo()
-        assert store.table_names() == []
-    assert os.listdir(f"{full}/targets") == ["zarr.json"]
 
 
 def test_a_reader_and_a_writer_of_a_dropped_table_are_told(full):
