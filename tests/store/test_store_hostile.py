@@ -120,6 +120,17 @@ def replaced(old, new, where=""):
     return harm
 
 
+def torn(where, whole):
+    """Leave something else of a ``zarr.json``, or nothing."""
+
+    def harm(path):
+        os.unlink(f"{path}/{where}/zarr.json")
+        if whole is not None:
+            overwrite(f"{path}/{where}/zarr.json", whole)
+
+    return harm
+
+
 def table_says(**record):
     return lambda path: edit(folder(path, "zarr.json"), lambda found: found.update(record))
 
@@ -216,6 +227,22 @@ METADATA = [
         (replaced(size, size[:-1] + b"8", NAME), "does not match its checksum")
         for size in (b'"chunk_rows": 4', b'"num_rows": 11', b'"width": 3')
     ),
+    # A changed setting is refused by its checksum, a torn document as what it is; neither is ever made anew.
+    (replaced(b'"seed": 0', b'"seed": 1'), "does not match its checksum"),
+    (replaced(b'"abc"', b'"abd"', NAME), "does not match its checksum"),
+    (replaced(b"ckpt-0", b"ckpt-1", NAME), "does not match its checksum|does not desc"),
+    (replaced(b'"trak_lite"', b'"trak_lhte"', NAME), "does not desc|lost"),
+    *(
+        (replaced(old, new, f"{NAME}/q"), r"q/zarr\.json contradicts its table: ")
+        for old, new in (
+            *((b'"float32"', b'"float30"'), (b'"float32"', b'"float64"')),
+            *((b'"bytes"', b'"zstd"'), (b'"NaN"', b"0")),
+        )
+    ),
+    *((torn(NAME, left), r"zarr\.json") for left in (None, b"", b"\xff", b"[]", b'{"node_type": "array"}')),
+    *((torn(place, b"{"), r"zarr\.json") for place in ("", "targets", NAME, f"{NAME}/q")),
+    *((torn(place, b"null"), r"zarr\.json") for place in ("", "targets", NAME, f"{NAME}/q")),
+    (torn(f"{NAME}/q", None), r"zarr\.json"),
     *((lost_column(place), NOT_LISTED) for place in range(3)),
     *(
         (without_list_entry(lost_column(place)), rf"does not name the arrays \['{name}'\].* Restore")
@@ -248,8 +275,10 @@ METADATA = [
 def test_metadata_that_make_no_sense_are_refused_and_cost_no_chunk(mixed, harm, message):
     """By every way into the store, in little memory, and by a check; a chunk is never judged by them."""
     harm(mixed)
+    before = snapshot(mixed)
     with peak_below(8 * MEBIBYTE):
         errors = read_everything(mixed)
+        assert snapshot(mixed).items() >= before.items()
         report = check_store(mixed, repair="is lost" not in message and message != NOT_THAT)
     assert any(re.search(message, str(error)) for error in errors), errors
     assert all(isinstance(error, CorruptStoreError) for error in errors), errors
