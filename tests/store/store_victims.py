@@ -17,16 +17,7 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-from store_cases import (
-    LONG,
-    MANIFEST,
-    NAME,
-    PACKED,
-    SPEC,
-    failing_call,
-    open_for_writing,
-    values,
-)
+from store_cases import LONG, MANIFEST, NAME, PACKED, SPEC, failing_call, open_for_writing, values
 
 from trak_lite.errors import (
     BusyError,

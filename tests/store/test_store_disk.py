@@ -12,30 +12,9 @@ import time
 
 import numpy as np
 import pytest
+import store_cases as cases
 from late import Late
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    allow_reading_alone,
-    check_all,
-    commit_log,
-    entry_name,
-    failing_call,
-    files_below,
-    finish,
-    first_call,
-    flip,
-    folder,
-    open_for_writing,
-    reading,
-    row_log,
-    sized,
-    snapshot,
-    staged,
-    values,
-    writing,
-)
+from store_cases import MANIFEST, NAME, SPEC, folder, open_for_writing, snapshot, staged, values, writing
 
 from trak_lite.errors import (
     CorruptStoreError,
@@ -76,7 +55,7 @@ def test_any_call_may_fail(tmp_path, call, errors):
         store, table = open_for_writing(path)
         table.put(0, values(range(3)))
         refused = None
-        with failing_call(call, count, *errors) as left:
+        with cases.failing_call(call, count, *errors) as left:
             try:
                 table.put(3, values(range(3, 11)))
             except (StoreError, KeyboardInterrupt, SystemExit) as error:
@@ -85,14 +64,14 @@ def test_any_call_may_fail(tmp_path, call, errors):
         done = set(range(3 if refused else 11))
         for chunk in table.committed_chunks():
             done |= set(range(*table.chunk_range(chunk)))
-        with reading(path) as reader:
+        with cases.reading(path) as reader:
             for seen in (table, reader):
                 assert set(np.flatnonzero(seen.done()).tolist()) == done
                 assert {row for chunk in range(3) for row in seen.read_done(chunk)[0].tolist()} == done
         if len(pending := table.pending()):
             table.put(pending, values(pending))
         store.close()
-        finish(path)
+        cases.finish(path)
         if len(left) == len(errors):  # there is no such call any more
             assert not refused
             break
@@ -110,7 +89,10 @@ def test_any_call_may_fail(tmp_path, call, errors):
 )
 def test_an_error_of_the_system_gets_a_name_and_keeps_its_cause(path, code, error):
     _, table = open_for_writing(path)
-    with failing_call("pwrite", 1, OSError(code, os.strerror(code))), pytest.raises(StoreError) as caught:
+    with (
+        cases.failing_call("pwrite", 1, OSError(code, os.strerror(code))),
+        pytest.raises(StoreError) as caught,
+    ):
         table.put(0, values([0]))
     assert type(caught.value) is error
     assert f"Writing rows to {path}/{NAME} failed: {os.strerror(code)}." in str(caught.value)
@@ -122,20 +104,20 @@ def test_an_error_of_the_system_gets_a_name_and_keeps_its_cause(path, code, erro
 @pytest.mark.parametrize(("rows", "size"), [(range(8), 11), (range(0, 160, 4), 160)])
 def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path, rows, size):
     """Also of chunks that did not stay open: only so many row logs are open at a time."""
-    with writing(path, sized(size)) as table:
+    with writing(path, cases.sized(size)) as table:
         table.put(1, values([1]))
-        before = os.path.getsize(row_log(path, 0))
+        before = os.path.getsize(cases.row_log(path, 0))
         last = len(range(0, rows[-1] + 1, SPEC.chunk_rows))
         with (
-            failing_call("posix_fallocate", last, OSError(errno.ENOSPC, "No space left on device")),
+            cases.failing_call("posix_fallocate", last, OSError(errno.ENOSPC, "No space left on device")),
             pytest.raises(StoreFullError, match=r"No space left on device.*stay pending.*Free some space"),
         ):
             table.put([row for row in rows if row != 1], values([row for row in rows if row != 1]))
         assert os.listdir(folder(path, "features", ".stage")) == ["0.rows"]
-        assert os.path.getsize(row_log(path, 0)) == before
+        assert os.path.getsize(cases.row_log(path, 0)) == before
         assert table.done().nonzero()[0].tolist() == [1]
         table.put(0, values([0]))
-    finish(path, sized(size))
+    cases.finish(path, cases.sized(size))
 
 
 def test_the_error_of_a_failed_commit_can_be_shown(path, victims):
@@ -159,7 +141,7 @@ def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     with writing(path) as table:
         table.put(0, values([0]))
         assert table.pending().tolist() == list(range(2, 11))
-    finish(path)
+    cases.finish(path)
 
 
 def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
@@ -220,7 +202,7 @@ def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
         patched.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)))
         table.put(0, values(range(4)))
     assert [staged(path, 0, name) for name in COLUMNS] == synced[:3]
-    finish(path)
+    cases.finish(path)
 
 
 # Who may write, and what.
@@ -268,7 +250,7 @@ def test_a_user_who_may_only_read_reads_and_is_told_which_file_he_may_not_read(v
             os.chmod(place, 0o755)
         before = snapshot(path)
         assert victims.run("look_as_nobody", path) == [rows, ["ReadOnlyStoreError"] * 2, []]
-        for file in files_below(path):
+        for file in cases.files_below(path):
             os.chmod(file, 0)
             _, _, errors = victims.run("look_as_nobody", path)
             os.chmod(file, 0o755)
@@ -283,7 +265,7 @@ def test_a_reader_and_a_check_write_nothing_and_take_no_lock(path, monkeypatch):
     with writing(path) as table:
         table.put(0, values(range(6)))
     before = snapshot(path)
-    allow_reading_alone(monkeypatch)
+    cases.allow_reading_alone(monkeypatch)
     with ZarrFeatureStore.open(path) as store:
         table = store.open_table(NAME)
         assert table.committed_chunks() == [0]
@@ -294,9 +276,9 @@ def test_a_reader_and_a_check_write_nothing_and_take_no_lock(path, monkeypatch):
         assert store.check().ok
     assert snapshot(path) == before
     monkeypatch.undo()
-    flip(folder(path, "q/c.0"))
+    cases.flip(folder(path, "q/c.0"))
     before = snapshot(path)
-    allow_reading_alone(monkeypatch)
+    cases.allow_reading_alone(monkeypatch)
     assert not check_store(path).ok
     assert snapshot(path) == before
 
@@ -342,7 +324,7 @@ def test_what_a_killed_creation_left_is_removed_later(tmp_path, victims):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
 def test_a_creation_that_fails_cleans_up(tmp_path, error):
-    with failing_call("rename", 1, error), pytest.raises((KeyboardInterrupt, StoreError)):
+    with cases.failing_call("rename", 1, error), pytest.raises((KeyboardInterrupt, StoreError)):
         ZarrFeatureStore.create(tmp_path / "run.zarr", MANIFEST)
     assert os.listdir(tmp_path) == []
 
@@ -365,7 +347,7 @@ def test_whoever_is_second_opens_what_the_first_made(tmp_path, step):
     """The other one is faster after the first look, or after all is built and the name is taken."""
     path = str(tmp_path / "run.zarr")
     with (
-        first_call(os, step, lambda *a, **k: ZarrFeatureStore.create(path, MANIFEST)),
+        cases.first_call(os, step, lambda *a, **k: ZarrFeatureStore.create(path, MANIFEST)),
         pytest.raises(ManifestMismatchError, match="seed is 0 there, 7 here"),
     ):
         ZarrFeatureStore.create(path, Manifest({**MANIFEST.fingerprint, "seed": 7}))
@@ -410,15 +392,15 @@ def test_any_path_will_do(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path / "elsewhere")
     with store:
         store.create_table(NAME, SPEC).put(0, values(range(11)))
-    check_all(str(tmp_path / name))
+    cases.check_all(str(tmp_path / name))
 
 
 def test_an_empty_folder_and_a_dangling_link_become_stores(tmp_path):
     (tmp_path / "empty").mkdir()
     os.symlink(tmp_path / "target.zarr", tmp_path / "link.zarr")
     for name in ("empty", "link.zarr"):
-        finish(str(tmp_path / name))
-    check_all(str(tmp_path / "target.zarr"))
+        cases.finish(str(tmp_path / name))
+    cases.check_all(str(tmp_path / "target.zarr"))
     with ZarrFeatureStore.open(tmp_path / "link.zarr") as store:  # a link at the root is followed once
         assert store.path == os.path.realpath(tmp_path / "target.zarr")
 
@@ -554,7 +536,7 @@ def test_a_chunk_is_synced_then_recorded_then_visible(path, steps):
     assert steps == []
     table.put(3, values([3]))
     keys = [folder(path, key) for key in ("features/c.0.0", "q/c.0", "w/c.0")]
-    log = commit_log(path)
+    log = cases.commit_log(path)
     assert sorted(steps[:3]) == sorted(("sync", staged(path, 0, name)) for name in COLUMNS)  # all at once
     assert steps[3:5] == [("sync", os.path.dirname(log)), ("sync", log)]
     assert steps[5:8] == [
@@ -579,7 +561,7 @@ def test_names_that_a_kill_left_unsynced_are_synced_before_the_row_log_goes(
     monkeypatch.setattr(os, "unlink", gone)
     with writing(path) as table:
         assert table.committed_chunks() == [0]
-    log = row_log(path, 0)
+    log = cases.row_log(path, 0)
     assert {folder(path, name) for name in ("features", "q", "w")} <= set(seen[: seen.index(log)])
 
 
@@ -590,7 +572,7 @@ def test_a_store_and_a_table_are_synced_before_they_have_a_name(tmp_path, path, 
     ZarrFeatureStore.create(path, MANIFEST).create_table(NAME, SPEC)
     renamed = [step for step in steps if step[0] == "rename"]
     *published, (_, scratch, entry) = renamed
-    assert entry == f"{path}/.tables/{entry_name(NAME)}"  # listed when it is there, and no earlier
+    assert entry == f"{path}/.tables/{cases.entry_name(NAME)}"  # listed when it is there, and no earlier
     assert steps.index(("sync", scratch)) < steps.index(renamed[-1])
     assert steps[-1] == ("sync", f"{path}/.tables")
     targets = [path, f"{path}/targets", f"{path}/targets/test", folder(path)]

@@ -9,31 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    Killed,
-    check_all,
-    check_rows,
-    commit_log,
-    content,
-    done_rows,
-    dying,
-    edit_document,
-    failing_call,
-    flip,
-    flip_row,
-    folder,
-    open_for_writing,
-    overwrite,
-    put_pending,
-    reading,
-    row_log,
-    sized,
-    values,
-    writing,
-)
+import store_cases as cases
+from store_cases import MANIFEST, NAME, SPEC, check_rows, done_rows, flip, folder, reading, values, writing
 
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError, StateError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -43,7 +20,7 @@ MORE = pytest.mark.parametrize("more", [1, 3, 4, 5])
 
 
 def make(path, num_rows):
-    with writing(path, sized(num_rows)) as table:
+    with writing(path, cases.sized(num_rows)) as table:
         table.put(0, values(range(num_rows)))
 
 
@@ -62,20 +39,20 @@ def grow(path, num_rows):
 def finish(path, num_rows):
     """Put what is pending, row by row, and check that all is right and sound."""
     with ZarrFeatureStore.open(path, "r+") as store:
-        put_pending(store.open_table(NAME), 1)
-    check_all(path, sized(num_rows))
+        cases.put_pending(store.open_table(NAME), 1)
+    cases.check_all(path, cases.sized(num_rows))
     report = check_store(path)
     assert (report.findings, report.tally.pending_rows) == ((), 0)
 
 
 @MORE
 def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(full, more):
-    before = content(folder(full, "features/c.1.0"))
+    before = cases.content(folder(full, "features/c.1.0"))
     with reading(full) as table:
         held = table.read_chunk(2, "features")
         grow(full, 11 + more)
         assert done_rows(full) == list(range(11))
-        assert content(folder(full, "features/c.1.0")) == before
+        assert cases.content(folder(full, "features/c.1.0")) == before
         assert check_store(full).findings == ()
         assert table.done().tolist() == [True] * 11
         finish(full, 11 + more)
@@ -111,8 +88,8 @@ def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(ful
 
         with (
             ZarrFeatureStore.open(full, "r+") as store,
-            dying("column_published:1", look),
-            pytest.raises(Killed),
+            cases.dying("column_published:1", look),
+            pytest.raises(cases.Killed),
         ):
             store.open_table(NAME).put(11, values([11]))
     finish(full, 12)
@@ -128,7 +105,7 @@ def test_the_rows_of_the_last_commit_are_logged_and_synced_before_the_table_grow
 
     monkeypatch.setattr(os, "rename", renamed)
     grow(full, 13)
-    assert steps[:2] == [row_log(full, 2), folder(full, "features/.stage")]
+    assert steps[:2] == [cases.row_log(full, 2), folder(full, "features/.stage")]
     assert folder(full, "zarr.json") in steps[2:]
 
 
@@ -139,7 +116,7 @@ def test_damage_to_a_chunk_that_is_filled_up_costs_the_rows_of_one_record(nine, 
     with ZarrFeatureStore.open(nine, "r+") as store:
         store.open_table(NAME).put(9, values([9]))
         store.open_table(NAME).put(10, values([10]))
-    flip_row(nine, 2, "q", put=row)
+    cases.flip_row(nine, 2, "q", put=row)
     left = [each for each in range(11) if each != lost]
     assert done_rows(nine) == left
     assert check_store(nine, repair=True).ok
@@ -165,7 +142,7 @@ def test_damage_to_the_last_chunk_is_never_read_by_a_growth(full):
 
 def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
     """More chunks, or more rows in the last one, are a growing table only where its zarr.json says so."""
-    overwrite(folder(full, "q/c.3"), bytes(16))
+    cases.overwrite(folder(full, "q/c.3"), bytes(16))
     with pytest.raises(CorruptStoreError, match="chunks 3, but its 11 rows make 3 chunks"), reading(full):
         pass
     os.unlink(folder(full, "q/c.3"))
@@ -179,7 +156,7 @@ def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
             document["attributes"]["trak_lite"]["num_rows"] = 11
 
     for name in ("", *(column.name for column in SPEC.columns)):
-        edit_document(folder(full, name, "zarr.json"), shrink)
+        cases.edit_document(folder(full, name, "zarr.json"), shrink)
     with pytest.raises(CorruptStoreError, match=r"recorded .* for 4 rows"), reading(full):
         pass
     assert not check_store(full).ok
@@ -189,7 +166,7 @@ def test_a_writer_from_before_does_not_pad_over_new_rows(path):
     """It would commit the last chunk as it knows it, with padding where rows are now."""
     with writing(path) as table:
         table.put(0, values(range(10)))
-    old_store, old = open_for_writing(path)
+    old_store, old = cases.open_for_writing(path)
     with ZarrFeatureStore.open(path, "r+") as store:
         store.grow_table(NAME, 12).put(11, values([11]))
     for use in (lambda: old.put(10, values([10])), lambda: old.claim(2).__enter__()):
@@ -201,7 +178,7 @@ def test_a_writer_from_before_does_not_pad_over_new_rows(path):
 
 
 def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
-    store, table = open_for_writing(path)
+    store, table = cases.open_for_writing(path)
     table.put(9, values([9]))
     with (
         ZarrFeatureStore.open(path, "r+") as other,
@@ -220,7 +197,7 @@ def test_any_call_of_a_growth_may_fail(tmp_path, call):
         with ZarrFeatureStore.open(path, "r+") as store:
             store.open_table(NAME)
             try:
-                with failing_call(call, count, OSError(errno.EIO, "broken")) as left:
+                with cases.failing_call(call, count, OSError(errno.EIO, "broken")) as left:
                     store.grow_table(NAME, 14)
             except StoreError:
                 assert not left
@@ -235,7 +212,7 @@ def test_any_call_of_a_growth_may_fail(tmp_path, call):
 
 
 def test_a_table_that_another_writer_fills_is_not_dropped(path):
-    store, table = open_for_writing(path)
+    store, table = cases.open_for_writing(path)
     table.put(0, values([0]))
     with (
         ZarrFeatureStore.open(path, "r+") as other,
@@ -294,12 +271,12 @@ def test_a_writer_goes_on_in_a_table_made_anew_for_the_same_rows(path):
 def test_a_commit_is_never_recorded_in_a_log_that_was_moved_away(path):
     with writing(path) as writer:
         writer.put(range(4), values(range(4)))
-        log = Path(commit_log(path))
+        log = Path(cases.commit_log(path))
         kept = log.read_bytes()
         log.rename(Path(path) / "moved.log")
         (log.parent / "copy.log").write_bytes(kept)
         writer.put(range(4, 11), values(range(4, 11)))
-    check_all(path)
+    cases.check_all(path)
 
 
 # Merging.
@@ -309,7 +286,7 @@ def test_a_merge_that_was_interrupted_is_repeated(tmp_path, full):
     path = str(tmp_path / "merged.zarr")
     with ZarrFeatureStore.create(path, MANIFEST) as store, ZarrFeatureStore.open(full) as part:
         with (
-            failing_call("pwrite", 7, OSError(errno.EIO, "broken")),
+            cases.failing_call("pwrite", 7, OSError(errno.EIO, "broken")),
             pytest.raises(StoreError, match="broken"),
         ):
             store.merge([part])
@@ -333,7 +310,7 @@ def test_a_damaged_part_is_not_merged_and_stores_are_compared_without_reading_th
             check_store(full, repair=True)
             assert store.merge([part]) == {NAME: 3}
             assert store.open_table(NAME).pending().tolist() == [4, 5, 6, 7]
-    os.unlink(commit_log(copy))
+    os.unlink(cases.commit_log(copy))
     with (
         ZarrFeatureStore.open(full) as here,
         ZarrFeatureStore.open(copy) as there,

@@ -7,24 +7,9 @@ import threading
 
 import numpy as np
 import pytest
+import store_cases as cases
 from late import Late
-from store_cases import (
-    MANIFEST,
-    SPEC,
-    Killed,
-    content,
-    copy_over,
-    dying,
-    edit,
-    entry_name,
-    exchange,
-    flip,
-    flipped,
-    open_remote,
-    overwrite,
-    remote_place,
-    values,
-)
+from store_cases import MANIFEST, SPEC, Killed, copy_over, exchange, flip, open_remote, overwrite, values
 
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError, MissingStoreError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store, create_store, open_store
@@ -179,7 +164,7 @@ def test_a_list_that_is_lost_is_named_and_made_anew(several):
     with ZarrFeatureStore.open(several, "r+") as store:
         for name in SPECS:
             store.open_table(name)
-    assert sorted(os.listdir(f"{several}/.tables")) == sorted(["zarr.json", *map(entry_name, SPECS)])
+    assert sorted(os.listdir(f"{several}/.tables")) == sorted(["zarr.json", *map(cases.entry_name, SPECS)])
 
 
 def test_what_others_note_beside_is_left_alone(several):
@@ -297,7 +282,7 @@ def test_an_entry_that_the_store_has_not_written_is_refused(tmp_path, kind, chan
     remote = kind == "object store"
 
     def place(folder):
-        return remote_place(folder, objects=".") if remote else str(folder)
+        return cases.remote_place(folder, objects=".") if remote else str(folder)
 
     def write(folder, start):
         with create_store(place(folder), Manifest({"seed": 0})) as store:
@@ -341,10 +326,10 @@ def test_every_flipped_bit_of_an_entry_is_noticed(path):
     with ZarrFeatureStore.create(path, MANIFEST) as store:
         store.put_entry("a", "key", np.arange(3, dtype=np.float16))
     file = f"{path}/.entries/a.safetensors"
-    whole, noticed = content(file), 0
+    whole, noticed = cases.content(file), 0
     with open_store(path) as store:
         for place in range(0, 8 * len(whole), 7):  # each byte, at any of its bits
-            overwrite(file, flipped(whole, place // 8, place % 8))
+            overwrite(file, cases.flipped(whole, place // 8, place % 8))
             try:
                 found = store.entry("a", "key")
             except CorruptStoreError:
@@ -362,7 +347,7 @@ def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_pat
     for root, start in ((path, 0), (other, 1)):
         with ZarrFeatureStore.create(root, Manifest({})) as store:
             store.cache("verdicts/a", "key", np.arange(start, 4.0))
-        edit(root / "zarr.json", lambda record: record.pop("id"))
+        cases.edit(root / "zarr.json", lambda record: record.pop("id"))
         (root / ".entries").mkdir()
         shutil.copyfile(
             root / ".cache/verdicts%a.safetensors", root / FILE
@@ -371,7 +356,7 @@ def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_pat
     with open_store(path) as store, pytest.raises(ManifestMismatchError, match="did not bind entries"):
         store.entry("verdicts/a", "key")
     assert "binds it" in str(check_store(path))
-    with dying("entry_announced:1", lambda: None), pytest.raises(Killed):
+    with cases.dying("entry_announced:1", lambda: None), pytest.raises(Killed):
         check_store(path, repair=True)
     assert "binds it" in str(check_store(path))
     assert check_store(path, repair=True).ok

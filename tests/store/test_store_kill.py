@@ -9,37 +9,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from store_cases import (
-    LONG,
-    MANIFEST,
-    NAME,
-    PACKED,
-    SPEC,
-    Folder,
-    Killed,
-    Objects,
-    check_all,
-    check_committed,
-    commit_log,
-    content,
-    done_rows,
-    dying,
-    entry_name,
-    failpoints,
-    finish,
-    flip,
-    flip_row,
-    folder,
-    open_remote,
-    overwrite,
-    put_pending,
-    reading,
-    row_log,
-    sized,
-    snapshot,
-    values,
-    writing,
-)
+import store_cases as cases
+from store_cases import LONG, NAME, PACKED, SPEC, Folder, Objects, failpoints, finish, put_pending, values
 
 from trak_lite.errors import CorruptStoreError, MissingStoreError
 from trak_lite.store import MemoryFeatureStore, check_store, create_store
@@ -59,8 +30,8 @@ def killed(place, failpoint, act, *given):
     root = f"{place.root}-{len(os.listdir(os.path.dirname(place.root)))}"
     with (
         mock.patch.object(os, "getpid", return_value=(1 << 22) + 1),
-        contextlib.suppress(Killed),
-        dying(failpoint, lambda: left.append((place.copied(root), tuple(acked)))),
+        contextlib.suppress(cases.Killed),
+        cases.dying(failpoint, lambda: left.append((place.copied(root), tuple(acked)))),
     ):
         act(place, acked, *given)
     return left[0] if left else None
@@ -99,7 +70,7 @@ def made(kind, root, rows=0):
     place = kind(str(root))
     if rows:
         with place.create() as store:
-            store.create_table(NAME, sized(rows)).put(0, values(range(rows)))
+            store.create_table(NAME, cases.sized(rows)).put(0, values(range(rows)))
             store.put_entry("a", "key", np.zeros(3))
     return place
 
@@ -146,20 +117,20 @@ def look(place, acked, *, changes=False):
             done = store.open_table(NAME).done()
             assert done[np.array(acked, int)].all()
             if store.open_table(NAME).spec.columns == SPEC.columns:
-                check_committed(store.open_table(NAME))
-        before, report = snapshot(place.files), place.check()
+                cases.check_committed(store.open_table(NAME))
+        before, report = cases.snapshot(place.files), place.check()
         assert report.ok, str(report)
         assert not there or not place.repairs or report.tally.done_rows == done.sum()
         if place.repairs and not changes:
             assert place.check(repair=True).set_aside == ()
-            assert snapshot(place.files) == before
+            assert cases.snapshot(place.files) == before
         return
     assert not acked
 
 
 def resume(place, acked, num_rows, spec):
     """Put what is pending: the bits are those of a store in memory, and nothing is left over."""
-    memory = MemoryFeatureStore(MANIFEST).create_table(NAME, sized(num_rows, spec))
+    memory = MemoryFeatureStore(cases.MANIFEST).create_table(NAME, cases.sized(num_rows, spec))
     memory.put(0, values(range(num_rows), spec))
     with place.create() as store:
         if NAME in store.table_names() and place.grows:
@@ -175,7 +146,7 @@ def resume(place, acked, num_rows, spec):
         store.put_entry("a", "key", np.full(3, 2.0))
         assert store.entry("a", "key").tolist() == [2] * 3
     assert sorted(os.listdir(f"{place.files}/.tables")) == sorted(
-        ["zarr.json", entry_name(NAME), ".entries%a"]
+        ["zarr.json", cases.entry_name(NAME), ".entries%a"]
     )
 
 
@@ -220,11 +191,11 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path, step):
     """Then a writer resumes, or a second repair finishes; either way no sound row is lost and no wrong one is read."""
     for count in itertools.count(1):
         place = made(Folder, tmp_path / str(count))
-        with writing(place.place) as table:
+        with cases.writing(place.place) as table:
             for start, rows in ((0, 8), (8, 1), (9, 1)):
                 table.put(start, values(range(start, start + rows)))
-        flip(folder(place.place, "q/c.1"))
-        flip_row(place.place, 2, "w")
+        cases.flip(cases.folder(place.place, "q/c.1"))
+        cases.flip_row(place.place, 2, "w")
         found = killed(place, f"{step}:{count}", repair)
         if found is None:
             assert count > 1
@@ -232,9 +203,9 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path, step):
         place, _ = found
         other = place.copied(f"{place.root}-other")
         assert place.check(repair=True).ok
-        assert done_rows(place.place) == [0, 1, 2, 3, 9]
+        assert cases.done_rows(place.place) == [0, 1, 2, 3, 9]
         finish(place.place)
-        with writing(other.place) as table:
+        with cases.writing(other.place) as table:
             put_pending(table)
         assert other.check(repair=True).ok
         finish(other.place)
@@ -274,17 +245,17 @@ def recorded(tmp_path):
 
 def test_a_commit_log_torn_before_the_rename_costs_nothing(recorded):
     """The record may be torn while no column has its final name: then it does not exist."""
-    whole = content(commit_log(recorded))
+    whole = cases.content(cases.commit_log(recorded))
     for cut in (*range(0, len(whole), 3), len(whole) - 1):
-        overwrite(commit_log(recorded), whole[:cut])
-        assert done_rows(recorded) == [0, 1, 2, 3]
+        cases.overwrite(cases.commit_log(recorded), whole[:cut])
+        assert cases.done_rows(recorded) == [0, 1, 2, 3]
     finish(recorded)
 
 
 def test_a_commit_record_without_its_files_proves_no_row(recorded):
     """A power cut may take the row log, which is not synced, before the files have their final names."""
-    overwrite(row_log(recorded, 0), b"")
-    assert done_rows(recorded) == []
+    cases.overwrite(cases.row_log(recorded, 0), b"")
+    assert cases.done_rows(recorded) == []
     assert check_store(recorded).ok
     finish(recorded)
 
@@ -293,14 +264,14 @@ def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path):
     """The record is won, some objects still have the dead writer's bytes: nobody reads them as rows."""
     pytest.importorskip("obstore")
     place = made(Objects, tmp_path / "0")
-    with create_store(place.place, MANIFEST) as store:
+    with create_store(place.place, cases.MANIFEST) as store:
         store.create_table(NAME, SPEC).put(0, values(range(4), attempt=1))
     os.unlink(f"{place.files}/{NAME}/features/.commits/c.0.1.log")
     shutil.rmtree(f"{place.root}/staging")
     for step in ("commit_put:1", "leftover_replaced:1", "leftover_replaced:1"):
         place, _ = killed(place, step, write, SPEC, 11)
         with (
-            open_remote(place.root, "r", staging="none") as (_, table),
+            cases.open_remote(place.root, "r", staging="none") as (_, table),
             pytest.raises(CorruptStoreError, match="wait if it runs"),
         ):
             table.read("w")
@@ -316,12 +287,12 @@ def test_what_killed_writers_left_is_taken_over_row_by_row_by_another_number_of_
 ):
     """Each row is put once, and a reader beside them sees whole chunks, and more of them each time."""
     path = str(tmp_path / "run.zarr")
-    with writing(path, LONG):
+    with cases.writing(path, LONG):
         pass
     for count in (1, 2):
         started = [victims.start("share", path, 3, failpoint=failpoint) for _ in range(count)]
         assert [victims.wait(pid)[0] for pid in started] == [-signal.SIGKILL] * count
-    with reading(path) as reader:
+    with cases.reading(path) as reader:
         pending = reader.pending().tolist()
         assert 0 < len(pending) < LONG.num_rows
         started = [victims.start("share", path, 5) for _ in range(3)]
@@ -330,10 +301,10 @@ def test_what_killed_writers_left_is_taken_over_row_by_row_by_another_number_of_
             now, rows = set(reader.committed_chunks()), reader.done()
             assert committed <= now
             assert (rows | ~done).all()
-            check_committed(reader)
+            cases.check_committed(reader)
             report = check_store(path)
             assert report.ok, str(report)
             committed, done = now, rows
     answers = [victims.wait(pid)[1] for pid in started]
     assert sorted(itertools.chain.from_iterable(answers)) == pending
-    check_all(path, LONG)
+    cases.check_all(path, LONG)

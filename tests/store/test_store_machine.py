@@ -18,6 +18,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import store_cases as cases
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,22 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    UNFIT,
-    WAYS,
-    Faulty,
-    Folder,
-    Killed,
-    Memory,
-    Objects,
-    content,
-    dying,
-    failing_call,
-    values,
-)
+from store_cases import MANIFEST, NAME, SPEC, UNFIT, WAYS, Faulty, Folder, Killed, Memory, Objects, values
 
 from trak_lite.errors import (
     BusyError,
@@ -250,7 +236,9 @@ class StoreMachine(RuleBasedStateMachine):
         rows, before, size, attempt = self.within(rows), dict(self.known), self.size, self.attempt
         lives = []
         try:
-            with dying(f"{step}:{count}", lambda: lives.append(self.place.copied(self.new_root(made=False)))):
+            with cases.dying(
+                f"{step}:{count}", lambda: lives.append(self.place.copied(self.new_root(made=False)))
+            ):
                 calls[name](*given)
         except Killed:
             self.close_all()
@@ -298,7 +286,7 @@ class StoreMachine(RuleBasedStateMachine):
         writer, (_, table) = next(iter(self.writers.items()))
         rows, before = self.within(rows), dict(self.known)
         try:
-            with failing_call(call, count, OSError(code, "broken")):
+            with cases.failing_call(call, count, OSError(code, "broken")):
                 self.put(writer, rows)
         except StoreError as error:
             named = isinstance(error, StoreFullError)
@@ -496,7 +484,7 @@ def hung(number, frame):
 def bounded():
     """A block that may take 20 seconds and half a gibibyte beside what is in use."""
     before, limit = signal.signal(signal.SIGALRM, hung), resource.getrlimit(resource.RLIMIT_AS)
-    in_use = int(content("/proc/self/statm").split()[0]) * resource.getpagesize()
+    in_use = int(cases.content("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 29), limit[1]))
     signal.alarm(SECONDS)
     try:

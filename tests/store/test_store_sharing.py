@@ -13,23 +13,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from store_cases import (
-    LONG,
-    SPEC,
-    check_all,
-    done_rows,
-    failing_call,
-    finish,
-    folder,
-    open_for_writing,
-    open_remote,
-    overwrite,
-    reading,
-    row_log,
-    sized,
-    values,
-    writing,
-)
+import store_cases as cases
+from store_cases import LONG, SPEC, check_all, finish, open_for_writing, open_remote, sized, values, writing
 
 from trak_lite.errors import BusyError, HeldHereError, StateError, StoreError
 from trak_lite.parallel import sharing
@@ -112,7 +97,7 @@ def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now
     table.put([0], values([0], LONG))
     table.close()
     with writing(path, LONG) as again:
-        fd = os.open(folder(path, "features", ".stage", "0.rows"), os.O_RDWR)
+        fd = os.open(cases.folder(path, "features", ".stage", "0.rows"), os.O_RDWR)
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(BusyError) as busy, again.claim(0):
             pass
@@ -128,12 +113,12 @@ def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
         table.put(0, values([0, 1]))
         with table.claim(0):
             pass
-        overwrite(row_log(path, 0), b"")
+        cases.overwrite(cases.row_log(path, 0), b"")
         with writing(path) as other:
             other.put(2, values([2]))
         with table.claim(0) as pending:
             assert pending.tolist() == [0, 1, 3]
-            assert done_rows(path) == [2]
+            assert cases.done_rows(path) == [2]
             table.put(0, values([0, 1]))
     finish(path)
 
@@ -145,7 +130,7 @@ def test_a_chunk_that_cannot_be_looked_at_is_let_go(tmp_path):
         path = str(tmp_path / f"{count}.zarr")
         with writing(path) as table, writing(path) as other:
             table.put(0, values([0]))
-            with failing_call("open", count, OSError(errno.EIO, "broken")) as left:
+            with cases.failing_call("open", count, OSError(errno.EIO, "broken")) as left:
                 try:
                     with table.claim(0):
                         pass
@@ -160,7 +145,7 @@ def test_a_chunk_that_cannot_be_looked_at_is_let_go(tmp_path):
 
 def test_rows_are_counted_while_writers_begin_one_chunk_after_the_other(path):
     spec = sized(400)
-    with writing(path, spec) as table, reading(path) as reader:
+    with writing(path, spec) as table, cases.reading(path) as reader:
         begun, listdir = iter(range(0, 400, 4)), os.listdir
 
         def late(where):
