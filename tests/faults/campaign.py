@@ -51,13 +51,13 @@ class Campaign:
     def __exit__(self, *_):
         self._open.close()
 
-    def run(self, kind, number):
+    def run(self, kind, number, **options):
         """Run one round; return what it found broken, or ``None``."""
         folder = os.path.join(self.folder, f"{kind}-{number}")
         os.mkdir(folder)
         broken, pick = None, random.Random(f"{self.seed}/{kind}/{number}")
         try:
-            KINDS[kind](Round(self._forks, pick, folder, self.totals, self._size, self._mounts))
+            KINDS[kind](Round(self._forks, pick, folder, self.totals, self._size, self._mounts), **options)
         except Exception as error:  # whatever a round does not expect is a finding
             broken = Broken(kind, number, f"{type(error).__name__}: {error}", traceback.format_exc())
             self.broken.append(broken)

@@ -12,13 +12,13 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import store_cases
 from fault_power import EXTREMES, KEPT, Cut, Recorder, plant, tree
 from forking import Forks
-from store_cases import LONG, MANIFEST, check_committed, open_for_writing, reading, values
+from store_cases import LONG, MANIFEST, NAME, check_committed, open_for_writing, reading, values
 
 from trak_lite.errors import MissingStoreError, ReadOnlyStoreError, StoreError, StoreFullError
 from trak_lite.store import Column, TableSpec, ZarrFeatureStore
@@ -43,6 +43,9 @@ class Round:
 
     def finish(self, path, spec=None):
         """Resume to the end, and check everything."""
+        with ZarrFeatureStore.create(path, MANIFEST) as store:
+            if NAME in store.table_names():
+                store.grow_table(NAME, (spec or self.spec).num_rows)
         store_cases.finish(path, spec or self.spec)
         for _ in range(2):  # the second time with the array that the first has kept
             with ZarrFeatureStore.open(path, "r+") as store:
@@ -72,7 +75,7 @@ def fill(table, pick, acknowledge):
 
 def check_gram(store):
     """An array that is derived from a finished table is kept with it, and is right or absent."""
-    table = store.open_table(store_cases.NAME)
+    table = store.open_table(NAME)
     rows, key = table.read("features").astype(np.float64), table.content_key()
     if (kept := store.cached("gram", key)) is not None:
         np.testing.assert_array_equal(kept, rows.T @ rows)
@@ -101,25 +104,30 @@ def power_cut(this):
         _check_cut(this, disk, stop, cut, again=this.pick.random() < 0.1)
 
 
-def every_power_cut(this):
+def every_power_cut(this, every=1):
     """Cut before each and every change, in each of the four extreme ways; a kill is one of them."""
     this.spec = TableSpec(5, (Column("features", 2, "float16"), *this.spec.columns[1:]), 3)
     disk = _recorded_run(this, os.path.join(this.folder, "disk"))
-    for stop, cut in itertools.product(disk.moments, EXTREMES):
+    for stop, cut in list(itertools.product(disk.moments, EXTREMES))[::every]:
         _check_cut(this, disk, stop, cut, again=False)
 
 
 def _recorded_run(this, root):
-    """Make, or take up, a store under a recorder, and fill it, reopening it now and then."""
+    """Make, or take up, a store under a recorder, fill it, reopening it now and then, and append the last row."""
     os.makedirs(root, exist_ok=True)
+    first = replace(this.spec, num_rows=this.spec.num_rows - 1)
     with Recorder(root) as recorder:
         while True:
-            store, table = open_for_writing(os.path.join(root, "run.zarr"), this.spec)
-            recorder.note(np.flatnonzero(table.done()).tolist())
-            with store, contextlib.suppress(_Reopen):
-                fill(table, this.pick, lambda rows: _note(recorder, rows, this.pick))
-                check_gram(store)
-                return recorder.disk()
+            with ZarrFeatureStore.create(os.path.join(root, "run.zarr"), MANIFEST) as store:
+                known = NAME in store.table_names()
+                table = store.open_table(NAME) if known else store.create_table(NAME, first)
+                recorder.note(np.flatnonzero(table.done()).tolist())
+                with contextlib.suppress(_Reopen):
+                    fill(table, this.pick, lambda rows: _note(recorder, rows, this.pick))
+                    table = store.grow_table(NAME, this.spec.num_rows)
+                    fill(table, this.pick, lambda rows: _note(recorder, rows, this.pick))
+                    check_gram(store)
+                    return recorder.disk()
 
 
 class _Reopen(Exception):

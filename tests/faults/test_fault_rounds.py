@@ -26,6 +26,12 @@ def test_no_fault_breaks_a_promise(campaign, kind, number):
     assert broken is None, broken.trace
 
 
+def test_power_cuts_before_some_changes_break_no_promise(campaign):
+    """The standard tier's part of every_power_cut."""
+    broken = campaign.run("every_power_cut", 0, every=7)
+    assert broken is None, broken.trace
+
+
 def test_every_kind_of_fault_has_its_rounds():
     assert set(KINDS) == {*QUICK, *ONLY_LONG}
 

@@ -45,35 +45,29 @@ def finish(path, num_rows):
     assert (report.findings, report.tally.pending_rows) == ((), 0)
 
 
+@pytest.mark.parametrize("had", [9, 11])
 @MORE
-def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(full, more):
-    before = cases.content(folder(full, "features/c.1.0"))
-    with reading(full) as table:
+def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(path, had, more):
+    """Also while the last chunk is filled, whose rows are done as they were."""
+    make(path, had)
+    before = cases.content(folder(path, "features/c.1.0"))
+    with reading(path) as table:
         held = table.read_chunk(2, "features")
-        grow(full, 11 + more)
-        assert done_rows(full) == list(range(11))
-        assert cases.content(folder(full, "features/c.1.0")) == before
-        assert check_store(full).findings == ()
-        assert table.done().tolist() == [True] * 11
-        finish(full, 11 + more)
-        assert table.committed_chunks() == [0, 1, 2]
-        assert table.done().tolist() == [True] * 11
-        check_rows(table)
-        np.testing.assert_array_equal(held, values(range(8, 11))["features"])
-
-
-def test_a_reader_from_before_reads_the_last_chunk_while_it_is_filled(nine):
-    with reading(nine) as table:
-        grow(nine, 13)
-        with ZarrFeatureStore.open(nine, "r+") as store:
+        grow(path, had + more)
+        assert cases.done_rows(path) == list(range(had))
+        assert cases.content(folder(path, "features/c.1.0")) == before
+        assert check_store(path).findings == ()
+        with ZarrFeatureStore.open(path, "r+") as store:
             writer = store.open_table(NAME)
-            writer.put(10, values([10]))
-            check_rows(table)
             with pytest.raises(StateError, match=r"8 .* are done already"):
                 writer.put(8, values([8]))
-            writer.put(9, values([9]))
-            writer.put(11, values([11]))
-        check_rows(table)
+            for row in range(had, had + more):
+                writer.put(row, values([row]))
+                check_rows(table)
+                assert table.done().tolist() == [True] * had
+        finish(path, had + more)
+        assert table.committed_chunks() == [0, 1, 2]
+        np.testing.assert_array_equal(held, values(range(8, had))["features"])
 
 
 def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(full):
@@ -280,21 +274,6 @@ def test_a_commit_is_never_recorded_in_a_log_that_was_moved_away(path):
 
 
 # Merging.
-
-
-def test_a_merge_that_was_interrupted_is_repeated(tmp_path, full):
-    path = str(tmp_path / "merged.zarr")
-    with ZarrFeatureStore.create(path, MANIFEST) as store, ZarrFeatureStore.open(full) as part:
-        with (
-            cases.failing_call("pwrite", 7, OSError(errno.EIO, "broken")),
-            pytest.raises(StoreError, match="broken"),
-        ):
-            store.merge([part])
-        first = len(done_rows(path))
-        assert first < 11
-        assert store.merge([part]) == {NAME: 11 - first}
-        assert store.diff(part) == ()
-    finish(path, 11)
 
 
 def test_a_damaged_part_is_not_merged_and_stores_are_compared_without_reading_their_rows(tmp_path, full):

@@ -1,9 +1,7 @@
 """Rows, records, entries and metadata belong to one table of one store: those of another are refused."""
 
-import contextlib
 import os
 import shutil
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import store_cases as cases
 from late import Late
 from store_cases import MANIFEST, SPEC, Killed, copy_over, exchange, flip, open_remote, overwrite, values
 
-from trak_lite.errors import CorruptStoreError, ManifestMismatchError, MissingStoreError
+from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store, create_store, open_store
 
 zarr = Late("zarr")
@@ -191,34 +189,6 @@ def test_appended_data_leave_the_tables_in_their_store(several):
         assert store.open_table("ckpt-1").read("q").tobytes() == before[2]["ckpt-1"]["q"]
         assert store.open_table("ckpt-0").complete
     assert check_store(several).findings == ()
-
-
-def test_racing_creators_and_droppers_leave_a_list_that_is_right(path):
-    ZarrFeatureStore.create(path, MANIFEST).close()
-    errors = []
-
-    def work(number):
-        try:
-            for _ in range(8):
-                with ZarrFeatureStore.open(path, "r+") as store, contextlib.suppress(MissingStoreError):
-                    if number % 2:
-                        store.create_table("ckpt-0", ZERO)  # may be dropped before it is opened
-                    else:
-                        store.table_names()
-                        store.drop_table("ckpt-0")
-        except Exception as error:  # every one is a finding
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert check_store(path).findings == ()
-    with ZarrFeatureStore.open(path) as store:
-        listed = {name for name in os.listdir(f"{path}/.tables") if name != "zarr.json"}
-        assert listed == set(store.table_names())
 
 
 def test_a_derived_array_under_another_name_is_as_good_as_none(several):

@@ -108,14 +108,6 @@ def test_an_object_that_is_no_record_costs_no_staged_row(bucket, here):
     here.finish()
 
 
-def test_what_is_not_committed_is_computed_again_elsewhere(here, there):
-    """A machine without the staging folder takes every chunk that is committed, and no other row."""
-    here.table().put(0, values(range(7)))
-    assert there.table().pending().tolist() == list(range(4, 11))
-    there.finish()
-    check_rows(here.reader())
-
-
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_what_a_dead_writer_left_uncommitted_is_used_or_replaced(bucket, here, there, attempt):
     """Its objects are replaced once the commit record is won, if they differ; if it wakes up, it changes nothing."""
