@@ -1,6 +1,5 @@
 """The disk: what is made on it and in which order, and one that is full, broken, shared or not writable."""
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -457,53 +456,6 @@ def test_what_a_store_cannot_be_asked_is_refused_by_name(path, use, error, messa
     with pytest.raises(error, match=message):
         use(path)
     assert snapshot(os.path.dirname(path)) == before
-
-
-# Groups that go with their last table.
-
-
-@pytest.mark.parametrize("name", ["unlink", "rmdir", "rename"])
-def test_a_group_that_goes_while_a_table_is_made_in_it_is_never_damaged(path, monkeypatch, name):
-    """A table is published in the group just before a step of its removal, and the process ends after this step."""
-    store, other = (ZarrFeatureStore.create(path, MANIFEST) for _ in range(2))
-    store.create_table("targets/a/y", SPEC)
-    real = {each: getattr(os, each) for each in ("unlink", "rmdir", "rename")}
-    built, wanted, published = (threading.Event() for _ in range(3))
-    steps = ((f"{path}/targets/a", "zarr.json"), (f"{path}/targets", "a"))
-
-    class Killed(BaseException):
-        pass
-
-    def patched(*arguments, **named):
-        step = path_of(named.get("dir_fd", named.get("src_dir_fd"))), arguments[0]
-        if arguments[-1] == "z" and not built.is_set():
-            built.set()
-            assert wanted.wait(30)
-            real["rename"](*arguments, **named)
-            published.set()
-        elif built.is_set() and not wanted.is_set() and step in steps:
-            wanted.set()
-            assert published.wait(30)
-            with contextlib.suppress(OSError):
-                real[name](*arguments, **named)
-            raise Killed
-        else:
-            real[name if arguments[-1] != "z" else "rename"](*arguments, **named)
-
-    creator = threading.Thread(target=other.create_table, args=("targets/a/z", SPEC))
-    monkeypatch.setattr(os, "rename", patched)
-    creator.start()
-    assert built.wait(30)
-    monkeypatch.undo()
-    monkeypatch.setattr(os, name, patched)
-    with contextlib.suppress(Killed):
-        store.drop_table("targets/a/y")
-    monkeypatch.undo()
-    wanted.set()
-    creator.join(30)
-    assert check_store(path).findings == ()
-    other.create_table("targets/a/x", SPEC)
-    assert sorted(zarr.open_group(f"{path}/targets/a", mode="r").group_keys()) == ["x", "z"]
 
 
 # What a power cut may take: every rename stands after the syncs that it depends on.
