@@ -152,8 +152,9 @@ SOME: dict[str, int] = {
     "serve/test_serve_marks.py::test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks": 1,
     "serve/test_serve_tokens.py::test_preparation_makes_what_pages_need_and_changes_none": 1,
     "store/test_store_check.py::test_a_repair_costs_exactly_the_damaged_rows": 6,
-    "store/test_store_disk.py::test_any_call_may_fail_once": 2,
+    "store/test_store_disk.py::test_any_call_may_fail": 3,
     "store/test_store_kill.py": 2,
+    "store/test_store_kill.py::test_a_kill_at_any_step_loses_nothing": 16,
     "store/test_store_laws.py::TestMemoryThroughFsspec": 1,
     "traker/test_traker_original.py::test_every_sequence_of_calls_of_its_tests": 8,
     "unrolled/test_blocks.py": 2,
@@ -203,6 +204,7 @@ EACH_VALUE: tuple[str, ...] = (
     "store/test_store_identity.py",
     "store/test_store_laws.py",
     "store/test_store_quantised.py",
+    "store/test_store_races.py",
 )
 """Functions, or files of them, of which standard keeps few cases, in which each value of each parameter occurs."""
 

@@ -86,8 +86,7 @@ def plant(found, root):
 class Recorder:
     """Records what happens below a folder while it is entered; syncs are recorded instead of waited for.
 
-    What is in the folder at the start counts as synced. Files that are written otherwise than through ``os`` (zarr's
-    metadata) are found when they are next opened, moved or synced, and count as written just before.
+    What is in the folder at the start counts as synced. What is not written through ``os`` is an error at the end.
     """
 
     def __init__(self, root):
@@ -97,7 +96,7 @@ class Recorder:
         self._count = 1
         self._fds = {}
         self._patches = contextlib.ExitStack()
-        self._find_below(0)
+        self._find_below(0, self.root)
         self.steps.extend(Synced(node) for node in range(self._count))
         self._first = len(self.steps)
 
@@ -168,11 +167,8 @@ class Recorder:
             self.steps.append(Resized(self._fds[fd], size, may_cut))
 
     def _on_fsync(self, real, fd):
-        node = self._fds.get(fd)
-        if node is not None:
-            if node in self._names:
-                self._find_below(node)
-            self.steps.append(Synced(node))
+        if self._fds.get(fd) is not None:
+            self.steps.append(Synced(self._fds[fd]))
 
     def _on_mkdir(self, real, path, *mode, dir_fd=None, **keywords):
         path = self._full(path, dir_fd)
@@ -183,20 +179,14 @@ class Recorder:
     def _on_rename(self, real, source, target, *, src_dir_fd=None, dst_dir_fd=None):
         source, target = self._full(source, src_dir_fd), self._full(target, dst_dir_fd)
         node = self._node(source)
-        if node in self._names:
-            self._find_below(node)
-        self._node(target)
         real(source, target)
         if node is not None:
             old, new = self._place(source), self._place(target)
             self._change(((old, None), (new, node)), new[0])
 
     def _on_unlink(self, real, path, *, dir_fd=None):
-        place = self._place(path, dir_fd)
-        if place:
-            self._node(path, dir_fd)
         real(path, dir_fd=dir_fd)
-        if place:
+        if place := self._place(path, dir_fd):
             self._change(((place, None),), place[0])
 
     def _place(self, path, dir_fd=None):
@@ -206,8 +196,8 @@ class Recorder:
             return None
         node = 0
         *above, name = path[len(self.root) + 1 :].split(os.sep)
-        for depth, part in enumerate(above):
-            node = self._child(node, part, os.path.join(self.root, *above[: depth + 1]))
+        for part in above:
+            node = self._names[node][part]
         return node, name
 
     def _node(self, path, dir_fd=None):
@@ -216,39 +206,22 @@ class Recorder:
         if full == self.root:
             return 0
         place = self._place(full)
-        return self._child(*place, full) if place else None
+        return self._names[place[0]].get(place[1]) if place else None
 
     @staticmethod
     def _full(path, dir_fd):
         base = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
         return os.path.abspath(os.path.join(base, os.fsdecode(path)))
 
-    def _child(self, folder, name, path):
-        """Return the node of a name; what has been made there unseen is found now."""
-        if name not in self._names[folder] and os.path.lexists(path):
-            node = self._make(folder, name)
-            if os.path.isdir(path):
-                self._names[node] = {}
-            else:
-                with open(path, "rb") as file:
-                    self.steps.append(Written(node, 0, file.read()))
-        return self._names[folder].get(name)
-
-    def _find_below(self, folder):
-        path = self._path(folder)
+    def _find_below(self, folder, path):
         for name in sorted(os.listdir(path)):
-            node = self._child(folder, name, os.path.join(path, name))
-            if node in self._names:
-                self._find_below(node)
-
-    def _path(self, wanted):
-        if wanted == 0:
-            return self.root
-        for folder, names in self._names.items():
-            for name, node in names.items():
-                if node == wanted:
-                    return os.path.join(self._path(folder), name)
-        raise KeyError(wanted)
+            node, inside = self._make(folder, name), os.path.join(path, name)
+            if os.path.isdir(inside):
+                self._names[node] = {}
+                self._find_below(node, inside)
+            else:
+                with open(inside, "rb") as file:
+                    self.steps.append(Written(node, 0, file.read()))
 
     def _make(self, folder, name):
         node = self._count
@@ -280,6 +253,8 @@ class Cut:
 
 
 EXTREMES = tuple(Cut(names, sectors, journal=False) for names in (0.0, 1.0) for sectors in (0.0, 1.0))
+KEPT = EXTREMES[-1]
+"""Nothing is lost: what a kill leaves."""
 
 
 class Disk:
@@ -293,7 +268,7 @@ class Disk:
 
     def everything(self):
         """Return the tree if nothing is lost."""
-        return self.after(self.moments[-1], Cut(1.0, 1.0, journal=False), random.Random(0))
+        return self.after(self.moments[-1], KEPT, random.Random(0))
 
     def noted(self, stop):
         """Return what the program had been told before a step."""

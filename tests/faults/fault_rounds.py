@@ -1,45 +1,34 @@
-"""Rounds of faults: each makes a store, does something to it or to its writers, and checks every promise afterwards."""
+"""Rounds of faults of the disk: each fills a store, does something to its disk, and checks every promise afterwards."""
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 import os
 import random
-import re
+import resource
 import shutil
 import signal
+import subprocess
+import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from fault_cases import (
-    NAME,
-    ROOTS,
-    Case,
-    Violated,
-    check_as_reader,
-    check_with_plain_zarr,
-    fill,
-    final_scores,
-    finish,
-    open_for_writing,
-)
-from fault_mounts import command, mounted
-from fault_power import EXTREMES, Cut, Recorder, plant, tree
-from fault_workers import Acknowledgements, Workers
+import store_cases
+from fault_power import EXTREMES, KEPT, Cut, Recorder, plant, tree
+from forking import Forks
+from store_cases import LONG, MANIFEST, NAME, check_committed, open_for_writing, reading, values
 
-from trak_lite.errors import ManifestMismatchError, StoreError
-from trak_lite.store import Manifest, ZarrFeatureStore
-
-_ENDED = (signal.SIGKILL, signal.SIGTERM)
+from trak_lite.errors import MissingStoreError, ReadOnlyStoreError, StoreError, StoreFullError
+from trak_lite.store import Column, TableSpec, ZarrFeatureStore
 
 
 @dataclass
 class Round:
     """What one round works with."""
 
-    workers: Workers
+    forks: Forks
     pick: random.Random
     folder: str
     totals: Counter
@@ -47,115 +36,98 @@ class Round:
     """How many power cuts a round has."""
     mounts: bool
     """Whether file systems may be mounted."""
-    case: Case = field(init=False)
-    path: str = field(init=False)
-    acks: str = field(init=False)
+    spec: TableSpec = field(init=False)
 
     def __post_init__(self):
-        self.case = Case.drawn(self.pick)
-        self.path = os.path.join(self.folder, self.pick.choice(ROOTS))
-        self.acks = os.path.join(self.folder, "acknowledged")
-        if self.pick.random() < 0.2:
-            os.mkdir(os.path.join(self.folder, "elsewhere"))
-            os.symlink(os.path.join(self.folder, "elsewhere", "run.zarr"), self.path)
+        self.spec = drawn_spec(self.pick)
 
-    @property
-    def acknowledged(self):
-        """Rows whose ``put`` has returned, in any process."""
-        return Acknowledgements.read(self.acks)
-
-    def start(self, action, *arguments, **options):
-        """Start a worker on this round's store."""
-        return self.workers.start(
-            action, self.path, dataclasses.asdict(self.case), self.acks, *arguments, **options
-        )
-
-    def start_writer(self, action="write", *arguments, **options):
-        """Start a writer with batches and an order of its own."""
-        return self.start(action, self.pick.randrange(2**32), *arguments, **options)
-
-    def kill_sometime(self, pid, number=signal.SIGKILL, *, within=0.05):
-        """Send a signal at a random moment and wait for the end; return whether it came in time."""
-        time.sleep(self.pick.uniform(0, within))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-        status, _ = self.workers.wait(pid, may_die_by=_ENDED)
-        self.totals["kills"] += status < 0
-        return status < 0
-
-    def check_as_reader(self):
-        """Check what a new reader finds."""
-        check_as_reader(self.path, self.case, self.acknowledged)
-
-    def finish(self):
-        """Resume to the end, here or in another process, and check everything."""
-        acknowledged = self.acknowledged
-        self.totals["rows acknowledged before a fault"] += len(acknowledged)
-        finish(self.path, self.case, self.pick, acknowledged)
-        self.totals["rows acknowledged"] += self.case.num_rows
-        if self.pick.random() < 0.3:
-            check_with_plain_zarr(self.path, self.case)
-        self.totals["final scores bitwise equal"] += 1
+    def finish(self, path, spec=None):
+        """Resume to the end, and check everything."""
+        with ZarrFeatureStore.create(path, MANIFEST) as store:
+            if NAME in store.table_names():
+                store.grow_table(NAME, (spec or self.spec).num_rows)
+        store_cases.finish(path, spec or self.spec)
+        for _ in range(2):  # the second time with the array that the first has kept
+            with ZarrFeatureStore.open(path, "r+") as store:
+                check_gram(store)
+        self.totals["rows acknowledged"] += (spec or self.spec).num_rows
 
 
-def kill(this):
-    """kill -9 at random moments, again and again."""
-    for _ in range(this.pick.randint(1, 4)):
-        this.kill_sometime(this.start_writer(), within=this.pick.choice([0.01, 0.05]))
-        this.check_as_reader()
-    this.finish()
+def drawn_spec(pick):
+    """Small tables, with and without an edge, some with rows that cross pages of the disk."""
+    columns = [Column("features", pick.choice([1, 3, 8, 16, 300]), pick.choice(["float16", "float32"]))]
+    columns += [Column(name, None, "float32") for name in ("q", "w")]
+    chunk_rows = pick.choice([1, 2, 4, 7, 16, 32])
+    return TableSpec(pick.randint(2 * chunk_rows, 90), tuple(columns), chunk_rows, {"checkpoint": "abc"})
 
 
-def interrupt(this):
-    """Ctrl-C and SIGTERM inside a write: the process dies of it, or goes on with the same handle."""
-    stubborn = this.pick.random() < 0.7
-    pid = this.start_writer("write_stubbornly" if stubborn else "write")
-    if not stubborn:
-        this.kill_sometime(pid, signal.SIGTERM)
-    else:
-        time.sleep(this.pick.uniform(0.01, 0.04))  # until its handlers stand
-        for _ in range(this.pick.randint(1, 12)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, this.pick.choice([signal.SIGINT, signal.SIGTERM]))
-            time.sleep(this.pick.uniform(0, 0.005))
-        this.totals["interrupts survived"] += this.workers.wait(pid, may_die_by=_ENDED)[1] or 0
-    this.totals["interrupts"] += 1
-    this.check_as_reader()
-    this.finish()
+def fill(table, pick, acknowledge):
+    """Put pending rows in batches drawn at random; ``acknowledge(rows)`` is called when ``put`` has returned."""
+    while pending := table.pending().tolist():
+        chunk = pick.choice(pending) // table.spec.chunk_rows
+        rows = [row for row in pending if row // table.spec.chunk_rows == chunk or pick.random() < 0.1]
+        if pick.random() < 0.3:
+            pick.shuffle(rows)
+        rows = rows[: pick.choice([1, 2, 3, 5, 16, 90])]
+        table.put(rows, values(rows, table.spec))
+        acknowledge(rows)
+
+
+def check_gram(store):
+    """An array that is derived from a finished table is kept with it, and is right or absent."""
+    table = store.open_table(NAME)
+    rows, key = table.read("features").astype(np.float64), table.content_key()
+    if (kept := store.cached("gram", key)) is not None:
+        np.testing.assert_array_equal(kept, rows.T @ rows)
+    store.cache("gram", key, rows.T @ rows)
+
+
+def check_reader(path, acknowledged, *, made=True):
+    """A reader finds the acknowledged rows, and right values; a table that was made is there."""
+    try:
+        with reading(path) as table:
+            lost = np.setdiff1d(np.array(sorted(acknowledged), int), np.flatnonzero(table.done()))
+            assert not len(lost), f"acknowledged rows {lost} are pending"
+            check_committed(table)
+    except MissingStoreError:
+        assert not made, "the table is gone"
+
+
+# Power cuts.
 
 
 def power_cut(this):
     """Cut at any change of any file: what was not synced is lost, torn or kept."""
-    root = os.path.join(this.folder, "disk")
-    os.mkdir(root)
-    disk = _recorded_run(this, root)
+    disk = _recorded_run(this, os.path.join(this.folder, "disk"))
     cuts = [(this.pick.choice(disk.moments), Cut.drawn(this.pick)) for _ in range(this.size)]
     for stop, cut in cuts:
         _check_cut(this, disk, stop, cut, again=this.pick.random() < 0.1)
 
 
-def every_power_cut(this):
-    """Cut before each and every change, in each of the four extreme ways."""
-    this.case = Case(5, 2, 3, "float16")
-    root = os.path.join(this.folder, "disk")
-    os.mkdir(root)
-    disk = _recorded_run(this, root)
-    for stop, cut in itertools.product(disk.moments, EXTREMES):
+def every_power_cut(this, every=1):
+    """Cut before each and every change, in each of the four extreme ways; a kill is one of them."""
+    this.spec = TableSpec(5, (Column("features", 2, "float16"), *this.spec.columns[1:]), 3)
+    disk = _recorded_run(this, os.path.join(this.folder, "disk"))
+    for stop, cut in list(itertools.product(disk.moments, EXTREMES))[::every]:
         _check_cut(this, disk, stop, cut, again=False)
 
 
 def _recorded_run(this, root):
-    """Make, or take up, a store under a recorder, and fill it, reopening it now and then."""
-    path, recorder = os.path.join(root, "run.zarr"), Recorder(root)
-    with recorder:
+    """Make, or take up, a store under a recorder, fill it, reopening it now and then, and append the last row."""
+    os.makedirs(root, exist_ok=True)
+    first = replace(this.spec, num_rows=this.spec.num_rows - 1)
+    with Recorder(root) as recorder:
         while True:
-            store, table = open_for_writing(path, this.case)
-            recorder.note(())
-            recorder.note(np.flatnonzero(table.done()).tolist())
-            with store, contextlib.suppress(_Reopen):
-                fill(table, this.case, this.pick, lambda rows: _note(recorder, rows, this.pick))
-                final_scores(store, table)
-                return recorder.disk()
+            with ZarrFeatureStore.create(os.path.join(root, "run.zarr"), MANIFEST) as store:
+                known = NAME in store.table_names()
+                table = store.open_table(NAME) if known else store.create_table(NAME, first)
+                recorder.note(np.flatnonzero(table.done()).tolist())
+                with contextlib.suppress(_Reopen):
+                    fill(table, this.pick, lambda rows: _note(recorder, rows, this.pick))
+                    table = store.grow_table(NAME, this.spec.num_rows)
+                    fill(table, this.pick, lambda rows: _note(recorder, rows, this.pick))
+                    check_gram(store)
+                    return recorder.disk()
 
 
 class _Reopen(Exception):
@@ -169,67 +141,73 @@ def _note(recorder, rows, pick):
 
 
 def _check_cut(this, disk, stop, cut, *, again):
-    """Build what a cut leaves, check what had been promised by then, and finish the run."""
+    """Build what a cut leaves, check what had been promised by then, and finish the run.
+
+    A kill, after which the disk has everything, takes no row; a power cut may take rows of incomplete chunks.
+    """
     root = os.path.join(this.folder, "after")
     plant(disk.after(stop, cut, this.pick), root)
     this.totals["power cuts"] += 1
-    told = disk.noted(stop)
-    rows = set(itertools.chain.from_iterable(told))
-    committed = this.case.complete_chunks(rows)
+    noted = disk.noted(stop)
+    rows = set(itertools.chain.from_iterable(noted))
+    if cut != KEPT:
+        rows = complete_chunks(rows, this.spec)
     path = os.path.join(root, "run.zarr")
     try:
-        check_as_reader(path, this.case, committed, made=bool(told))
+        check_reader(path, rows, made=bool(noted))
         if again:
             second = _recorded_run(this, root)
             shutil.rmtree(root)
             _check_cut(this, second, this.pick.choice(second.moments), Cut.drawn(this.pick), again=False)
             return
-        finish(path, this.case, this.pick, committed)
-    except (Violated, StoreError) as error:
-        error.add_note(f"{this.case}, cut before step {stop}: {cut}")
+        this.finish(path)
+    except (AssertionError, StoreError) as error:
+        error.add_note(f"{this.spec}, cut before step {stop}: {cut}")
         raise
     shutil.rmtree(root)
-    this.totals["rows acknowledged"] += len(rows)
-    this.totals["final scores bitwise equal"] += 1
+
+
+def complete_chunks(rows, spec):
+    """Return those of some rows whose whole chunk is among them."""
+    starts = range(0, spec.num_rows, spec.chunk_rows)
+    chunks = [set(range(start, min(start + spec.chunk_rows, spec.num_rows))) for start in starts]
+    return set().union(*(chunk for chunk in chunks if chunk <= rows))
 
 
 def power_cut_image(this):
     """Copy the image of a mounted ext4 in the middle of a run, mount the copy, and see."""
-    image, place = os.path.join(this.folder, "image"), os.path.join(this.folder, "mounted")
+    image, done = os.path.join(this.folder, "image"), os.path.join(this.folder, "done")
     with open(image, "wb") as file:
         file.truncate(8 << 20)
     command("mkfs.ext4", "-q", "-b", "1024", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
-    with mounted(place, "-o", "loop", image):
-        this.path = os.path.join(place, "run.zarr")
-        pid = this.start_writer("write", True, synced=True)
+    with mounted(os.path.join(this.folder, "mounted"), "-o", "loop", image) as place:
+        path = os.path.join(place, "run.zarr")
+        pid = this.forks.start("write", path, done, 3, "long", 0.01, synced=True)
         try:
             for _ in range(this.pick.randint(1, 4)):
                 time.sleep(this.pick.uniform(0, 0.3))
-                _check_copy(this, image, pid)
+                _check_copy(this, image, pid, done)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            this.workers.wait(pid, may_die_by=_ENDED)
-        this.finish()
+            this.forks.wait(pid)
+        this.finish(path, LONG)
 
 
-def _check_copy(this, image, pid):
-    rows, before, copy = this.acknowledged, None, os.path.join(this.folder, "copy")
+def _check_copy(this, image, pid, done):
+    rows, before, copy = set(store_cases.acknowledged(done)), None, os.path.join(this.folder, "copy")
     with contextlib.suppress(ProcessLookupError), _stopped(pid):
         for _ in range(50):  # equal to itself a moment later: nothing was written while it was copied
-            with open(image, "rb") as file:
-                content = file.read()
-            if content == before:
+            whole = store_cases.content(image)
+            if whole == before:
                 break
-            before = content
-    with open(copy, "wb") as file:
-        file.write(before)
+            before = whole
+    store_cases.overwrite(copy, before)
     with mounted(os.path.join(this.folder, "after"), "-o", "loop", copy) as place:
-        path, committed = os.path.join(place, "run.zarr"), this.case.complete_chunks(rows)
-        check_as_reader(path, this.case, committed)
-        finish(path, this.case, this.pick, committed)
+        path = os.path.join(place, "run.zarr")
+        check_reader(path, complete_chunks(rows, LONG), made=bool(rows))
+        this.finish(path, LONG)
     this.totals["power cuts of an ext4 image"] += 1
-    this.totals["final scores bitwise equal"] += 1
 
 
 @contextlib.contextmanager
@@ -241,150 +219,108 @@ def _stopped(pid):
         os.kill(pid, signal.SIGCONT)
 
 
+# Disks that are full, or may not be written.
+
+
 def full_disk(this):
     """A real full disk (a small tmpfs) or a limit on the size of files; room comes back piece by piece."""
-    if not this.mounts or this.pick.random() < 0.3:
-        limit = this.pick.choice([512, 700, 1024, 4096, 20_000])
-        _, full = this.workers.wait(this.start_writer("write_on_full_disk", limit, None))
-        this.totals["full disks"] += full
-        this.check_as_reader()
-        return this.finish()
-    with mounted(os.path.join(this.folder, "small"), "-t", "tmpfs", "-o", "size=4m", "tmpfs") as small:
-        this.path, ballast = os.path.join(small, "run.zarr"), os.path.join(small, "ballast")
-        with open(ballast, "wb") as file:
-            room = this.pick.choice([0, 4, 16, 60, 200]) << 10
-            os.posix_fallocate(file.fileno(), 0, (4 << 20) - (64 << 10) - room)
-        _, full = this.workers.wait(this.start_writer("write_on_full_disk", None, ballast))
-        this.totals["full disks"] += full
-        this.check_as_reader()
-        os.truncate(ballast, 0)
-        return this.finish()
+    if this.mounts and this.pick.random() < 0.7:
+        with mounted(os.path.join(this.folder, "small"), "-t", "tmpfs", "-o", "size=4m", "tmpfs") as small:
+            ballast = os.path.join(small, "ballast")
+            with open(ballast, "wb") as file:
+                room = this.pick.choice([0, 4, 16, 60, 200]) << 10
+                os.posix_fallocate(file.fileno(), 0, (4 << 20) - (64 << 10) - room)
+
+            def shrink(full):
+                os.truncate(ballast, max(os.path.getsize(ballast) - this.pick.choice([4096, 16384]), 0))
+
+            _fill_as_room_comes(this, os.path.join(small, "run.zarr"), shrink)
+            os.truncate(ballast, 0)
+            this.finish(os.path.join(small, "run.zarr"))
+            return
+    size, before = this.pick.choice([512, 700, 1024, 4096, 20_000]), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(full):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size * max(2 * full, 1), before[1]))
+
+    limit(0)
+    try:
+        _fill_as_room_comes(this, os.path.join(this.folder, "run.zarr"), limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    this.finish(os.path.join(this.folder, "run.zarr"))
 
 
-def race(this):
-    """Two or three writers on one store, a polling reader, kills; another number of writers each time."""
-    reader = this.start("poll")
-    for _ in range(this.pick.randint(1, 3)):
-        writers = [this.start_writer() for _ in range(this.pick.choice([2, 3]))]
-        doomed = this.pick.sample(writers, this.pick.randint(0, len(writers)))
-        for pid in doomed:
-            this.kill_sometime(pid, within=0.02)
-        for pid in set(writers) - set(doomed):
-            this.totals["busy chunks"] += this.workers.wait(pid)[1]
-        this.totals["races"] += 1
-    this.finish()
-    this.totals["polls of a reader"] += this.workers.wait(reader)[1]
-
-
-def fork(this):
-    """A child that outlives its killed parent holds no chunk; one that writes beside it is one more writer."""
-    dies = this.pick.random() < 0.5
-    status, child = this.workers.wait(this.start_writer("write_and_fork", dies), may_die_by=_ENDED)
-    this.totals["forks"] += 1
-    this.check_as_reader()
-    if dies:
-        this.totals["kills"] += 1
-        busy = this.workers.wait(this.start_writer())[1]
-        if busy:
-            raise Violated("a child of a killed writer still holds its chunk")
-    elif status or child:
-        raise Violated(f"parent and child ended with {status} and {child}")
-    this.finish()
-
-
-def creation(this):
-    """Racing creators with two fingerprints, some killed, some by clocks that are off: one of them wins."""
-    creators = []
-    for _ in range(this.pick.randint(2, 4)):
-        step = this.pick.choice([None, "folder_built", "folder_published"])
-        jump = this.pick.choice([0, 0, 0, 10**6, -(10**6)])
-        pid = this.workers.start(
-            "create",
-            this.path,
-            dataclasses.asdict(this.case),
-            this.pick.choice([0, 1]),
-            jump,
-            failpoint=step and f"{step}:{this.pick.randint(1, 4)}",
-        )
-        creators.append(pid)
-        this.totals["clock jumps"] += bool(jump)
-    ends = [this.workers.wait(pid, may_die_by=_ENDED) for pid in creators]
-    this.totals["kills"] += sum(status < 0 for status, _ in ends)
-    this.totals["racing creators"] += len(creators)
-    won = {answer for status, answer in ends if status == 0 and answer is not None}
-    if len(won) > 1:
-        raise Violated(f"creators with the seeds {won} both think that they have won")
-    if won:
-        ZarrFeatureStore.create(this.path, Manifest({"seed": won.pop()})).open_table(NAME)
-    else:
-        _refuse_all_but_one(this)
-
-
-def _refuse_all_but_one(this):
-    """Nobody has returned: whoever comes next makes the store, or finds the one of a creator that was killed."""
-    made = set()
-    for seed in (0, 1):
-        with contextlib.suppress(ManifestMismatchError):
-            ZarrFeatureStore.create(this.path, Manifest({"seed": seed})).create_table(NAME, this.case.spec)
-            made.add(seed)
-    if len(made) != 1:
-        raise Violated(f"creating again succeeds with the seeds {made}")
+def _fill_as_room_comes(this, path, more_room):
+    """The same process goes on each time, with the handle that it has."""
+    noted, store, table = [], None, None
+    for full in itertools.count(1):
+        try:
+            if table is None:
+                store, table = open_for_writing(path, this.spec)
+            fill(table, this.pick, noted.extend)
+            break
+        except StoreFullError:
+            if noted:
+                check_reader(path, noted)
+            more_room(full)
+            this.totals["full disks"] += 1
+    store.close()
 
 
 def read_only(this):
-    """A mount or a user that may only read: reading works, writing is refused; what may not be read is named."""
-    fill_partly = this.start_writer()
-    this.kill_sometime(fill_partly)
-    store, _ = open_for_writing(this.path, this.case)
+    """A mount that may only be read: reading works, writing is refused, and not a byte changes."""
+    path = os.path.join(this.folder, "run.zarr")
+    store, table = open_for_writing(path, this.spec)
+    table.put(0, values(range(this.pick.randint(1, this.spec.num_rows)), this.spec))
+    noted = np.flatnonzero(table.done()).tolist()
     store.close()
+    before = tree(path)
+    with mounted(path, "--bind", path):
+        command("mount", "-o", "remount,bind,ro", path)
+        check_reader(path, noted)
+        for use in (
+            lambda: ZarrFeatureStore.open(path, "r+"),
+            lambda: ZarrFeatureStore.create(path, MANIFEST),
+        ):
+            with contextlib.suppress(ReadOnlyStoreError):
+                use()
+                raise AssertionError("a store that cannot be written opens for writing")
+    assert tree(path) == before, "reading has changed the store"
     this.totals["read-only stores"] += 1
-    real, case = os.path.realpath(this.path), dataclasses.asdict(this.case)
-    before = tree(real)
-    for parent, folders, files in os.walk(real):
-        for name in (".", *folders, *files):
-            os.chmod(os.path.join(parent, name), 0o755)
-    if os.geteuid() == 0:
-        this.workers.run("refuse_nobody", this.path, case)
-        _check_unreadable(this, real, case)
-    if this.mounts:
-        with mounted(real, "--bind", real):
-            command("mount", "-o", "remount,bind,ro", real)
-            this.workers.run("check_read_only", this.path, case)
-    if tree(real) != before:
-        raise Violated("reading has changed the store")
-    this.finish()
+    this.finish(path)
 
 
-def _check_unreadable(this, real, case):
-    """One file that may not be read: an error names it, and the rest can be read."""
-    with ZarrFeatureStore.open(real) as store:
-        done = store.open_table(NAME).done()
-    files = [
-        name
-        for name, content in tree(real).items()
-        if content is not None and ".new-" not in name and not _is_never_read(name, this.case, done)
-    ]
-    name = this.pick.choice(sorted(files))
-    os.chmod(os.path.join(real, name), 0)
-    refusals = this.workers.run("look_as_nobody", this.path, case)
-    os.chmod(os.path.join(real, name), 0o755)
-    if not any(name in message or f"{os.path.dirname(name)} failed" in message for message in refusals):
-        raise Violated(f"{name} cannot be read, and no error says so: {refusals}")
+# File systems of a round's own.
 
 
-def _is_never_read(name, case, done):
-    """Whether a file is there for zarr's tools only, or belongs to an unfinished chunk of which no row is done."""
-    if name == ".tables/zarr.json":
-        return True
-    size = case.spec.chunk_rows
-    chunk = re.search(r"\.stage/(\d+)", name)
-    return chunk is not None and not done[int(chunk[1]) * size :][:size].any()
+@functools.cache
+def may_mount():
+    """Return whether this process may mount file systems, images of disks included."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/loop-control"):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        tried = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, check=False)
+        if tried.returncode == 0:
+            command("umount", folder)
+        return tried.returncode == 0
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(kill, interrupt, power_cut, every_power_cut, power_cut_image),
-        *(full_disk, race, fork, creation, read_only),
-    )
-}
+def command(*words):
+    """Run a program and wait for it to succeed."""
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def mounted(folder, *options):
+    """Mount something on a folder, which is made if it is not there."""
+    os.makedirs(folder, exist_ok=True)
+    command("mount", *options, folder)
+    try:
+        yield folder
+    finally:
+        command("umount", "-l", folder)
+
+
+KINDS = {each.__name__: each for each in (power_cut, every_power_cut, power_cut_image, full_disk, read_only)}
+NEED_MOUNTS = ("power_cut_image", "read_only")

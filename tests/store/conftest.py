@@ -3,8 +3,12 @@
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forking import Forks
+from store_cases import values, writing
+
+from trak_lite.store import ZarrFeatureStore
 
 pytest.register_assert_rewrite("store_laws")  # a failing law shows its values
 
@@ -35,3 +39,22 @@ def victims():
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "run.zarr")
+
+
+@pytest.fixture
+def full(path):
+    """A finished table of eleven rows."""
+    with writing(path) as table:
+        table.put(0, values(range(11)))
+    return path
+
+
+@pytest.fixture
+def mixed(path):
+    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
+    with writing(path) as table:
+        for start, count in ((0, 8), (8, 1), (9, 1)):
+            table.put(start, values(range(start, start + count)))
+    with ZarrFeatureStore.open(path, "r+") as store:
+        store.cache("gram", "key", np.eye(2))
+    return path

@@ -5,6 +5,7 @@ The layout on disk (names of files, checksums over records) is known here and no
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,9 +22,11 @@ from trak_lite.store import (
     AbstractObjects,
     Column,
     Manifest,
+    MemoryFeatureStore,
     RemotePlace,
     TableSpec,
     ZarrFeatureStore,
+    check_store,
     create_store,
     open_store,
 )
@@ -46,9 +49,9 @@ PACKED = TableSpec(11, (Column("features", 5, "int4"), Column("q", None, "float3
 LONG = TableSpec(64, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
 
 
-def sized(num_rows):
+def sized(num_rows, spec=SPEC):
     """The same table with another number of rows."""
-    return replace(SPEC, num_rows=num_rows)
+    return replace(spec, num_rows=num_rows)
 
 
 def values(rows, spec=SPEC, attempt=0):
@@ -97,11 +100,13 @@ def open_remote(folder, mode="r+", staging="staging"):
         yield store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME)
 
 
-def put_pending(table, batch=2):
-    """Put what is pending, some rows at a time."""
+def put_pending(table, batch=2, acknowledge=list):
+    """Put what is pending, some rows at a time; ``acknowledge(rows)`` is called when ``put`` has returned."""
     pending = table.pending()
     for start in range(0, len(pending), batch):
-        table.put(pending[start : start + batch], values(pending[start : start + batch], table.spec))
+        rows = pending[start : start + batch]
+        table.put(rows, values(rows, table.spec))
+        acknowledge(rows.tolist())
 
 
 def check_rows(table, expected=values):
@@ -131,6 +136,13 @@ def finish(path, spec=SPEC, batch=2):
     with writing(path, spec) as table:
         put_pending(table, batch)
     check_all(path, spec)
+
+
+def acknowledged(path):
+    """The rows whose ``put`` has returned, as a victim noted them; a line cut off by a kill was no acknowledgement."""
+    if not os.path.exists(path):
+        return []
+    return [int(line) for line in content(path).rpartition(b"\n")[0].split()]
 
 
 def done_rows(path):
@@ -435,19 +447,16 @@ UNFIT = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSE
 
 
 @contextlib.contextmanager
-def failing_call(name, count, error):
-    """Make the ``count``-th call of a function in ``os`` fail; yield a list that is empty once it did.
+def failing_call(name, count, *errors):
+    """Make calls of a function in ``os`` fail, from the ``count``-th on; yield the list of errors that did not come.
 
     Folders that are opened on the way to a file below are not counted: there are many, and all are alike.
     """
-    call, left = getattr(os, name), [count]
+    call, seen, left = getattr(os, name), itertools.count(1), list(errors)
 
     def fail(*arguments, **keywords):
-        if left and not (name == "open" and arguments[1] & os.O_PATH):
-            left[0] -= 1
-            if left[0] == 0:
-                left.clear()
-                raise error
+        if left and not (name == "open" and arguments[1] & os.O_PATH) and next(seen) >= count:
+            raise left.pop(0)
         return call(*arguments, **keywords)
 
     with mock.patch.object(os, name, fail):
@@ -563,3 +572,90 @@ class Bucket(AbstractObjects):
         setattr(self, moment, fail)
         yield
         setattr(self, moment, lambda request, key: None)
+
+
+# Places of every kind, as one who uses and copies them sees them.
+
+
+class Folder:
+    """A store in a local folder."""
+
+    steps = (
+        *failpoints.FAILPOINTS,
+        *failpoints.LIST_FAILPOINTS,
+        *failpoints.GROWTH_FAILPOINTS,
+        *failpoints.DROP_FAILPOINTS,
+        *failpoints.ENTRY_FAILPOINTS,
+    )
+    grows = repairs = True
+    ways = tuple(WAYS)
+    bucket = None
+
+    def __init__(self, root):
+        self.root = root
+        self.place = self.files = os.path.join(root, "run.zarr")
+
+    def create(self):
+        return create_store(self.place, MANIFEST)
+
+    def read(self):
+        return open_store(self.place)
+
+    def check(self, *, repair=False):
+        return check_store(self.place, repair=repair)
+
+    def copied(self, root):
+        shutil.copytree(self.root, root, symlinks=True)
+        return type(self)(root)
+
+
+class Objects(Folder):
+    """A store in a folder that obstore takes for a bucket; both writers stage on one machine."""
+
+    steps = (*failpoints.FAILPOINTS, *failpoints.REMOTE_FAILPOINTS, *failpoints.ENTRY_FAILPOINTS)
+    grows = repairs = False
+    ways = ("one byte or all", "other bytes", "exchange")
+
+    def __init__(self, root):
+        self.root = root
+        self.files = os.path.join(root, "objects")
+        self.place = remote_place(root)
+
+    def copied(self, root):
+        """The name of the staging folder follows from the address."""
+        copy = super().copied(root)
+        name = os.path.basename(self.place.staging_root(MANIFEST))
+        if os.path.exists(f"{root}/staging/{name}"):
+            os.rename(f"{root}/staging/{name}", copy.place.staging_root(MANIFEST))
+        return copy
+
+
+class Faulty(Objects):
+    """A store in a dict, of which any request may fail."""
+
+    files = None
+
+    def __init__(self, root, kept=()):
+        self.root = root
+        self.bucket = Bucket(kept)
+        self.place = RemotePlace(self.bucket, staging=os.path.join(root, "staging"))
+
+    def copied(self, root):
+        shutil.copytree(self.root, root)
+        return Faulty(root, self.bucket.kept)
+
+
+class Memory(Folder):
+    """A store in memory: nothing can be killed or harmed."""
+
+    steps, repairs, files = (), False, None
+
+    def __init__(self, root):
+        self.root = root
+        self.store = MemoryFeatureStore(MANIFEST)
+
+    def create(self):
+        return self.store.reopen("r+")
+
+    def read(self):
+        return self.store.reopen("r")

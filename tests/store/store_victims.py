@@ -2,8 +2,8 @@
 
 import errno
 import importlib.util
+import itertools
 import os
-import resource
 import signal
 import sys
 import time
@@ -17,15 +17,21 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-from store_cases import LONG, NAME, PACKED, SPEC, failing_call, open_for_writing, open_remote, values
+from store_cases import LONG, MANIFEST, NAME, PACKED, SPEC, failing_call, open_for_writing, values
 
-from trak_lite.errors import BusyError, StoreError, StoreFullError
-from trak_lite.store import Column, Manifest, TableSpec, check_store, create_store, open_store
+from trak_lite.errors import (
+    BusyError,
+    IncompleteStoreError,
+    ManifestMismatchError,
+    StoreError,
+    StoreFullError,
+)
+from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
 
-SPECS = {"plain": SPEC, "packed": PACKED}
+SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
 
 
-def put_all(table, spec, done, batch):
+def put_all(table, spec, done, batch, pause=0):
     """Put all pending rows; note each batch after ``put`` has returned."""
     pending = table.pending()
     for start in range(0, len(pending), batch):
@@ -33,23 +39,11 @@ def put_all(table, spec, done, batch):
         table.put(rows, values(rows, spec))
         with open(done, "a") as file:
             file.write("".join(f"{row}\n" for row in rows))
+        time.sleep(pause)
 
 
-def write(path, done, batch, spec="plain"):
-    put_all(open_for_writing(path, SPECS[spec])[1], SPECS[spec], done, batch)
-
-
-def write_remote(folder, done, batch):
-    """The same into a store below a folder of objects, staged beside it."""
-    with open_remote(folder) as (_, table):
-        put_all(table, SPEC, done, batch)
-
-
-def store_entry(path):
-    """Replace an entry, then drop it."""
-    with open_store(path, "r+") as store:
-        store.put_entry("a", "key", np.ones(3))
-        store.drop_entry("a")
+def write(path, done, batch, spec="plain", pause=0):
+    put_all(open_for_writing(path, SPECS[spec])[1], SPECS[spec], done, batch, pause)
 
 
 def die_before_a_child(path, row):
@@ -63,13 +57,70 @@ def die_before_a_child(path, row):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def create(path, seed):
-    """Create a store and a table beside others who do the same."""
-    try:
-        create_store(path, Manifest({"seed": seed})).create_table(NAME, SPEC)
-    except StoreError as error:
-        return type(error).__name__
-    return "made"
+def write_beside_a_child(path):
+    """Hold a chunk, and fork a child that finds it held and fills the others through the handle that it inherited."""
+    _, table = open_for_writing(path)
+    table.put(0, values([0]))
+    child = os.fork()
+    if child == 0:
+        try:
+            table.put(1, values([1]))
+        except BusyError:
+            table.put(4, values(range(4, 11)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    done = np.flatnonzero(table.done()).tolist()
+    table.put(1, values(range(1, 4)))
+    return done
+
+
+def create(path, seed, jump=0):
+    """Create a store and a table beside others who do the same, by a clock that is off."""
+    real = time.time
+    time.time = lambda: real() + jump
+    for _ in range(20):
+        try:
+            create_store(path, Manifest({"seed": seed})).create_table(NAME, SPEC)
+        except ManifestMismatchError as error:
+            return type(error).__name__
+        except StoreError:
+            if not jump:
+                raise
+        else:
+            return "made"
+    raise AssertionError("creation failed 20 times")
+
+
+def look_as_nobody(path):
+    """Read all that there is as a user who may only read, or not even that, and try to write.
+
+    Return the rows of q that are done, the names of the errors of those who write, and the messages of the others.
+    """
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    rows, refused, messages = [], [], []
+
+    def read(use):
+        try:
+            with open_store(path) as store:
+                use(store)
+        except IncompleteStoreError:
+            pass  # pending rows are no damage
+        except StoreError as error:
+            messages.append(str(error))
+
+    read(lambda store: store.table_names())
+    read(lambda store: store.attributes(NAME))
+    for chunk, column in itertools.product(range(3), ("features", "q", "w")):
+        read(lambda store, c=chunk, name=column: store.open_table(NAME).read_chunk(c, name))
+    read(lambda store: [rows.extend(store.open_table(NAME).read_done(c)[1]["q"].tolist()) for c in range(3)])
+    for write in (lambda: open_store(path, "r+"), lambda: create_store(path, MANIFEST)):
+        try:
+            write()
+        except StoreError as error:
+            refused.append(type(error).__name__)
+    return rows, refused, messages
 
 
 def put_row(path, row):
@@ -107,20 +158,6 @@ def hold(path, chunk, rows):
         time.sleep(600)
 
 
-def fill_disk(path):
-    """Put rows under a limit on the file size that is lifted after the first failure."""
-    _, table = open_for_writing(path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, resource.RLIM_INFINITY))
-    try:
-        table.put(0, values(range(11)))
-    except StoreFullError as error:
-        pending = table.pending()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        table.put(pending, values(pending))
-        return [str(error), pending.tolist()]
-    return None
-
-
 def show_a_failed_commit(path):
     """Show the local variables of an error, as a debugger or a log may, after its rows were cut off the row log."""
     spec = TableSpec(8, (Column("features", 4096, "float32"),), 8)
@@ -132,21 +169,6 @@ def show_a_failed_commit(path):
     except StoreFullError as error:
         "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
     return table.pending().tolist()
-
-
-def repair(path):
-    return str(check_store(path, repair=True))
-
-
-def drop(path, name):
-    open_store(path, "r+").drop_table(name)
-
-
-def grow(path, num_rows):
-    """Give the table more rows and put those that are pending."""
-    table = open_store(path, "r+").grow_table(NAME, num_rows)
-    for row in table.pending().tolist():
-        table.put(row, values([row]))
 
 
 def modules(path):

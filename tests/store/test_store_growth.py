@@ -1,7 +1,6 @@
 """Tables that grow, are dropped or made anew, and stores that are merged, beside readers and writers from before."""
 
 import errno
-import fcntl
 import itertools
 import os
 import shutil
@@ -10,52 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    Killed,
-    check_all,
-    check_rows,
-    commit_log,
-    content,
-    done_rows,
-    dying,
-    edit_document,
-    failing_call,
-    first_call,
-    flip,
-    flip_row,
-    folder,
-    open_for_writing,
-    overwrite,
-    put_pending,
-    reading,
-    row_log,
-    sized,
-    values,
-    writing,
-)
+import store_cases as cases
+from store_cases import MANIFEST, NAME, SPEC, check_rows, done_rows, flip, folder, reading, values, writing
 
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError, StateError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
-from trak_lite.store.disk import zarr_store
-from trak_lite.store.disk.chunk_files import ChunkIndex
-from trak_lite.store.disk.row_table import RowTable
 
 MORE = pytest.mark.parametrize("more", [1, 3, 4, 5])
 """Rows by which the table of 11 rows in chunks of 4 grows: within its last chunk, to its end and over it."""
 
 
 def make(path, num_rows):
-    with writing(path, sized(num_rows)) as table:
+    with writing(path, cases.sized(num_rows)) as table:
         table.put(0, values(range(num_rows)))
-
-
-@pytest.fixture
-def full(path):
-    make(path, 11)
-    return path
 
 
 @pytest.fixture
@@ -73,41 +39,35 @@ def grow(path, num_rows):
 def finish(path, num_rows):
     """Put what is pending, row by row, and check that all is right and sound."""
     with ZarrFeatureStore.open(path, "r+") as store:
-        put_pending(store.open_table(NAME), 1)
-    check_all(path, sized(num_rows))
+        cases.put_pending(store.open_table(NAME), 1)
+    cases.check_all(path, cases.sized(num_rows))
     report = check_store(path)
     assert (report.findings, report.tally.pending_rows) == ((), 0)
 
 
+@pytest.mark.parametrize("had", [9, 11])
 @MORE
-def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(full, more):
-    before = content(folder(full, "features/c.1.0"))
-    with reading(full) as table:
+def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(path, had, more):
+    """Also while the last chunk is filled, whose rows are done as they were."""
+    make(path, had)
+    before = cases.content(folder(path, "features/c.1.0"))
+    with reading(path) as table:
         held = table.read_chunk(2, "features")
-        grow(full, 11 + more)
-        assert done_rows(full) == list(range(11))
-        assert content(folder(full, "features/c.1.0")) == before
-        assert check_store(full).findings == ()
-        assert table.done().tolist() == [True] * 11
-        finish(full, 11 + more)
-        assert table.committed_chunks() == [0, 1, 2]
-        assert table.done().tolist() == [True] * 11
-        check_rows(table)
-        np.testing.assert_array_equal(held, values(range(8, 11))["features"])
-
-
-def test_a_reader_from_before_reads_the_last_chunk_while_it_is_filled(nine):
-    with reading(nine) as table:
-        grow(nine, 13)
-        with ZarrFeatureStore.open(nine, "r+") as store:
+        grow(path, had + more)
+        assert cases.done_rows(path) == list(range(had))
+        assert cases.content(folder(path, "features/c.1.0")) == before
+        assert check_store(path).findings == ()
+        with ZarrFeatureStore.open(path, "r+") as store:
             writer = store.open_table(NAME)
-            writer.put(10, values([10]))
-            check_rows(table)
             with pytest.raises(StateError, match=r"8 .* are done already"):
                 writer.put(8, values([8]))
-            writer.put(9, values([9]))
-            writer.put(11, values([11]))
-        check_rows(table)
+            for row in range(had, had + more):
+                writer.put(row, values([row]))
+                check_rows(table)
+                assert table.done().tolist() == [True] * had
+        finish(path, had + more)
+        assert table.committed_chunks() == [0, 1, 2]
+        np.testing.assert_array_equal(held, values(range(8, had))["features"])
 
 
 def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(full):
@@ -122,29 +82,10 @@ def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(ful
 
         with (
             ZarrFeatureStore.open(full, "r+") as store,
-            dying("column_published:1", look),
-            pytest.raises(Killed),
+            cases.dying("column_published:1", look),
+            pytest.raises(cases.Killed),
         ):
             store.open_table(NAME).put(11, values([11]))
-    finish(full, 12)
-
-
-@pytest.mark.parametrize(
-    ("owner", "step"),
-    [
-        (zarr_store, "stamp"),
-        (zarr_store, "refuse_undescribed"),
-        (ChunkIndex, "refresh"),
-        (RowTable, "_recover"),
-    ],
-)
-def test_a_table_that_grows_while_it_is_opened_is_opened_as_it_is_then(full, owner, step):
-    """The rows of its last chunk are in a row log then, which a writer with the old size must leave alone."""
-    with (
-        ZarrFeatureStore.open(full, "r+") as store,
-        first_call(owner, step, lambda *_: grow(full, 12)),
-    ):
-        assert store.open_table(NAME).pending().tolist() == [11]
     finish(full, 12)
 
 
@@ -158,7 +99,7 @@ def test_the_rows_of_the_last_commit_are_logged_and_synced_before_the_table_grow
 
     monkeypatch.setattr(os, "rename", renamed)
     grow(full, 13)
-    assert steps[:2] == [row_log(full, 2), folder(full, "features/.stage")]
+    assert steps[:2] == [cases.row_log(full, 2), folder(full, "features/.stage")]
     assert folder(full, "zarr.json") in steps[2:]
 
 
@@ -169,7 +110,7 @@ def test_damage_to_a_chunk_that_is_filled_up_costs_the_rows_of_one_record(nine, 
     with ZarrFeatureStore.open(nine, "r+") as store:
         store.open_table(NAME).put(9, values([9]))
         store.open_table(NAME).put(10, values([10]))
-    flip_row(nine, 2, "q", put=row)
+    cases.flip_row(nine, 2, "q", put=row)
     left = [each for each in range(11) if each != lost]
     assert done_rows(nine) == left
     assert check_store(nine, repair=True).ok
@@ -195,7 +136,7 @@ def test_damage_to_the_last_chunk_is_never_read_by_a_growth(full):
 
 def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
     """More chunks, or more rows in the last one, are a growing table only where its zarr.json says so."""
-    overwrite(folder(full, "q/c.3"), bytes(16))
+    cases.overwrite(folder(full, "q/c.3"), bytes(16))
     with pytest.raises(CorruptStoreError, match="chunks 3, but its 11 rows make 3 chunks"), reading(full):
         pass
     os.unlink(folder(full, "q/c.3"))
@@ -209,7 +150,7 @@ def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
             document["attributes"]["trak_lite"]["num_rows"] = 11
 
     for name in ("", *(column.name for column in SPEC.columns)):
-        edit_document(folder(full, name, "zarr.json"), shrink)
+        cases.edit_document(folder(full, name, "zarr.json"), shrink)
     with pytest.raises(CorruptStoreError, match=r"recorded .* for 4 rows"), reading(full):
         pass
     assert not check_store(full).ok
@@ -219,7 +160,7 @@ def test_a_writer_from_before_does_not_pad_over_new_rows(path):
     """It would commit the last chunk as it knows it, with padding where rows are now."""
     with writing(path) as table:
         table.put(0, values(range(10)))
-    old_store, old = open_for_writing(path)
+    old_store, old = cases.open_for_writing(path)
     with ZarrFeatureStore.open(path, "r+") as store:
         store.grow_table(NAME, 12).put(11, values([11]))
     for use in (lambda: old.put(10, values([10])), lambda: old.claim(2).__enter__()):
@@ -230,26 +171,8 @@ def test_a_writer_from_before_does_not_pad_over_new_rows(path):
     finish(path, 12)
 
 
-def test_rows_stay_done_where_a_chunk_is_filled_up_while_it_is_looked_at(full):
-    """The rows of the old commit are neither in the row log, which is gone, nor in files that match the old record."""
-    grow(full, 12)
-    with ZarrFeatureStore.open(full, "r+") as store, reading(full) as reader:
-        writer, real, looks = store.open_table(NAME), os.open, []
-
-        def late(name, *arguments, **keywords):
-            if name == "2.rows" and not looks:
-                looks.append(name)
-                writer.put(11, values([11]))
-            return real(name, *arguments, **keywords)
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(os, "open", late)
-            assert reader.done().tolist() == [True] * 12
-        assert writer.complete
-
-
 def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
-    store, table = open_for_writing(path)
+    store, table = cases.open_for_writing(path)
     table.put(9, values([9]))
     with (
         ZarrFeatureStore.open(path, "r+") as other,
@@ -260,19 +183,6 @@ def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
     store.close()
 
 
-def test_of_two_who_grow_a_table_at_once_one_is_told(full):
-    """The other one grew it between the look at its size and the lock."""
-    with ZarrFeatureStore.open(full, "r+") as store:
-        store.open_table(NAME)
-        with (
-            first_call(fcntl, "flock", lambda *_: grow(full, 20)),
-            pytest.raises(BusyError, match="another number of rows now, because another writer has grown it"),
-        ):
-            store.grow_table(NAME, 15)
-        assert store.open_table(NAME).spec.num_rows == 20
-        assert store.grow_table(NAME, 21).spec.num_rows == 21
-
-
 @pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "rename"])
 def test_any_call_of_a_growth_may_fail(tmp_path, call):
     for count in itertools.count(1, 3 if call == "open" else 1):  # of many, every third
@@ -281,7 +191,7 @@ def test_any_call_of_a_growth_may_fail(tmp_path, call):
         with ZarrFeatureStore.open(path, "r+") as store:
             store.open_table(NAME)
             try:
-                with failing_call(call, count, OSError(errno.EIO, "broken")) as left:
+                with cases.failing_call(call, count, OSError(errno.EIO, "broken")) as left:
                     store.grow_table(NAME, 14)
             except StoreError:
                 assert not left
@@ -296,7 +206,7 @@ def test_any_call_of_a_growth_may_fail(tmp_path, call):
 
 
 def test_a_table_that_another_writer_fills_is_not_dropped(path):
-    store, table = open_for_writing(path)
+    store, table = cases.open_for_writing(path)
     table.put(0, values([0]))
     with (
         ZarrFeatureStore.open(path, "r+") as other,
@@ -307,25 +217,6 @@ def test_a_table_that_another_writer_fills_is_not_dropped(path):
     store.drop_table(NAME)
     assert store.table_names() == []
     store.close()
-
-
-@pytest.mark.parametrize("step", ["remove", "rename"])
-def test_two_may_drop_the_same_table(full, monkeypatch, step):
-    """The other one is faster to rename the folder, or to remove what it holds."""
-    rmtree, rename = shutil.rmtree, os.rename
-    with ZarrFeatureStore.open(full, "r+") as store:
-        if step == "remove":
-            monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (rmtree(*a, **k), rmtree(*a, **k)))
-        else:
-            monkeypatch.setattr(
-                os,
-                "rename",
-                lambda one, other, **k: (rename(one, other, **k), rename(one, f"{other}-2", **k)),
-            )
-        store.drop_table(NAME)
-        monkeypatch.undo()
-        assert store.table_names() == []
-    assert os.listdir(f"{full}/targets") == ["zarr.json"]
 
 
 def test_a_reader_and_a_writer_of_a_dropped_table_are_told(full):
@@ -374,30 +265,15 @@ def test_a_writer_goes_on_in_a_table_made_anew_for_the_same_rows(path):
 def test_a_commit_is_never_recorded_in_a_log_that_was_moved_away(path):
     with writing(path) as writer:
         writer.put(range(4), values(range(4)))
-        log = Path(commit_log(path))
+        log = Path(cases.commit_log(path))
         kept = log.read_bytes()
         log.rename(Path(path) / "moved.log")
         (log.parent / "copy.log").write_bytes(kept)
         writer.put(range(4, 11), values(range(4, 11)))
-    check_all(path)
+    cases.check_all(path)
 
 
 # Merging.
-
-
-def test_a_merge_that_was_interrupted_is_repeated(tmp_path, full):
-    path = str(tmp_path / "merged.zarr")
-    with ZarrFeatureStore.create(path, MANIFEST) as store, ZarrFeatureStore.open(full) as part:
-        with (
-            failing_call("pwrite", 7, OSError(errno.EIO, "broken")),
-            pytest.raises(StoreError, match="broken"),
-        ):
-            store.merge([part])
-        first = len(done_rows(path))
-        assert first < 11
-        assert store.merge([part]) == {NAME: 11 - first}
-        assert store.diff(part) == ()
-    finish(path, 11)
 
 
 def test_a_damaged_part_is_not_merged_and_stores_are_compared_without_reading_their_rows(tmp_path, full):
@@ -413,7 +289,7 @@ def test_a_damaged_part_is_not_merged_and_stores_are_compared_without_reading_th
             check_store(full, repair=True)
             assert store.merge([part]) == {NAME: 3}
             assert store.open_table(NAME).pending().tolist() == [4, 5, 6, 7]
-    os.unlink(commit_log(copy))
+    os.unlink(cases.commit_log(copy))
     with (
         ZarrFeatureStore.open(full) as here,
         ZarrFeatureStore.open(copy) as there,

@@ -13,33 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import store_cases as cases
 import torch
 from late import Late
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    check_all,
-    commit_log,
-    content,
-    crc32c,
-    done_rows,
-    edit,
-    edit_document,
-    entry_name,
-    finish,
-    folder,
-    frame,
-    link_away,
-    log_mark,
-    open_for_writing,
-    overwrite,
-    reading,
-    row_log,
-    snapshot,
-    values,
-    writing,
-)
+from store_cases import MANIFEST, NAME, SPEC, commit_log, content, edit, finish, folder, overwrite, snapshot
 
 import trak_lite
 from trak_lite.errors import (
@@ -60,18 +37,11 @@ MEBIBYTE = 1 << 20
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("made") / "run.zarr")
-    store, table = open_for_writing(path)
+    store, table = cases.open_for_writing(path)
     with store:
-        table.put(0, values(range(8)))
-        table.put(8, values([8, 9]))
+        table.put(0, cases.values(range(8)))
+        table.put(8, cases.values([8, 9]))
         store.cache("gram", "key", np.eye(2))
-    return path
-
-
-@pytest.fixture
-def mixed(made, path):
-    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged; and a derived array."""
-    shutil.copytree(made, path)
     return path
 
 
@@ -91,7 +61,7 @@ def read_everything(path):
         lambda: ZarrFeatureStore.open(path).attributes(NAME),
         lambda: open_table(path).read_chunk(0, "q"),
         lambda: open_table(path).done(),
-        lambda: open_for_writing(path)[1].pending(),
+        lambda: cases.open_for_writing(path)[1].pending(),
         lambda: check_store(path),
     )
     errors = []
@@ -127,6 +97,17 @@ def replaced(old, new, where=""):
     return harm
 
 
+def torn(where, whole):
+    """Leave something else of a ``zarr.json``, or nothing."""
+
+    def harm(path):
+        os.unlink(f"{path}/{where}/zarr.json")
+        if whole is not None:
+            overwrite(f"{path}/{where}/zarr.json", whole)
+
+    return harm
+
+
 def table_says(**record):
     return lambda path: edit(folder(path, "zarr.json"), lambda found: found.update(record))
 
@@ -142,7 +123,7 @@ def resized(num_rows, chunk_rows):
                 document["shape"][0] = num_rows
                 document["chunk_grid"]["configuration"]["chunk_shape"][0] = chunk_rows
 
-            edit_document(folder(path, column, "zarr.json"), change)
+            cases.edit_document(folder(path, column, "zarr.json"), change)
 
     return harm
 
@@ -163,7 +144,7 @@ def renamed_column(name):
 
 
 def without_list_entry(harm):
-    return lambda path: (harm(path), os.unlink(f"{path}/.tables/{entry_name(NAME)}"))
+    return lambda path: (harm(path), os.unlink(f"{path}/.tables/{cases.entry_name(NAME)}"))
 
 
 def given_away(where, of):
@@ -223,6 +204,22 @@ METADATA = [
         (replaced(size, size[:-1] + b"8", NAME), "does not match its checksum")
         for size in (b'"chunk_rows": 4', b'"num_rows": 11', b'"width": 3')
     ),
+    # A changed setting is refused by its checksum, a torn document as what it is; neither is ever made anew.
+    (replaced(b'"seed": 0', b'"seed": 1'), "does not match its checksum"),
+    (replaced(b'"abc"', b'"abd"', NAME), "does not match its checksum"),
+    (replaced(b"ckpt-0", b"ckpt-1", NAME), "does not match its checksum|does not desc"),
+    (replaced(b'"trak_lite"', b'"trak_lhte"', NAME), "does not desc|lost"),
+    *(
+        (replaced(old, new, f"{NAME}/q"), r"q/zarr\.json contradicts its table: ")
+        for old, new in (
+            *((b'"float32"', b'"float30"'), (b'"float32"', b'"float64"')),
+            *((b'"bytes"', b'"zstd"'), (b'"NaN"', b"0")),
+        )
+    ),
+    *((torn(NAME, left), r"zarr\.json") for left in (None, b"", b"\xff", b"[]", b'{"node_type": "array"}')),
+    *((torn(place, b"{"), r"zarr\.json") for place in ("", "targets", NAME, f"{NAME}/q")),
+    *((torn(place, b"null"), r"zarr\.json") for place in ("", "targets", NAME, f"{NAME}/q")),
+    (torn(f"{NAME}/q", None), r"zarr\.json"),
     *((lost_column(place), NOT_LISTED) for place in range(3)),
     *(
         (without_list_entry(lost_column(place)), rf"does not name the arrays \['{name}'\].* Restore")
@@ -255,8 +252,10 @@ METADATA = [
 def test_metadata_that_make_no_sense_are_refused_and_cost_no_chunk(mixed, harm, message):
     """By every way into the store, in little memory, and by a check; a chunk is never judged by them."""
     harm(mixed)
+    before = snapshot(mixed)
     with peak_below(8 * MEBIBYTE):
         errors = read_everything(mixed)
+        assert snapshot(mixed).items() >= before.items()
         report = check_store(mixed, repair="is lost" not in message and message != NOT_THAT)
     assert any(re.search(message, str(error)) for error in errors), errors
     assert all(isinstance(error, CorruptStoreError) for error in errors), errors
@@ -484,7 +483,7 @@ SMALL = {
     "table": lambda path: folder(path, "zarr.json"),
     "array": lambda path: folder(path, "q/zarr.json"),
     "commit log": commit_log,
-    "row log": lambda path: row_log(path, 2),
+    "row log": lambda path: cases.row_log(path, 2),
     "derived array": derived,
 }
 """Files that are read as a whole, or whose end is looked at."""
@@ -504,20 +503,20 @@ def test_a_file_of_a_tebibyte_is_not_read(mixed, place):
 
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_giant_row_log_costs_no_row(mixed, chunk):
-    with open(row_log(mixed, chunk), "ab") as log:
+    with open(cases.row_log(mixed, chunk), "ab") as log:
         log.truncate(1 << 40)
     with peak_below(8 * MEBIBYTE):
-        assert done_rows(mixed) == list(range(10))
+        assert cases.done_rows(mixed) == list(range(10))
     assert check_store(mixed, repair=True).ok
     finish(mixed)
 
 
 def test_nothing_is_allocated_for_rows_that_are_not_there(path):
     """Eight gigabytes are claimed, and no row is on the disk."""
-    with writing(path, TableSpec(1 << 20, (Column("features", 4096, "float16"),), 32)):
+    with cases.writing(path, TableSpec(1 << 20, (Column("features", 4096, "float16"),), 32)):
         pass
     with (
-        reading(path) as table,
+        cases.reading(path) as table,
         peak_below(32 * MEBIBYTE),
         pytest.raises(IncompleteStoreError, match="Rows 0 to 31"),
     ):
@@ -539,7 +538,7 @@ def test_a_commit_record_counts_in_whole_numbers_and_names_its_table(mixed, key,
     else:
         record[key] = value
     body = json.dumps(record).encode()
-    overwrite(commit_log(mixed), body + b"\t%08x\n" % crc32c(body) + second)
+    overwrite(commit_log(mixed), body + b"\t%08x\n" % cases.crc32c(body) + second)
     with pytest.raises(CorruptStoreError, match="chunks 0 without a commit record"):
         open_table(mixed)
 
@@ -548,20 +547,20 @@ def test_a_commit_log_with_a_line_without_end_or_many_lines_is_read(mixed):
     """In pieces: thousands of records are more than one, and one of them stands across its end."""
     lines = commit_lines(mixed)
     overwrite(commit_log(mixed), lines[0] * 20_000 + lines[1])
-    assert done_rows(mixed) == list(range(10))
+    assert cases.done_rows(mixed) == list(range(10))
     with open(commit_log(mixed), "ab") as file:
         file.write(b"x" * (3 << 20) + b"\n")
-    assert done_rows(mixed) == list(range(10))
+    assert cases.done_rows(mixed) == list(range(10))
     assert check_store(mixed).ok
     finish(mixed)
 
 
 def lose_the_records(path):
     """As if the last commit had been interrupted between two columns, and the log lost since."""
-    rows = values(range(4, 8))
+    rows = cases.values(range(4, 8))
     content_of = b"".join(rows[column.name].tobytes() for column in SPEC.columns)
     os.unlink(folder(path, "w/c.1"))
-    overwrite(row_log(path, 1), bytes(64) + frame(log_mark(1), [(0, 4)], content_of))
+    overwrite(cases.row_log(path, 1), bytes(64) + cases.frame(cases.log_mark(1), [(0, 4)], content_of))
     overwrite(commit_log(path), commit_lines(path)[0])
 
 
@@ -578,7 +577,7 @@ def test_what_a_reader_refuses_is_damage_and_the_repair_keeps_the_rows(mixed, ha
     assert not check_store(mixed).ok
     report = check_store(mixed, repair=True)
     assert report.ok
-    assert done_rows(mixed) == list(range(10))
+    assert cases.done_rows(mixed) == list(range(10))
     if harm is put_a_stranger_beside_the_stage:
         assert content(os.path.join(report.set_aside[0].folder, "features-c.2.0")) == b"stranger"
     finish(mixed)
@@ -618,7 +617,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(mixed, place, put):
     assert all(re.search(r"is not a plain file\. Put|is missing|no store", str(error)) for error in errors)
     if place is SMALL["row log"]:
         with pytest.raises(CorruptStoreError, match=r"2\.rows is not a plain file"):
-            open_for_writing(mixed)
+            cases.open_for_writing(mixed)
         assert check_store(mixed, repair=True).ok
         finish(mixed)
 
@@ -643,7 +642,7 @@ LINKED += [".cache", ".cache/gram.safetensors"]
 
 
 def read_rows_and_marks(path):
-    with reading(path) as table:
+    with cases.reading(path) as table:
         table.read_chunk(0, "q")
         table.done()
 
@@ -676,7 +675,7 @@ def test_no_link_is_followed_out_of_the_store(made, tmp_path, linked):
         path, outside = str(tmp_path / f"{number}.zarr"), str(tmp_path / f"outside-{number}" / "held")
         shutil.copytree(made, path)
         os.mkdir(os.path.dirname(outside))
-        link_away(f"{path}/{linked}", outside)
+        cases.link_away(f"{path}/{linked}", outside)
         before = snapshot(os.path.dirname(outside))
         if action is ACTIONS["read"] and "cache" not in linked:
             with pytest.raises(CorruptStoreError, match=r"symbolic link|not a plain file"):
@@ -697,7 +696,7 @@ def test_no_link_is_followed_that_appears_after_the_look(mixed, linked, monkeypa
     outside, before = f"{mixed}-outside", []
 
     def allowed(path, mode):
-        link_away(f"{mixed}/{linked}", outside)
+        cases.link_away(f"{mixed}/{linked}", outside)
         before.append(snapshot(outside))
         return True
 
@@ -709,7 +708,7 @@ def test_no_link_is_followed_that_appears_after_the_look(mixed, linked, monkeypa
 
 def test_a_file_with_another_name_elsewhere_is_not_written_to(mixed):
     """A hard link: its bytes are those of a file outside of the store."""
-    path, outside = row_log(mixed, 2), f"{mixed}-outside"
+    path, outside = cases.row_log(mixed, 2), f"{mixed}-outside"
     os.link(path, outside)
     before = content(outside)
     with pytest.raises(CorruptStoreError, match="hard links"):
@@ -758,7 +757,7 @@ def test_the_store_is_whole_again_without_the_link(mixed, where):
     if where != NAME:
         kept = content(f"{mixed}/targets/zarr.json")
         os.remove(f"{mixed}/targets/zarr.json")
-    link_away(f"{mixed}/{where}", f"{mixed}-outside")
+    cases.link_away(f"{mixed}/{where}", f"{mixed}-outside")
     with pytest.raises(CorruptStoreError, match=r"is a symbolic link.*Replace it by the folder itself"):
         ZarrFeatureStore.open(mixed).open_table(where)
     damaged = {finding.table for finding in check_store(mixed).findings if finding.level == "damage"}
@@ -768,7 +767,7 @@ def test_the_store_is_whole_again_without_the_link(mixed, where):
     if where != NAME:
         overwrite(f"{mixed}/targets/zarr.json", kept)
     finish(mixed)
-    check_all(mixed)
+    cases.check_all(mixed)
 
 
 def test_no_name_leads_out_of_the_store(path):

@@ -1,128 +1,153 @@
-"""kill -9 at every step loses nothing that was acknowledged, never shows a half chunk, and is no damage."""
+"""A kill at any step loses nothing that was acknowledged, never shows a half chunk, and is no damage."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
-from store_cases import (
-    LONG,
-    MANIFEST,
-    NAME,
-    PACKED,
-    SPEC,
-    check_all,
-    check_committed,
-    check_rows,
-    commit_log,
-    content,
-    done_rows,
-    entry_name,
-    failpoints,
-    finish,
-    flip,
-    flip_row,
-    folder,
-    open_remote,
-    overwrite,
-    put_pending,
-    reading,
-    row_log,
-    sized,
-    snapshot,
-    values,
-    writing,
-)
+import store_cases as cases
+from store_cases import LONG, NAME, PACKED, SPEC, Folder, Objects, failpoints, finish, put_pending, values
 
 from trak_lite.errors import CorruptStoreError, MissingStoreError
-from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
+from trak_lite.store import MemoryFeatureStore, check_store, create_store
 
 STEPS = [name for name in failpoints.FAILPOINTS if name != "column_removed"]
 RECOVERY = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("columns_synced") :]
 # A put into one chunk reserves nothing.
 FILLING = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("column_written") :]
-GROWTHS = [(name, 11, 11 + more) for name in failpoints.GROWTH_FAILPOINTS for more in (1, 3, 4, 5)]
-GROWTHS += [(name, 9, 15) for name in FILLING]
 
 
-def acknowledged(path):
-    if not os.path.exists(path):
-        return []
-    with open(path) as file:
-        return [int(line) for line in file]
+def killed(place, failpoint, act, *given):
+    """Return what is left, and the rows whose ``put`` had returned, if all die at a step; nothing if it is not reached.
+
+    ``act(place, acked, *given)`` adds rows to ``acked``. The process has a number that none alive has.
+    """
+    left, acked = [], []
+    root = f"{place.root}-{len(os.listdir(os.path.dirname(place.root)))}"
+    with (
+        mock.patch.object(os, "getpid", return_value=(1 << 22) + 1),
+        contextlib.suppress(cases.Killed),
+        cases.dying(failpoint, lambda: left.append((place.copied(root), tuple(acked)))),
+    ):
+        act(place, acked, *given)
+    return left[0] if left else None
 
 
-def look(path, acked, repaired):
-    """A reader finds every acknowledged row, every committed chunk is right, and nothing is damaged."""
-    try:
-        with ZarrFeatureStore.open(path) as store:
-            there = store.table_names() == [NAME]
-    except MissingStoreError:
-        there = False
-    assert there == os.path.exists(folder(path, "zarr.json"))  # whether or not it is listed
-    if not there:
-        assert not acked
-        return
-    with reading(path) as table:
-        done = table.done()
-        assert done[acked].all()
-        check_committed(table)
-    before = snapshot(path)
-    report = check_store(path)
-    assert (report.ok, report.tally.done_rows) == (True, done.sum())
-    if repaired:
-        assert check_store(path, repair=True).set_aside == ()
-        assert snapshot(path) == before
+def write(place, acked, spec=SPEC, batch=3):
+    with place.create() as store:
+        table = store.create_table(NAME, spec)
+        put_pending(table, batch, acked.extend)
 
 
-def every_kill(tmp_path, victims, failpoint, prepare, order):
-    """Yield a store, and the rows put, for each time that a step is reached: its writer was killed at that step."""
+def grow(place, acked, size):
+    with place.create() as store:
+        put_pending(store.grow_table(NAME, size), 1, acked.extend)
+
+
+def drop(place, acked, name=NAME):
+    del acked[:]
+    with place.create() as store:
+        store.drop_table(name)
+
+
+def replace_entry(place, acked):
+    with place.create() as store:
+        store.put_entry("a", "key", np.ones(3))
+        store.drop_entry("a")
+
+
+def repair(place, acked):
+    place.check(repair=True)
+
+
+def made(kind, root, rows=0):
+    """A place; with rows, it has a table of so many, and an entry."""
+    os.mkdir(root)
+    place = kind(str(root))
+    if rows:
+        with place.create() as store:
+            store.create_table(NAME, cases.sized(rows)).put(0, values(range(rows)))
+            store.put_entry("a", "key", np.zeros(3))
+    return place
+
+
+WRITES = [(Folder, step, write, (), 0) for step in (*STEPS, *failpoints.LIST_FAILPOINTS)]
+WRITES += [(Folder, step, write, (PACKED,), 0) for step in STEPS]
+WRITES += [(Objects, step, write, (), 0) for step in ("object_put", "commit_put", "chunk_settled")]
+GROWTHS = [
+    (Folder, step, grow, (11 + more,), 11) for step in failpoints.GROWTH_FAILPOINTS for more in (1, 3, 4, 5)
+]
+GROWTHS += [(Folder, name, grow, (15,), 9) for name in FILLING]
+OTHERS = [(Folder, "table_renamed", drop, (), 11)]
+OTHERS += [(Folder, step, replace_entry, (), 11) for step in failpoints.ENTRY_FAILPOINTS]
+
+
+@pytest.mark.parametrize(("kind", "step", "act", "given", "had"), [*WRITES, *GROWTHS, *OTHERS])
+def test_a_kill_at_any_step_loses_nothing(tmp_path, kind, step, act, given, had):
+    """At each time that the step is reached: a reader, a check and a repair find no damage, and the run is resumed."""
     for count in itertools.count(1):
-        path, done = str(tmp_path / f"{count}.zarr"), str(tmp_path / f"{count}.done")
-        prepare(path)
-        if not victims.killed(
-            f"{failpoint}:{count}", order[0], path, *(done if x is ... else x for x in order[1:])
-        ):
+        found = killed(made(kind, tmp_path / str(count), had), f"{step}:{count}", act, *given)
+        if found is None:
             assert count > 1, "the step was never reached"
             return
-        yield path, acknowledged(done)
-        shutil.rmtree(path, ignore_errors=True)
+        place, acked = found
+        whole = [] if act is drop else [*range(had), *acked]
+        look(place, whole, changes=step in STEPS[:2] or had == 9)
+        if count % 2 and kind is Objects:  # by turns the run goes on from another machine
+            shutil.rmtree(f"{place.root}/staging")
+            whole = []
+        resume(place, whole, given[0] if act is grow else SPEC.num_rows, PACKED if PACKED in given else SPEC)
+        for folder_of_one in tmp_path.iterdir():
+            shutil.rmtree(folder_of_one)
 
 
-def rows_put(count):
-    """Return what makes a table of so many rows, all of them put."""
+def look(place, acked, *, changes=False):
+    """A reader finds every acknowledged row, every committed chunk is right, and nothing is damaged."""
+    with contextlib.suppress(MissingStoreError), place.read() as store:
+        there = NAME in store.table_names()
+        assert there == os.path.exists(f"{place.files}/{NAME}/zarr.json")  # whether or not it is listed
+        entry = store.entry("a", "key")
+        assert entry is None or entry.tolist() in ([0] * 3, [1] * 3)
+        assert there or not acked
+        if there:
+            done = store.open_table(NAME).done()
+            assert done[np.array(acked, int)].all()
+            if store.open_table(NAME).spec.columns == SPEC.columns:
+                cases.check_committed(store.open_table(NAME))
+        before, report = cases.snapshot(place.files), place.check()
+        assert report.ok, str(report)
+        assert not there or not place.repairs or report.tally.done_rows == done.sum()
+        if place.repairs and not changes:
+            assert place.check(repair=True).set_aside == ()
+            assert cases.snapshot(place.files) == before
+        return
+    assert not acked
 
-    def prepare(path):
-        with writing(path, sized(count)) as table:
-            table.put(0, values(range(count)))
 
-    return prepare
-
-
-@pytest.mark.parametrize("failpoint", [*STEPS, *failpoints.LIST_FAILPOINTS])
-def test_a_kill_at_any_step_loses_nothing(tmp_path, victims, failpoint):
-    """What creations left is swept by the next writer."""
-    for path, acked in every_kill(tmp_path, victims, failpoint, lambda path: None, ("write", ..., 3)):
-        look(path, acked, failpoint not in STEPS[:2])
-        finish(path)
-        assert check_store(path).findings == ()
-        assert sorted(os.listdir(f"{path}/.tables")) == sorted(["zarr.json", entry_name(NAME)])
-
-
-@pytest.mark.parametrize("failpoint", STEPS)
-def test_a_kill_of_a_quantised_table_ends_with_the_bits_of_memory(tmp_path, victims, failpoint):
-    """Integers and scales are committed by one record."""
-    memory = MemoryFeatureStore(MANIFEST).create_table(NAME, PACKED)
-    memory.put(0, values(range(11), PACKED))
-    for path, acked in every_kill(
-        tmp_path, victims, failpoint, lambda path: None, ("write", ..., 3, "packed")
-    ):
-        with writing(path, PACKED) as table:
-            assert table.done()[acked].all()
-            put_pending(table)
-            assert table.content_key() == memory.content_key()
+def resume(place, acked, num_rows, spec):
+    """Put what is pending: the bits are those of a store in memory, and nothing is left over."""
+    memory = MemoryFeatureStore(cases.MANIFEST).create_table(NAME, cases.sized(num_rows, spec))
+    memory.put(0, values(range(num_rows), spec))
+    with place.create() as store:
+        if NAME in store.table_names() and place.grows:
+            table = store.grow_table(NAME, num_rows)
+        else:
+            table = store.create_table(NAME, memory.spec)
+        assert table.done()[np.array(acked, int)].all()
+        put_pending(table)
+        assert table.content_key() == memory.content_key()
+        for column in spec.columns:
+            np.testing.assert_array_equal(table.read(column.name), memory.read(column.name))
+        assert store.check().findings == ()
+        store.put_entry("a", "key", np.full(3, 2.0))
+        assert store.entry("a", "key").tolist() == [2] * 3
+    assert sorted(os.listdir(f"{place.files}/.tables")) == sorted(
+        ["zarr.json", cases.entry_name(NAME), ".entries%a"]
+    )
 
 
 LEFT = {
@@ -135,186 +160,125 @@ LEFT = {
 
 @pytest.mark.parametrize("second", [*RECOVERY, "column_removed:2"])
 @pytest.mark.parametrize("first", LEFT)
-def test_a_kill_during_recovery_loses_nothing(tmp_path, victims, second, first):
-    path, done = str(tmp_path / "run.zarr"), str(tmp_path / "done")
-    assert victims.killed(first, "write", path, done, 3)
-    (finding,) = check_store(path).findings
+def test_a_kill_during_recovery_loses_nothing(tmp_path, second, first):
+    place, acked = killed(made(Folder, tmp_path / "0"), first, write)
+    (finding,) = place.check().findings
     assert (finding.level, finding.chunk) == ("note", 0)
     assert LEFT[first] in finding.finding
-    shutil.copytree(path, f"{path}-copy")
-    with writing(f"{path}-copy") as table:
-        assert table.done()[acknowledged(done)].all()
-    victims.killed(second, "write", path, done, 3)
-    look(path, acknowledged(done), repaired=True)
-    finish(path)
+    again = killed(place.copied(f"{place.root}-copy"), second, write)
+    for left, more in [(place, ()), *([again] if again else [])]:
+        look(left, [*acked, *more])
+        resume(left, [*acked, *more], SPEC.num_rows, SPEC)
 
 
-@pytest.mark.parametrize(("failpoint", "had", "size"), GROWTHS)
-def test_growing_may_be_killed_at_any_step(tmp_path, victims, failpoint, had, size):
-    """By rows within the last chunk, to its end, and over it; and filling what is new."""
-    for path, _ in every_kill(tmp_path, victims, failpoint, rows_put(had), ("grow", size)):
-        look(path, range(had), repaired=had == 11)
-        with ZarrFeatureStore.open(path, "r+") as store:
-            table = store.grow_table(NAME, size)
-            assert table.done()[:had].all()
-            put_pending(table, 1)
-        check_all(path, sized(size))
-        assert check_store(path).findings == ()
-
-
-def test_a_growth_that_was_interrupted_leaves_the_old_size_and_may_be_taken_further(tmp_path, victims):
-    path = str(tmp_path / "run.zarr")
-    rows_put(11)(path)
+def test_a_growth_that_was_interrupted_leaves_the_old_size_and_may_be_taken_further(tmp_path):
+    place = made(Folder, tmp_path / "0", 11)
     for size, count in ((20, 2), (13, 1)):
-        assert victims.killed(f"array_grown:{count}", "grow", path, size)
-        with reading(path) as table:
-            assert table.spec == SPEC
-            check_rows(table)
-    noted = [finding.finding for finding in check_store(path).findings if finding.chunk is None]
+        place, _ = killed(place, f"array_grown:{count}", grow, size)
+        with place.read() as store:
+            assert store.open_table(NAME).spec == SPEC
+        look(place, range(11))
+    noted = [finding.finding for finding in place.check().findings if finding.chunk is None]
     assert [text.split(" was")[0] for text in noted] == ["growing it to 13 rows", "growing it to 20 rows"]
-    with ZarrFeatureStore.open(path, "r+") as store:
+    with place.create() as store:
         store.grow_table(NAME, 11)
-        assert check_store(path).findings == ()
-        put_pending(store.grow_table(NAME, 15))
-    check_all(path, sized(15))
+        assert place.check().findings == ()
+    resume(place, range(11), 15, SPEC)
 
 
-@pytest.mark.parametrize("failpoint", failpoints.REPAIR_FAILPOINTS)
-def test_a_repair_may_be_killed_at_any_step(tmp_path, victims, failpoint):
+@pytest.mark.parametrize("step", failpoints.REPAIR_FAILPOINTS)
+def test_a_repair_may_be_killed_at_any_step(tmp_path, step):
     """Then a writer resumes, or a second repair finishes; either way no sound row is lost and no wrong one is read."""
-
-    def prepare(path):
-        with writing(path) as table:
-            for start, count in ((0, 8), (8, 1), (9, 1)):
-                table.put(start, values(range(start, start + count)))
-        flip(folder(path, "q/c.1"))
-        flip_row(path, 2, "w")
-
-    for path, _ in every_kill(tmp_path, victims, failpoint, prepare, ("repair",)):
-        shutil.copytree(path, f"{path}-copy", symlinks=True)
-        assert check_store(path, repair=True).ok
-        assert done_rows(path) == [0, 1, 2, 3, 9]
-        finish(path)
-        with writing(f"{path}-copy") as table:
+    for count in itertools.count(1):
+        place = made(Folder, tmp_path / str(count))
+        with cases.writing(place.place) as table:
+            for start, rows in ((0, 8), (8, 1), (9, 1)):
+                table.put(start, values(range(start, start + rows)))
+        cases.flip(cases.folder(place.place, "q/c.1"))
+        cases.flip_row(place.place, 2, "w")
+        found = killed(place, f"{step}:{count}", repair)
+        if found is None:
+            assert count > 1
+            return
+        place, _ = found
+        other = place.copied(f"{place.root}-other")
+        assert place.check(repair=True).ok
+        assert cases.done_rows(place.place) == [0, 1, 2, 3, 9]
+        finish(place.place)
+        with cases.writing(other.place) as table:
             put_pending(table)
-        assert check_store(f"{path}-copy", repair=True).ok
-        finish(f"{path}-copy")
+        assert other.check(repair=True).ok
+        finish(other.place)
 
 
-def test_a_table_is_dropped_as_a_whole_also_by_a_kill(tmp_path, victims):
-    """What it left is swept by the next writer, noted once it is old, and stands in nobody's way."""
-    path, listed = str(tmp_path / "run.zarr"), str(tmp_path / "run.zarr" / ".tables")
-    rows_put(11)(path)
-    assert victims.killed("table_renamed:1", "drop", path, NAME)
-    with ZarrFeatureStore.open(path) as store:
-        assert store.table_names() == []
-    assert check_store(path).findings == ()
-    (left,) = (name for name in os.listdir(listed) if "dropped" in name)
-    os.utime(f"{listed}/{left}", (0, 0))
-    (finding,) = check_store(path).findings
-    assert (finding.level, "interrupted" in finding.finding) == ("note", True)
-    with ZarrFeatureStore.open(path, "r+") as store:
-        assert os.listdir(listed) == ["zarr.json"]
-        with pytest.raises(MissingStoreError):
-            store.drop_table(NAME)
-        assert not store.create_table(NAME, SPEC).done().any()
-        store.drop_table(NAME)
-    assert os.listdir(f"{path}/targets") == ["zarr.json"]
-
-
-def test_a_kill_while_a_group_goes_leaves_a_sound_store(tmp_path, victims):
-    path = str(tmp_path / "run.zarr")
-    with ZarrFeatureStore.create(path, MANIFEST) as store:
-        store.create_table("targets/a/y", SPEC)
-    assert victims.killed("group_renamed:1", "drop", path, "targets/a/y")
-    assert check_store(path).findings == ()
-    with ZarrFeatureStore.open(path, "r+") as store:
-        assert os.listdir(f"{path}/targets") == os.listdir(f"{path}/.tables") == ["zarr.json"]
-        store.create_table("targets/a/y", SPEC)
-    assert check_store(path).findings == ()
-
-
-@pytest.mark.parametrize("failpoint", failpoints.ENTRY_FAILPOINTS)
-def test_a_killed_write_leaves_the_old_entry_or_the_new_one(tmp_path, victims, failpoint):
-    path = str(tmp_path / "run.zarr")
-    with ZarrFeatureStore.create(path, MANIFEST) as store:
-        store.put_entry("a", "key", np.zeros(3))
-    assert victims.killed(failpoint, "store_entry", path)
-    assert check_store(path).ok
-    with ZarrFeatureStore.open(path, "r+") as store:
-        found = store.entry("a", "key")
-        assert found is None if failpoint == "entry_removed" else found.tolist() in ([0] * 3, [1] * 3)
-        store.put_entry("a", "key", np.full(3, 2.0))
-        assert store.entry("a", "key").tolist() == [2] * 3
+def test_what_a_killed_drop_left_is_swept_and_stands_in_nobodys_way(tmp_path):
+    """Of a table and of the group that held it alone: what is dropped is dropped as a whole."""
+    for step, name in (("table_renamed", NAME), ("group_renamed", "targets/a/y")):
+        place = made(Folder, tmp_path / step, 11)
+        with place.create() as store:
+            store.create_table("targets/a/y", SPEC)
+        place, _ = killed(place, f"{step}:1", drop, name)
+        assert place.check().findings == ()
+        with place.create() as store:
+            assert name not in store.table_names()
+            assert not [left for left in os.listdir(f"{place.place}/.tables") if "dropped" in left]
+            with pytest.raises(MissingStoreError):
+                store.drop_table(name)
+            assert not store.create_table(name, SPEC).done().any()
+            for table in (NAME, "targets/a/y"):
+                store.drop_table(table)
+            assert "targets" not in os.listdir(place.place) or os.listdir(f"{place.place}/targets") == [
+                "zarr.json"
+            ]
+        assert place.check().findings == ()
 
 
 # What a commit record proves.
 
 
 @pytest.fixture
-def recorded(tmp_path, victims):
+def recorded(tmp_path):
     """A writer was killed when its first commit record was synced, and no column visible."""
-    path = str(tmp_path / "run.zarr")
-    assert victims.killed("commit_synced:1", "write", path, str(tmp_path / "done"), 11)
-    return path
+    place, _ = killed(made(Folder, tmp_path / "0"), "commit_synced:1", write, SPEC, 11)
+    return place.place
 
 
 def test_a_commit_log_torn_before_the_rename_costs_nothing(recorded):
     """The record may be torn while no column has its final name: then it does not exist."""
-    whole = content(commit_log(recorded))
+    whole = cases.content(cases.commit_log(recorded))
     for cut in (*range(0, len(whole), 3), len(whole) - 1):
-        overwrite(commit_log(recorded), whole[:cut])
-        assert done_rows(recorded) == [0, 1, 2, 3]
+        cases.overwrite(cases.commit_log(recorded), whole[:cut])
+        assert cases.done_rows(recorded) == [0, 1, 2, 3]
     finish(recorded)
 
 
 def test_a_commit_record_without_its_files_proves_no_row(recorded):
     """A power cut may take the row log, which is not synced, before the files have their final names."""
-    overwrite(row_log(recorded, 0), b"")
-    assert done_rows(recorded) == []
+    cases.overwrite(cases.row_log(recorded, 0), b"")
+    assert cases.done_rows(recorded) == []
     assert check_store(recorded).ok
     finish(recorded)
 
 
-# On the way to an object store.
-
-
-@pytest.mark.parametrize("failpoint", ["object_put", "commit_put", "chunk_settled"])
-def test_a_kill_on_the_way_to_the_object_store_loses_nothing(tmp_path, victims, failpoint):
-    """Neither for a run that goes on here nor, by turns, for one on another machine."""
-    pytest.importorskip("obstore")
-    kills = every_kill(tmp_path, victims, failpoint, os.mkdir, ("write_remote", ..., 3))
-    for number, (path, acked) in enumerate(kills):
-        with open_remote(path, "r") as (_, table):
-            assert table.done()[acked].all()
-            check_committed(table)
-        with open_remote(path, staging="staging" if number % 2 else "other") as (store, table):
-            put_pending(table)
-            check_rows(table)
-            assert store.check().findings == ()
-
-
-def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path, victims):
+def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path):
     """The record is won, some objects still have the dead writer's bytes: nobody reads them as rows."""
     pytest.importorskip("obstore")
-    with open_remote(tmp_path, staging="dead") as (_, table):
-        table.put(0, values(range(4), attempt=1))
-    (tmp_path / "objects" / NAME / "features" / ".commits" / "c.0.1.log").unlink()
+    place = made(Objects, tmp_path / "0")
+    with create_store(place.place, cases.MANIFEST) as store:
+        store.create_table(NAME, SPEC).put(0, values(range(4), attempt=1))
+    os.unlink(f"{place.files}/{NAME}/features/.commits/c.0.1.log")
+    shutil.rmtree(f"{place.root}/staging")
     for step in ("commit_put:1", "leftover_replaced:1", "leftover_replaced:1"):
-        assert victims.killed(step, "write_remote", str(tmp_path), str(tmp_path / "done"), 11)
+        place, _ = killed(place, step, write, SPEC, 11)
         with (
-            open_remote(tmp_path, "r", staging="none") as (_, table),
+            cases.open_remote(place.root, "r", staging="none") as (_, table),
             pytest.raises(CorruptStoreError, match="wait if it runs"),
         ):
             table.read("w")
-    with open_remote(tmp_path) as (store, table):
-        assert table.committed_chunks() == [0]
-        put_pending(table)
-        check_rows(table)
-        assert store.check().findings == ()
+    resume(place, range(4), SPEC.num_rows, SPEC)
 
 
-# Several writers.
+# Several writers, in processes that are killed.
 
 
 @pytest.mark.parametrize("failpoint", ["rows_written:4", "rows_recorded:4", "commit_synced:2"])
@@ -323,12 +287,12 @@ def test_what_killed_writers_left_is_taken_over_row_by_row_by_another_number_of_
 ):
     """Each row is put once, and a reader beside them sees whole chunks, and more of them each time."""
     path = str(tmp_path / "run.zarr")
-    with writing(path, LONG):
+    with cases.writing(path, LONG):
         pass
     for count in (1, 2):
         started = [victims.start("share", path, 3, failpoint=failpoint) for _ in range(count)]
         assert [victims.wait(pid)[0] for pid in started] == [-signal.SIGKILL] * count
-    with reading(path) as reader:
+    with cases.reading(path) as reader:
         pending = reader.pending().tolist()
         assert 0 < len(pending) < LONG.num_rows
         started = [victims.start("share", path, 5) for _ in range(3)]
@@ -337,10 +301,10 @@ def test_what_killed_writers_left_is_taken_over_row_by_row_by_another_number_of_
             now, rows = set(reader.committed_chunks()), reader.done()
             assert committed <= now
             assert (rows | ~done).all()
-            check_committed(reader)
+            cases.check_committed(reader)
             report = check_store(path)
             assert report.ok, str(report)
             committed, done = now, rows
     answers = [victims.wait(pid)[1] for pid in started]
     assert sorted(itertools.chain.from_iterable(answers)) == pending
-    check_all(path, LONG)
+    cases.check_all(path, LONG)

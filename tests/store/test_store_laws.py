@@ -53,7 +53,6 @@ class RemoteStoreTests(StoreTests):
         return RemotePlace(self.objects_at(path), staging=self.folder / "staging" / Path(path).name)
 
     test_a_grown_table_keeps_its_rows = None
-    test_a_grown_table_equals_one_made_with_all_its_rows = None
     test_a_table_never_loses_rows = None
     test_the_fingerprint_is_replaced_only_if_it_is_the_known_one = None
 

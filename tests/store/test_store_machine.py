@@ -18,6 +18,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import store_cases as cases
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,21 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    UNFIT,
-    WAYS,
-    Bucket,
-    Killed,
-    content,
-    dying,
-    failing_call,
-    failpoints,
-    remote_place,
-    values,
-)
+from store_cases import MANIFEST, NAME, SPEC, UNFIT, WAYS, Faulty, Folder, Killed, Memory, Objects, values
 
 from trak_lite.errors import (
     BusyError,
@@ -52,7 +39,7 @@ from trak_lite.errors import (
     StoreFullError,
     UnsupportedStoreError,
 )
-from trak_lite.store import MemoryFeatureStore, RemotePlace, check_store, create_store, open_store
+from trak_lite.store import MemoryFeatureStore
 
 OTHER = "targets/test/ckpt-1"
 MOST_ROWS = 22
@@ -61,90 +48,6 @@ EXAMPLES = int(os.environ.get("TRAK_LITE_HISTORIES", "60"))
 WRITERS = st.sampled_from((0, 1))
 ROWS = st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=8, unique=True)
 COUNTS = st.integers(1, 3)
-
-
-class Folder:
-    """A store in a local folder."""
-
-    steps = (
-        *failpoints.FAILPOINTS,
-        *failpoints.LIST_FAILPOINTS,
-        *failpoints.GROWTH_FAILPOINTS,
-        *failpoints.DROP_FAILPOINTS,
-        *failpoints.ENTRY_FAILPOINTS,
-    )
-    grows = repairs = True
-    ways = tuple(WAYS)
-    bucket = None
-
-    def __init__(self, root):
-        self.root = root
-        self.place = self.files = os.path.join(root, "run.zarr")
-
-    def create(self):
-        return create_store(self.place, MANIFEST)
-
-    def read(self):
-        return open_store(self.place)
-
-    def check(self, *, repair=False):
-        return check_store(self.place, repair=repair)
-
-    def copied(self, root):
-        shutil.copytree(self.root, root, symlinks=True)
-        return type(self)(root)
-
-
-class Objects(Folder):
-    """A store in a folder that obstore takes for a bucket; both writers stage on one machine."""
-
-    steps = (*failpoints.FAILPOINTS, *failpoints.REMOTE_FAILPOINTS, *failpoints.ENTRY_FAILPOINTS)
-    grows = repairs = False
-    ways = ("one byte or all", "other bytes", "exchange")
-
-    def __init__(self, root):
-        self.root = root
-        self.files = os.path.join(root, "objects")
-        self.place = remote_place(root)
-
-    def copied(self, root):
-        """The name of the staging folder follows from the address."""
-        copy = super().copied(root)
-        name = os.path.basename(self.place.staging_root(MANIFEST))
-        if os.path.exists(f"{root}/staging/{name}"):
-            os.rename(f"{root}/staging/{name}", copy.place.staging_root(MANIFEST))
-        return copy
-
-
-class Faulty(Objects):
-    """A store in a dict, of which any request may fail."""
-
-    files = None
-
-    def __init__(self, root, kept=()):
-        self.root = root
-        self.bucket = Bucket(kept)
-        self.place = RemotePlace(self.bucket, staging=os.path.join(root, "staging"))
-
-    def copied(self, root):
-        shutil.copytree(self.root, root)
-        return Faulty(root, self.bucket.kept)
-
-
-class Memory(Folder):
-    """A store in memory: nothing can be killed or harmed."""
-
-    steps, repairs, files = (), False, None
-
-    def __init__(self, root):
-        self.root = root
-        self.store = MemoryFeatureStore(MANIFEST)
-
-    def create(self):
-        return self.store.reopen("r+")
-
-    def read(self):
-        return self.store.reopen("r")
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -333,7 +236,9 @@ class StoreMachine(RuleBasedStateMachine):
         rows, before, size, attempt = self.within(rows), dict(self.known), self.size, self.attempt
         lives = []
         try:
-            with dying(f"{step}:{count}", lambda: lives.append(self.place.copied(self.new_root(made=False)))):
+            with cases.dying(
+                f"{step}:{count}", lambda: lives.append(self.place.copied(self.new_root(made=False)))
+            ):
                 calls[name](*given)
         except Killed:
             self.close_all()
@@ -381,7 +286,7 @@ class StoreMachine(RuleBasedStateMachine):
         writer, (_, table) = next(iter(self.writers.items()))
         rows, before = self.within(rows), dict(self.known)
         try:
-            with failing_call(call, count, OSError(code, "broken")):
+            with cases.failing_call(call, count, OSError(code, "broken")):
                 self.put(writer, rows)
         except StoreError as error:
             named = isinstance(error, StoreFullError)
@@ -579,7 +484,7 @@ def hung(number, frame):
 def bounded():
     """A block that may take 20 seconds and half a gibibyte beside what is in use."""
     before, limit = signal.signal(signal.SIGALRM, hung), resource.getrlimit(resource.RLIMIT_AS)
-    in_use = int(content("/proc/self/statm").split()[0]) * resource.getpagesize()
+    in_use = int(cases.content("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 29), limit[1]))
     signal.alarm(SECONDS)
     try:

@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, content, edit, flip, flip_row, folder, reading, writing
+from store_cases import MANIFEST, NAME, content, edit, folder, writing
 
 from trak_lite.errors import CorruptStoreError
-from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore, check_store
+from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore
 
 zarr = Late("zarr")
 
@@ -84,45 +84,6 @@ def test_a_row_takes_the_bytes_that_it_says(path, dtype, row_bytes):
     ]
     assert sum(map(os.path.getsize, chunks)) == 32 * row_bytes
     assert spec.row_bytes == row_bytes
-
-
-@DTYPES
-@pytest.mark.parametrize("file", ["features/c.1.0", "features_scale/c.1"])
-def test_a_flipped_bit_in_integers_or_scales_is_found_and_repaired(path, dtype, file):
-    """A reader takes both from one commit, also where other rows were committed meanwhile."""
-    fill(path, dtype)
-    with reading(path) as before:
-        before.read_chunk(0, "features")
-        flip(folder(path, file), 3)
-        with reading(path) as table, pytest.raises(CorruptStoreError, match="checksum"):
-            table.read("features")
-        report = check_store(path)
-        assert [(f.chunk, f.rows, f.column) for f in report.findings] == [
-            (1, range(4, 8), file.split("/")[0])
-        ]
-        check_store(path, repair=True)
-        with writing(path, spec_of(dtype)) as table:
-            assert table.pending().tolist() == [4, 5, 6, 7]
-            table.put(4, {name: 3 * array for name, array in values(slice(4, 8)).items()})
-            expected = table.read("features")
-        np.testing.assert_array_equal(before.read_chunk(1, "features"), expected[4:8])
-    memory = MemoryFeatureStore(MANIFEST).create_table(NAME, spec_of(dtype))
-    memory.put(
-        0, {name: np.concatenate([a[:4], 3 * a[4:8], a[8:]]) for name, a in values(slice(0, 11)).items()}
-    )
-    np.testing.assert_array_equal(memory.read("features"), expected)
-    assert check_store(path).ok
-
-
-@DTYPES
-@pytest.mark.parametrize("array", ["features", "features_scale", "q"])
-def test_a_flipped_bit_in_a_staged_quantised_row_makes_it_pending(path, dtype, array):
-    with writing(path, spec_of(dtype)) as table:
-        table.put(0, values(slice(0, 1)))
-        table.put(1, values(slice(1, 3)))
-    flip_row(path, 0, array, spec=spec_of(dtype))
-    with reading(path) as table:
-        assert table.pending().tolist() == [0, *range(3, 11)]
 
 
 @pytest.mark.parametrize("said", [2, None, "1"])

@@ -9,18 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from store_cases import (
-    MANIFEST,
-    NAME,
-    SPEC,
-    Bucket,
-    check_rows,
-    crc32c,
-    open_remote,
-    put_pending,
-    remote_place,
-    values,
-)
+import store_cases as cases
+from store_cases import MANIFEST, NAME, SPEC, Bucket, check_rows, crc32c, open_remote, put_pending, values
 
 from trak_lite.errors import (
     BusyError,
@@ -116,14 +106,6 @@ def test_an_object_that_is_no_record_costs_no_staged_row(bucket, here):
     del bucket.kept[RECORD]
     assert here.table().committed_chunks() == [0]
     here.finish()
-
-
-def test_what_is_not_committed_is_computed_again_elsewhere(here, there):
-    """A machine without the staging folder takes every chunk that is committed, and no other row."""
-    here.table().put(0, values(range(7)))
-    assert there.table().pending().tolist() == list(range(4, 11))
-    there.finish()
-    check_rows(here.reader())
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -444,7 +426,7 @@ def test_a_store_that_is_copied_to_a_disk_is_a_local_store_and_the_other_way_rou
     with open_remote(tmp_path) as (_, table):
         table.put(0, values(range(9)))
     shutil.copytree(tmp_path / "objects", path)
-    with create_store(path, MANIFEST) as store, open_store(remote_place(tmp_path, "none")) as remote:
+    with create_store(path, MANIFEST) as store, open_store(cases.remote_place(tmp_path, "none")) as remote:
         table = store.create_table(NAME, SPEC)
         assert table.committed_chunks() == [0, 1]
         assert store.diff(remote) == ()

@@ -13,28 +13,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from store_cases import (
-    LONG,
-    SPEC,
-    check_all,
-    done_rows,
-    finish,
-    first_call,
-    folder,
-    open_for_writing,
-    open_remote,
-    overwrite,
-    reading,
-    row_log,
-    sized,
-    values,
-    writing,
-)
+import store_cases as cases
+from store_cases import LONG, SPEC, check_all, finish, open_for_writing, open_remote, sized, values, writing
 
 from trak_lite.errors import BusyError, HeldHereError, StateError, StoreError
 from trak_lite.parallel import sharing
 from trak_lite.store import TableSpec
-from trak_lite.store.disk.chunk_files import TableFiles
 
 
 @pytest.fixture
@@ -94,6 +78,11 @@ def test_locks_end_with_their_holder(path, victims):
     finish(path)
 
 
+def test_a_forked_child_is_one_more_writer(path, victims):
+    assert victims.run("write_beside_a_child", path) == [0, *range(4, 11)]
+    check_all(path)
+
+
 def test_a_table_is_opened_once_per_store(path):
     """Otherwise the second one would find the chunks of the first one busy."""
     store, table = open_for_writing(path)
@@ -108,7 +97,7 @@ def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now
     table.put([0], values([0], LONG))
     table.close()
     with writing(path, LONG) as again:
-        fd = os.open(folder(path, "features", ".stage", "0.rows"), os.O_RDWR)
+        fd = os.open(cases.folder(path, "features", ".stage", "0.rows"), os.O_RDWR)
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(BusyError) as busy, again.claim(0):
             pass
@@ -124,84 +113,50 @@ def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
         table.put(0, values([0, 1]))
         with table.claim(0):
             pass
-        overwrite(row_log(path, 0), b"")
+        cases.overwrite(cases.row_log(path, 0), b"")
         with writing(path) as other:
             other.put(2, values([2]))
         with table.claim(0) as pending:
             assert pending.tolist() == [0, 1, 3]
-            assert done_rows(path) == [2]
+            assert cases.done_rows(path) == [2]
             table.put(0, values([0, 1]))
     finish(path)
 
 
-def test_a_chunk_that_cannot_be_looked_at_is_let_go(path, monkeypatch):
-    """Also while the error is kept, as it is in a notebook."""
-    with writing(path) as table, writing(path) as other:
-        table.put(0, values([0]))
-        with monkeypatch.context() as patched:
-            patched.setattr(table._index, "look_at", mock.Mock(side_effect=OSError(errno.EIO, "broken")))
-            with pytest.raises(StoreError, match="broken") as kept:
-                table.claim(0).__enter__()
-        other.put(1, values([1]))
-        assert kept.value
-    finish(path)
+def test_a_chunk_that_cannot_be_looked_at_is_let_go(tmp_path):
+    """Whichever file cannot be opened, and also while the error is kept, as it is in a notebook."""
+    kept = []
+    for count in itertools.count(1):
+        path = str(tmp_path / f"{count}.zarr")
+        with writing(path) as table, writing(path) as other:
+            table.put(0, values([0]))
+            with cases.failing_call("open", count, OSError(errno.EIO, "broken")) as left:
+                try:
+                    with table.claim(0):
+                        pass
+                except StoreError as error:
+                    kept.append(error)
+            other.put(1, values([1]))
+        finish(path)
+        if left:
+            break
+    assert kept
 
 
 def test_rows_are_counted_while_writers_begin_one_chunk_after_the_other(path):
     spec = sized(400)
-    with writing(path, spec) as table, reading(path) as reader:
-        begun, listed = iter(range(0, 400, 4)), TableFiles.staged_chunks
+    with writing(path, spec) as table, cases.reading(path) as reader:
+        begun, listdir = iter(range(0, 400, 4)), os.listdir
 
-        def late(files):
-            row = next(begun)
-            table.put(row, values([row]))
-            return listed(files)
+        def late(where):
+            if os.readlink(f"/proc/self/fd/{where}").endswith(".stage"):
+                row = next(begun)
+                table.put(row, values([row]))
+            return listdir(where)
 
-        with mock.patch.object(TableFiles, "staged_chunks", late):
+        with mock.patch.object(os, "listdir", late):
             assert reader.done().any()
-        assert next(begun) < 40
-
-
-def test_a_lock_on_a_log_that_is_gone_is_no_lock(path):
-    """Another writer commits the chunk between the opening of its log and the locking."""
-    store, table = open_for_writing(path)
-    other, rows = open_for_writing(path)
-    rows.put(0, values([0]))
-    with (
-        first_call(fcntl, "flock", lambda *_: rows.put(1, values([1, 2, 3]))),
-        pytest.raises(StateError, match=r"rows 0 to 3 \(chunk 0\).* are done already"),
-    ):
-        table.put(1, values([1]))
-    store.close()
-    other.close()
-    finish(path)
-
-
-@pytest.mark.parametrize("looks", range(1, 6))
-def test_a_reader_that_sees_a_commit_between_two_looks_loses_no_row(path, monkeypatch, looks):
-    """The writer renames the files after the reader has looked at some of them."""
-    store, table = open_for_writing(path)
-    table.put(0, values([0, 1, 2]))
-    real, seen = os.open, []
-
-    def late(name, *arguments, **keywords):
-        found = real(name, *arguments, **keywords)
-        if str(name).startswith("0"):
-            seen.append(name)
-            if len(seen) == looks:
-                monkeypatch.setattr(os, "open", real)
-                table.put(3, values([3]))
-        return found
-
-    with reading(path) as reader:
-        monkeypatch.setattr(os, "open", late)
-        assert reader.done()[:3].all()
-        monkeypatch.setattr(os, "open", real)
-        if not table.complete and not table.done()[3]:
-            table.put(3, values([3]))
-        assert reader.done()[:4].all()
-        assert reader.committed_chunks() == [0]
-    store.close()
+        assert 0 < next(begun) < 40
 
 
 def test_a_commit_record_cut_off_by_ctrl_c_hides_no_later_one(path, monkeypatch):
@@ -248,20 +203,6 @@ def test_rows_may_be_scattered_over_more_chunks_than_stay_open(path, monkeypatch
     assert len(maps) == 80, "a log is read once, when its chunk is committed"
     assert len(os.listdir("/proc/self/fd")) == opened
     check_all(path, spec)
-
-
-def test_opening_for_writing_leaves_a_living_writers_chunk_alone(path):
-    """Even where all its rows are done and only the last steps are missing."""
-    seen = []
-
-    def look(*_):
-        with writing(path) as other:
-            seen.append((other.committed_chunks(), other.done()[:4].all()))
-
-    with writing(path) as table, first_call(os, "fsync", look):
-        table.put(0, values(range(4)))
-        assert table.committed_chunks() == [0]
-    assert seen == [([], True)]
 
 
 # Rows that several processes share.
