@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from modelout_cases import (
+    BUILDERS,
     IGNORED,
     POSITIONS,
     B,
@@ -235,17 +236,29 @@ def seen_by(model: nn.Module, task: Any, batch: Any) -> list[tuple[Tensor, Tenso
     return seen
 
 
-def diffusion_case(prediction, *, draws=1, given=False, form="dict"):
-    """Ten steps; that the noise is the one of the seeds is a test of its own."""
+def signal_levels(schedule: str | list[float]) -> Tensor:
+    """Products of 1 - beta over ten steps, by the formulas of the papers."""
+    if not isinstance(schedule, str):
+        return torch.tensor(schedule, dtype=torch.float64)
+    if schedule == "cosine":
+        bars = torch.cos((torch.arange(11, dtype=torch.float64) / 10 + 0.008) / 1.008 * math.pi / 2) ** 2
+        return torch.cumprod(1 - (1 - bars[1:] / bars[:-1]).clamp(max=0.999), 0)
+    low, high, power = (1e-4, 0.02, 1) if schedule == "linear" else (0.00085**0.5, 0.012**0.5, 2)
+    return torch.cumprod(1 - torch.linspace(low, high, 10, dtype=torch.float64) ** power, 0)
+
+
+def diffusion_case(prediction, *, schedule="linear", draws=1, given=False, form="dict"):
+    """Ten steps; that the noise is the one of the seeds is told by the goldens."""
     samples, seeds = randn(B, D, seed=36), torch.tensor([3, 2**62 + 5, -7, 0])
     shift, times = randn(B, 4, seed=37), randint(10, (B, draws), 38)
-    levels = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 10, dtype=torch.float64), 0)
+    levels = signal_levels(schedule)
     batch: Any = {"sample": samples, "seed": seeds, "shift": shift}
     if given:
         batch["timestep"] = times[:, 0] if draws == 1 else times
     if form == "tuple":
         batch = (samples, shift, seeds)
-    task = tasks.DiffusionModelOutput(prediction=prediction, num_steps=10, draws=draws)
+    steps = {"num_steps": 10} if isinstance(schedule, str) else {}
+    task = tasks.DiffusionModelOutput(prediction=prediction, schedule=schedule, draws=draws, **steps)
     model = prepared(Denoiser())
     seen = seen_by(model, task, batch)
 
@@ -320,11 +333,16 @@ POST_TRAINING: dict[str, Callable[[], ModelOutputCase]] = {
     "reward_modeling-margin": lambda: reward_case(more=True),
     **{f"policy_gradient-{kind}": lambda kind=kind: policy_case(kind) for kind in POLICIES},
     "diffusion-epsilon": lambda: diffusion_case("epsilon"),
-    "diffusion-sample": lambda: diffusion_case("sample", form="tuple"),
-    "diffusion-v_prediction": lambda: diffusion_case("v_prediction", draws=2, given=True),
-    "diffusion-timestep": lambda: diffusion_case("epsilon", given=True),
+    "diffusion-sample": lambda: diffusion_case("sample", schedule="cosine", form="tuple"),
+    "diffusion-v_prediction": lambda: diffusion_case(
+        "v_prediction", schedule="scaled_linear", draws=2, given=True
+    ),
+    "diffusion-timestep": lambda: diffusion_case(
+        "epsilon", schedule=[0.99 - 0.05 * step for step in range(10)], given=True
+    ),
     "contrastive-mean": lambda: contrastive_case("mean", "cosine"),
     "contrastive-first": lambda: contrastive_case("first", "dot"),
     "contrastive-last": lambda: contrastive_case("last", "cosine", labelled=True),
 }
 """By task name and variant."""
+BY_NAME = {**BUILDERS, **POST_TRAINING}
