@@ -242,15 +242,16 @@ def multilabel_case(output: str) -> ModelOutputCase:
 
 
 def regression_case(output: str, outputs: int = 1) -> ModelOutputCase:
-    inputs, targets = randn(B, D, seed=7), randn(B, outputs, seed=8)
+    """Predictions ``(B, 1)`` have targets ``(B,)``."""
     scalar = output == "prediction"
+    inputs, targets = randn(B, D, seed=7), randn(B, *() if scalar else (outputs,), seed=8)
     return ModelOutputCase(
         task=tasks.RegressionModelOutput(output=output),
         model=mlp(outputs),
         batch=(inputs, targets),
-        loss=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).sum(1) / 2,
-        loss_of_output=(lambda f: (f - targets[:, 0]).pow(2) / 2) if scalar else torch.neg,
-        invalid=[((inputs, changed(targets, (2, 0), torch.nan)), 2)],
+        loss=lambda model, batch: (model(batch[0]) - batch[1].reshape(B, -1)).pow(2).sum(1) / 2,
+        loss_of_output=(lambda f: (f - targets).pow(2) / 2) if scalar else torch.neg,
+        invalid=[((inputs, changed(targets, (2, ...), torch.nan)), 2)],
     )
 
 

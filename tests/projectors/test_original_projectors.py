@@ -101,6 +101,28 @@ def test_chunks_of_a_tensor_are_independent_even_with_one_seed():
     assert abs(float((rows[:20] * rows[20:]).mean())) < 5 / math.sqrt(20 * 400)
 
 
+class Seen(AbstractProjector):
+    """Written for the original, with ``__init__`` and ``project`` alone."""
+
+    def __init__(self):
+        super().__init__(P, 1, 0, "na", "cpu")
+
+    def project(self, grads, model_id):
+        self.grads = grads
+        return grads["c"].sum(1, keepdim=True)
+
+
+def test_a_projector_of_ones_own_gets_whole_gradients_without_a_copy_or_a_graph():
+    projector, grads = Seen(), {name: grad.requires_grad_() for name, grad in gradients().items()}
+    accumulator = projector.accumulator(4, model_id=0, parameters=SHAPES)
+    for name in reversed(grads):
+        accumulator.add(DenseBlock(name, grads[name]))
+    assert not accumulator.features().requires_grad
+    assert [(name, grad.data_ptr()) for name, grad in projector.grads.items()] == [
+        (name, grad.data_ptr()) for name, grad in grads.items()
+    ]
+
+
 class Nothing(AbstractProjector):
     def __init__(self):
         super().__init__(0, 1, 0, "na", "cpu")

@@ -157,12 +157,13 @@ def test_lower_precision_gradients_are_added_up_in_float32(name, dtype):
 
 
 @every_projector
-def test_mixed_precision_gives_the_widest_features_in_either_order(name):
+def test_mixed_precision_gives_the_widest_features_in_either_order_and_no_graph(name):
     grads, projector = gradients(), made(name, 16)
     grads["wide.weight"], grads["b.bias"] = grads["wide.weight"].float(), grads["b.bias"].bfloat16()
+    grads = {key: grad.requires_grad_() for key, grad in grads.items()}
     for blocks in (dense_blocks(grads), dense_blocks(grads)[::-1]):
         features = accumulate(projector, blocks)
-        assert features.dtype == torch.float64
+        assert (features.dtype, features.requires_grad) == (torch.float64, False)
         assert_close(features, projector.project(double(grads), 0), 1e-6)
 
 
@@ -192,21 +193,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(name):
 
 
 # ---- accumulators, models and copies
-
-
-@every_projector
-def test_features_can_be_read_twice_and_leave_no_graph(name):
-    grads = {key: grad.requires_grad_() for key, grad in gradients().items()}
-    accumulator = made(name, 16).accumulator(4, model_id=0, parameters=SHAPES)
-    for block in dense_blocks(grads):
-        accumulator.add(block)
-    features = accumulator.features().clone()
-    with torch.no_grad():
-        for grad in grads.values():
-            grad.zero_()
-
-    assert torch.equal(accumulator.features(), features)
-    assert not accumulator.features().requires_grad
 
 
 @every_projector
@@ -288,12 +274,6 @@ def test_entries_are_the_same_in_any_order_of_parameters_and_all_of_them_where_t
         features = made(name, k).project(grads, 0)
         assert features.shape == (4, made(name, k).layout(SHAPES).width) == (4, NUM_ENTRIES)
         assert torch.equal(features.sort(1).values, flat(grads).sort(1).values)
-
-
-@pytest.mark.parametrize("name", ["rademacher", "gaussian", "mask"])
-def test_a_wider_projection_begins_with_the_same_columns(name):
-    narrow, wide = (made(name, k).project(gradients(), 0) * math.sqrt(k) for k in (20, 90))
-    assert_close(wide[:, :20], narrow, 1e-12)
 
 
 def test_an_entry_that_is_not_finite_reaches_only_its_own_feature():
