@@ -20,7 +20,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     "laws over many draws": (
         "gradient_computers/test_hook_rules.py::test_a_layer_at_many_options_equals_the_loop",
         "gradient_computers/test_hook_rules.py::test_a_recurrent_layer_at_many_options_equals_the_loop",
-        "projectors/test_countsketch_statistics.py",
     ),
     "memory, and hundreds of modules": (
         "attributor/test_many_modules.py",

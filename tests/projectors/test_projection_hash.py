@@ -144,20 +144,12 @@ def test_words_and_entries_are_the_same_on_cuda():
 
 
 @pytest.mark.parametrize(
-    ("shape", "positions", "proj_dim", "fewest"),
-    [
-        ((3072, 768), 64, 2048, 5),
-        ((768, 768), 64, 256, None),
-        ((768, 3072), 64, 2048, 5),
-    ],
+    ("shape", "proj_dim", "fewest"), [((3072, 768), 2048, 5), ((768, 768), 256, 65), ((768, 3072), 2048, 5)]
 )
-def test_on_an_accelerator_transforms_take_less_time_from_some_number_of_samples_on(
-    shape, positions, proj_dim, fewest
-):
-    """By the costs that the module states; a launch counts less for more samples."""
-    answers = [fourier_takes_less_time(shape, positions, proj_dim=proj_dim, samples=b) for b in range(1, 65)]
-    assert answers == sorted(answers)
-    assert (answers.index(True) + 1 if any(answers) else None) == fewest
+def test_on_an_accelerator_transforms_take_less_time_from_some_number_of_samples_on(shape, proj_dim, fewest):
+    """By the costs that the module states; a launch counts less for more samples, a position more than a launch."""
+    answers = [fourier_takes_less_time(shape, 64, proj_dim=proj_dim, samples=b) for b in range(1, 65)]
+    assert answers == [samples >= fewest for samples in range(1, 65)]
     times = [
         fourier_takes_less_time(shape, count, proj_dim=proj_dim, samples=64) for count in range(1, 600, 3)
     ]
