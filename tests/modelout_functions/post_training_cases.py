@@ -28,15 +28,19 @@ from trak_lite.testing import ModelOutputCase
 
 
 class RewardModel(nn.Module):
-    """One score from the mean of the embedded tokens."""
+    """One score from the mean of the embedded tokens; a column of the scores has a scale of its own row."""
 
     def __init__(self, *, column: bool = True) -> None:
         super().__init__()
         self.tokens, self.head, self.column = nn.Embedding(V, 4), nn.Linear(4, 1), column
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        scores = self.head(torch.tanh(self.tokens(input_ids).mean(1)))
-        return scores if self.column else scores[:, 0]
+    def forward(
+        self, input_ids: Tensor, scale: float | Tensor = 1.0, weights: Tensor | None = None
+    ) -> Tensor:
+        states = self.tokens(input_ids)
+        states = states if weights is None else states * weights.unsqueeze(-1)
+        scores = self.head(torch.tanh(states.mean(1)))[:, 0] * scale
+        return scores[:, None] if self.column else scores
 
 
 class TokenEncoder(nn.Module):
@@ -136,15 +140,18 @@ def difference_case() -> ModelOutputCase:
 
 
 def reward_case(*, more: bool) -> ModelOutputCase:
+    """With more: columns without a prefix are inputs of both answers, those with one of their own answer."""
     ids = randint(V, (B, T), 32), randint(V, (B, T - 2), 33)
     batch = {"chosen_input_ids": ids[0], "rejected_input_ids": ids[1]}
     signs, offsets = torch.ones(B, dtype=torch.float64), torch.zeros(B, dtype=torch.float64)
     if more:
         signs[2], offsets[:2] = -1, torch.tensor([0.4, 1.0])
-        batch |= {"preferred": signs == 1, "margin": offsets}
+        batch |= {"preferred": signs == 1, "margin": offsets, "scale": randn(B, seed=3)}
+        batch |= {"chosen_weights": randn(B, T, seed=4)}
+    scale, weights = batch.get("scale", 1.0), batch.get("chosen_weights")
 
     def loss(model: nn.Module, _: Any) -> Tensor:
-        gaps = model(ids[0]).reshape(B) - model(ids[1]).reshape(B) - offsets
+        gaps = model(ids[0], scale, weights).reshape(B) - model(ids[1], scale).reshape(B) - offsets
         return -torch.log(torch.sigmoid(signs * gaps))
 
     return ModelOutputCase(
