@@ -28,12 +28,11 @@ from triton_cases import (
     interpreted,
     kernels_of,
     machine_code,
+    signs_from,
     use_on,
 )
 
 from trak_lite.projectors import CountSketchProjector, RademacherProjector
-from trak_lite.projectors.random.hash import hash_signs
-from trak_lite.projectors.sketch import matrix as matrix_sketch
 from trak_lite.testing import ProjectorTests
 from trak_lite.types import FactoredBlock
 
@@ -154,7 +153,7 @@ def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(ker
     rows = torch.ones(1, 1).expand(1, first + 2 * width)
     sums = torch.empty(2, 1, width)
     kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
-    assert torch.equal(sums.flatten(), hash_signs(key, first, 2 * width, device=CPU))
+    assert torch.equal(sums.flatten(), signs_from(key, first, 2 * width))
 
 
 @interpreted
@@ -567,9 +566,10 @@ def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(
 
     With the smaller budget a band of rows does not fit, and the factors are transformed.
     """
-    for module in (kernels_of().sketch, matrix_sketch):
-        monkeypatch.setattr(module, "scratch_bytes", lambda device: budget)
-    monkeypatch.setattr(matrix_sketch, "fourier_takes_less_time", lambda *_, **__: False)
+    matrix = "trak_lite.projectors.sketch.matrix"
+    monkeypatch.setattr(kernels_of().sketch, "scratch_bytes", lambda device: budget)
+    monkeypatch.setattr(f"{matrix}.scratch_bytes", lambda device: budget)
+    monkeypatch.setattr(f"{matrix}.fourier_takes_less_time", lambda *_, **__: False)
     block = factors((700, 600), 5, positions, dtype)
     grads = block.inputs, block.output_grads
     made = sketched(tuple(factor.cuda() for factor in grads), 512, (700, 600))
