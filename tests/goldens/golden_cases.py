@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 import reference
 import torch
+from post_training_cases import BY_NAME
+from projection_cases import DRAWN, SHAPES, made
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trak_lite import Attributor, Rows, methods
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
-from trak_lite.modelout_functions import resolve_task
+from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.projectors import PROJECTORS
 
 FOLDER = Path(__file__).parent
-NUMBERS, STORE = FOLDER / "numbers.npz", FOLDER / "store.zip"
+NUMBERS, VECTORS, STORE = (FOLDER / name for name in ("numbers.npz", "vectors.npz", "store.zip"))
 N, M, FIRST, K, CHECKPOINTS = 40, 3, 33, 12, 2
 """Train rows, targets, train rows before others are appended, width of features, checkpoints."""
 RATES = (0.1, 0.05)
@@ -285,6 +287,23 @@ def projections() -> Iterator[tuple[str, np.ndarray]]:
         for model_id in (0, 1):
             found = make(8, seed=3, device=None).project(grads, model_id=model_id)
             yield f"{kind}/{model_id}", found.numpy()
+
+
+def vectors() -> Iterator[tuple[str, np.ndarray]]:
+    """Yield features ``(2, K)`` of whole numbers by every projector for some K, seeds and models; terms of every task.
+
+    Terms are f, q and w, ``(3, B)``, of the cases of tests/modelout_functions.
+    """
+    random = np.random.RandomState(5)
+    grads = {name: integers(random, 17, 2, *shape).double() - 8 for name, shape in SHAPES.items()}
+    for name in DRAWN:
+        for k, seed, model_id in ((33, 0, 0), (7, 7, 3), (1, 2**40, 0), (300, 2**64 - 1, 1)):
+            if k > 1 or name != "copies":
+                yield f"features/{name}/{k}", made(name, k, seed).project(grads, model_id).numpy()
+    for name, build in BY_NAME.items():
+        case = build()
+        terms = case.task.evaluate(ModelCall(case.model), case.batch)
+        yield f"terms/{name}", torch.stack([term.detach() for term in terms]).numpy()
 
 
 DTYPES = ("float32", "float16", "int8", "int4")

@@ -1,7 +1,7 @@
 """Makes the goldens again, only after a change that is meant to change results.
 
-Run ``PYTHONPATH=tests:tests/traker python tests/goldens/make.py`` in the root of the repository.
-It needs the original release traker 0.3.2, whose scores are the goldens of ``TRAKer``.
+Run ``PYTHONPATH=tests:tests/traker:tests/projectors:tests/modelout_functions python tests/goldens/make.py`` in the root
+of the repository. It needs the original release traker 0.3.2, whose scores are the goldens of ``TRAKer``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import traker_cases
-from golden_cases import CASES, NUMBERS, STORE, fill_store, projections, reference_gradients, scores_of
+from golden_cases import (
+    CASES,
+    NUMBERS,
+    STORE,
+    VECTORS,
+    fill_store,
+    projections,
+    reference_gradients,
+    scores_of,
+    vectors,
+)
 from golden_traker import SETTINGS, original_settings
 
 ALWAYS = (1980, 1, 1, 0, 0, 0)
@@ -47,5 +57,7 @@ def store() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.savez_compressed(NUMBERS, **numbers())
+    np.savez_compressed(VECTORS, **dict(vectors()))
     store()
-    print(f"{NUMBERS.name}: {NUMBERS.stat().st_size:,} bytes; {STORE.name}: {STORE.stat().st_size:,} bytes")
+    for path in (NUMBERS, VECTORS, STORE):
+        print(f"{path.name}: {path.stat().st_size:,} bytes")

@@ -21,6 +21,7 @@ from golden_cases import (
     METHODS,
     NUMBERS,
     STORE,
+    VECTORS,
     M,
     N,
     attributor_of,
@@ -87,6 +88,20 @@ def test_projections_are_the_matrices_of_the_file(numbers: dict[str, np.ndarray]
             np.testing.assert_allclose(matrix, golden, rtol=0, atol=1e-6)
         else:
             np.testing.assert_array_equal(matrix, golden, err_msg=key)
+
+
+@pytest.mark.quick
+def test_features_of_every_projector_and_terms_of_every_task_are_those_of_the_file() -> None:
+    """Noise of denoisers is float32; everything else is float64."""
+    with np.load(VECTORS) as archive:
+        goldens = dict(archive)
+    found = dict(golden_cases.vectors())
+
+    assert set(found) == set(goldens)
+    for key, vector in found.items():
+        close = 1e-5 if key.startswith("terms/diffusion") else 1e-11
+        largest = np.abs(goldens[key]).max()
+        np.testing.assert_allclose(vector, goldens[key], rtol=0, atol=close * largest, err_msg=key)
 
 
 @pytest.mark.parametrize("way", ["interrupted", "appended"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,23 +19,19 @@ B, C, D, T, V = 4, 3, 5, 6, 7
 IGNORED = -100
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+    return torch.as_tensor(np.random.RandomState(seed).standard_normal(shape))
 
 
 def randint(high: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randint(0, high, shape, generator=seeded(seed))
+    return torch.from_numpy(np.random.RandomState(seed).randint(high, size=shape).astype(np.int64))
 
 
 def prepared(model: nn.Module, seed: int = 0) -> nn.Module:
     """The model in float64 and eval mode with seeded parameters."""
-    model, generator = model.double().eval(), seeded(seed)
+    model, random = model.double().eval(), np.random.RandomState(seed)
     for parameter in model.parameters():
-        parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        parameter.data.copy_(0.5 * randn(*parameter.shape, seed=random.randint(2**31)))
     return model
 
 
@@ -245,15 +242,16 @@ def multilabel_case(output: str) -> ModelOutputCase:
 
 
 def regression_case(output: str, outputs: int = 1) -> ModelOutputCase:
-    inputs, targets = randn(B, D, seed=7), randn(B, outputs, seed=8)
+    """Predictions ``(B, 1)`` have targets ``(B,)``."""
     scalar = output == "prediction"
+    inputs, targets = randn(B, D, seed=7), randn(B, *() if scalar else (outputs,), seed=8)
     return ModelOutputCase(
         task=tasks.RegressionModelOutput(output=output),
         model=mlp(outputs),
         batch=(inputs, targets),
-        loss=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).sum(1) / 2,
-        loss_of_output=(lambda f: (f - targets[:, 0]).pow(2) / 2) if scalar else torch.neg,
-        invalid=[((inputs, changed(targets, (2, 0), torch.nan)), 2)],
+        loss=lambda model, batch: (model(batch[0]) - batch[1].reshape(B, -1)).pow(2).sum(1) / 2,
+        loss_of_output=(lambda f: (f - targets).pow(2) / 2) if scalar else torch.neg,
+        invalid=[((inputs, changed(targets, (2, ...), torch.nan)), 2)],
     )
 
 
@@ -354,7 +352,7 @@ def clip_case(temperature: float | None = None) -> ModelOutputCase:
     model, bank_image, bank_text = prepared(PairModel()), randn(9, 3, seed=10), randn(9, 3, seed=11)
     task = tasks.CLIPModelOutput(temperature, simulated_batch_size=4, seed=3)
     task.set_embeddings(bank_image, bank_text)
-    chosen = torch.randperm(9, generator=seeded(3))[:4].tolist()
+    chosen = torch.randperm(9, generator=torch.Generator().manual_seed(3))[:4].tolist()
     s = model.log_scale.exp().item() if temperature is None else temperature
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

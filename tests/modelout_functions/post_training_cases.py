@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from modelout_cases import (
+    BUILDERS,
     IGNORED,
     POSITIONS,
     B,
@@ -27,15 +28,19 @@ from trak_lite.testing import ModelOutputCase
 
 
 class RewardModel(nn.Module):
-    """One score from the mean of the embedded tokens."""
+    """One score from the mean of the embedded tokens; a column of the scores has a scale of its own row."""
 
     def __init__(self, *, column: bool = True) -> None:
         super().__init__()
         self.tokens, self.head, self.column = nn.Embedding(V, 4), nn.Linear(4, 1), column
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        scores = self.head(torch.tanh(self.tokens(input_ids).mean(1)))
-        return scores if self.column else scores[:, 0]
+    def forward(
+        self, input_ids: Tensor, scale: float | Tensor = 1.0, weights: Tensor | None = None
+    ) -> Tensor:
+        states = self.tokens(input_ids)
+        states = states if weights is None else states * weights.unsqueeze(-1)
+        scores = self.head(torch.tanh(states.mean(1)))[:, 0] * scale
+        return scores[:, None] if self.column else scores
 
 
 class TokenEncoder(nn.Module):
@@ -135,15 +140,18 @@ def difference_case() -> ModelOutputCase:
 
 
 def reward_case(*, more: bool) -> ModelOutputCase:
+    """With more: columns without a prefix are inputs of both answers, those with one of their own answer."""
     ids = randint(V, (B, T), 32), randint(V, (B, T - 2), 33)
     batch = {"chosen_input_ids": ids[0], "rejected_input_ids": ids[1]}
     signs, offsets = torch.ones(B, dtype=torch.float64), torch.zeros(B, dtype=torch.float64)
     if more:
         signs[2], offsets[:2] = -1, torch.tensor([0.4, 1.0])
-        batch |= {"preferred": signs == 1, "margin": offsets}
+        batch |= {"preferred": signs == 1, "margin": offsets, "scale": randn(B, seed=3)}
+        batch |= {"chosen_weights": randn(B, T, seed=4)}
+    scale, weights = batch.get("scale", 1.0), batch.get("chosen_weights")
 
     def loss(model: nn.Module, _: Any) -> Tensor:
-        gaps = model(ids[0]).reshape(B) - model(ids[1]).reshape(B) - offsets
+        gaps = model(ids[0], scale, weights).reshape(B) - model(ids[1], scale).reshape(B) - offsets
         return -torch.log(torch.sigmoid(signs * gaps))
 
     return ModelOutputCase(
@@ -235,17 +243,29 @@ def seen_by(model: nn.Module, task: Any, batch: Any) -> list[tuple[Tensor, Tenso
     return seen
 
 
-def diffusion_case(prediction, *, draws=1, given=False, form="dict"):
-    """Ten steps; that the noise is the one of the seeds is a test of its own."""
+def signal_levels(schedule: str | list[float]) -> Tensor:
+    """Products of 1 - beta over ten steps, by the formulas of the papers."""
+    if not isinstance(schedule, str):
+        return torch.tensor(schedule, dtype=torch.float64)
+    if schedule == "cosine":
+        bars = torch.cos((torch.arange(11, dtype=torch.float64) / 10 + 0.008) / 1.008 * math.pi / 2) ** 2
+        return torch.cumprod(1 - (1 - bars[1:] / bars[:-1]).clamp(max=0.999), 0)
+    low, high, power = (1e-4, 0.02, 1) if schedule == "linear" else (0.00085**0.5, 0.012**0.5, 2)
+    return torch.cumprod(1 - torch.linspace(low, high, 10, dtype=torch.float64) ** power, 0)
+
+
+def diffusion_case(prediction, *, schedule="linear", draws=1, given=False, form="dict"):
+    """Ten steps; that the noise is the one of the seeds is told by the goldens."""
     samples, seeds = randn(B, D, seed=36), torch.tensor([3, 2**62 + 5, -7, 0])
     shift, times = randn(B, 4, seed=37), randint(10, (B, draws), 38)
-    levels = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 10, dtype=torch.float64), 0)
+    levels = signal_levels(schedule)
     batch: Any = {"sample": samples, "seed": seeds, "shift": shift}
     if given:
         batch["timestep"] = times[:, 0] if draws == 1 else times
     if form == "tuple":
         batch = (samples, shift, seeds)
-    task = tasks.DiffusionModelOutput(prediction=prediction, num_steps=10, draws=draws)
+    steps = {"num_steps": 10} if isinstance(schedule, str) else {}
+    task = tasks.DiffusionModelOutput(prediction=prediction, schedule=schedule, draws=draws, **steps)
     model = prepared(Denoiser())
     seen = seen_by(model, task, batch)
 
@@ -320,11 +340,16 @@ POST_TRAINING: dict[str, Callable[[], ModelOutputCase]] = {
     "reward_modeling-margin": lambda: reward_case(more=True),
     **{f"policy_gradient-{kind}": lambda kind=kind: policy_case(kind) for kind in POLICIES},
     "diffusion-epsilon": lambda: diffusion_case("epsilon"),
-    "diffusion-sample": lambda: diffusion_case("sample", form="tuple"),
-    "diffusion-v_prediction": lambda: diffusion_case("v_prediction", draws=2, given=True),
-    "diffusion-timestep": lambda: diffusion_case("epsilon", given=True),
+    "diffusion-sample": lambda: diffusion_case("sample", schedule="cosine", form="tuple"),
+    "diffusion-v_prediction": lambda: diffusion_case(
+        "v_prediction", schedule="scaled_linear", draws=2, given=True
+    ),
+    "diffusion-timestep": lambda: diffusion_case(
+        "epsilon", schedule=[0.99 - 0.05 * step for step in range(10)], given=True
+    ),
     "contrastive-mean": lambda: contrastive_case("mean", "cosine"),
     "contrastive-first": lambda: contrastive_case("first", "dot"),
     "contrastive-last": lambda: contrastive_case("last", "cosine", labelled=True),
 }
 """By task name and variant."""
+BY_NAME = {**BUILDERS, **POST_TRAINING}

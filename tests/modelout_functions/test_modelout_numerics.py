@@ -1,19 +1,16 @@
 """Which answers, batches and labels are taken; terms at the edges of floating point, and in half precision."""
 
-import dataclasses
 import math
 from collections import UserDict, namedtuple
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from modelout_cases import (
-    C,
+    Answer,
     changed,
     image_case,
-    mlp,
     prepared,
     randint,
     randn,
@@ -38,44 +35,18 @@ def same(terms: OutputTerms, expected: OutputTerms) -> None:
         assert torch.equal(term, other)
 
 
-@dataclasses.dataclass
-class Example:
-    inputs: Tensor
-    labels: Tensor
-
-
-class Called(nn.Module):
-    """Answers in a form, and remembers how it was called."""
-
-    def __init__(self, answer: Any = LOGITS) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.called = len(args), list(kwargs)
-        return self.answer
-
-
 ANSWERS = [(LOGITS, "hidden"), [LOGITS], Named(LOGITS, "hidden"), Named(hidden=LOGITS + 1, logits=LOGITS)]
 ANSWERS += [{"hidden": LOGITS + 1, "logits": LOGITS}, SimpleNamespace(logits=LOGITS)]
+BATCHES = [[LOGITS, LOGITS, LABELS], namedtuple("Pair", ["x", "y"])(LOGITS, LABELS)]
+BATCHES += [UserDict(label=LABELS, inputs=LOGITS)]
 
 
-@pytest.mark.parametrize(
-    ("answer", "batch", "called"),
-    [
-        *((answer, (LOGITS, LABELS), (1, [])) for answer in ANSWERS),
-        (LOGITS, [LOGITS, LOGITS, LABELS], (2, [])),
-        (LOGITS, {"labels": LABELS, "inputs": LOGITS}, (0, ["inputs"])),
-        (LOGITS, UserDict(label=LABELS, inputs=LOGITS), (0, ["inputs"])),
-        (LOGITS, Example(LOGITS, LABELS), (0, ["inputs"])),
-        (LOGITS, namedtuple("Pair", ["x", "y"])(LOGITS, LABELS), (1, [])),
-    ],
-)
-def test_usual_answers_of_models_and_usual_batches_are_understood(answer, batch, called):
-    model = Called(answer)
-    terms = IMAGES.evaluate(tasks.ModelCall(model), batch)
-    assert model.called == called
-    same(terms, terms_of_logits(IMAGES, LOGITS, LABELS))
+def test_usual_answers_of_models_and_usual_batches_are_understood() -> None:
+    """Dicts and dataclasses are batches of the laws."""
+    expected = terms_of_logits(IMAGES, LOGITS, LABELS)
+    given = [(answer, (LOGITS, LABELS)) for answer in ANSWERS] + [(LOGITS, batch) for batch in BATCHES]
+    for answer, batch in given:
+        same(IMAGES.evaluate(tasks.ModelCall(Answer(answer)), batch), expected)
 
 
 REGRESSION, SQUARES = (
@@ -95,6 +66,7 @@ EQUAL: dict[str, list[tuple[Any, Tensor, Tensor]]] = {
                                               (task, VALUES, WANTED[:, None])] for task in (REGRESSION, SQUARES)},
     **{f"a column of one sample, {task.output}": [(task, VALUES[:1], WANTED[:1]), (task, VALUES[:1, None], WANTED[:1])]
        for task in (REGRESSION, SQUARES)},
+    "no samples": [(IMAGES, LOGITS[:0], LABELS[:0]), (IMAGES, LOGITS[:0], LABELS[:0].int())],
     # No logit predicts it, so even a value out of range there changes nothing.
     "first label of a shifted sample": [(LANGUAGE, TEXT, changed(TOKENS, (..., 0), first)) for first in (1, 999)],
     **{f"{dtype} logits": [(IMAGES, LOGITS.to(dtype).float(), LABELS), (IMAGES, LOGITS.to(dtype), LABELS)]
@@ -125,15 +97,6 @@ def test_text_parts_can_have_other_names() -> None:
     torch.testing.assert_close(terms.output, (ids.sum(1) - mask.sum(1)).double())
 
 
-def test_a_last_axis_of_one_is_taken_off_under_transforms_too() -> None:
-    values, wanted = randn(3, 1, seed=1), randn(3, seed=2)
-    task = tasks.RegressionModelOutput(output="neg_squared_error")
-    gradients = torch.func.vmap(
-        torch.func.grad(lambda value, target: terms_of_logits(task, value[None], target[None]).output[0])
-    )(values, wanted)
-    torch.testing.assert_close(gradients, wanted[:, None] - values)
-
-
 def test_an_invalid_label_is_nan_under_transforms_also_where_torch_does_not_tell_them(monkeypatch):
     """Torch's own answer is a private function."""
     monkeypatch.setattr("trak_lite.modelout_functions._inputs._ask_torch", None)
@@ -162,25 +125,15 @@ def test_small_logits_are_resized_to_the_labels() -> None:
     torch.testing.assert_close(terms.output, expected)
 
 
-def test_an_empty_batch_gives_empty_terms() -> None:
-    empty = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    assert [term.shape for term in IMAGES.evaluate(tasks.ModelCall(mlp(C)), empty)] == [(0,)] * 3
-
-
 # Edges of floating point
 
-SMALL, MARGIN = math.exp(-50.0), 40.0 - math.log(2.0)
 
-
-class Difference(nn.Module):
+class Scores(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
-        return input_ids.float()
+        return input_ids
 
 
-def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
-    return task.evaluate(
-        tasks.ModelCall(Difference()), {"chosen_input_ids": chosen, "rejected_input_ids": rejected}
-    )
+SMALL, MARGIN = math.exp(-50.0), 40.0 - math.log(2.0)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +151,12 @@ def reward_terms(task: Any, chosen: Tensor, rejected: Tensor) -> OutputTerms:
 )  # fmt: skip
 def test_terms_keep_their_digits_far_from_the_decision(task, logits, labels, f, q, w):
     """In float32, 1 - softmax would be 0 from a margin of 17 on, and log-softmax as well."""
-    ask: Callable[..., OutputTerms] = reward_terms if task.name == "reward_modeling" else terms_of_logits
-    terms = ask(task, torch.tensor(logits), torch.tensor(labels))
+    given = torch.tensor(logits), torch.tensor(labels)
+    if task.name == "reward_modeling":
+        batch = {"chosen_input_ids": given[0], "rejected_input_ids": given[1]}
+        terms = task.evaluate(tasks.ModelCall(Scores()), batch)
+    else:
+        terms = terms_of_logits(task, *given)
     for term, expected in zip(terms, (f, q, w), strict=True):
         assert term.dtype == torch.float32
         assert term.tolist() == pytest.approx(expected, rel=1e-5, abs=0)

@@ -3,8 +3,8 @@
 import modelout_cases as cases
 import pytest
 import torch
-from modelout_cases import IGNORED, B, T, V
-from post_training_cases import POST_TRAINING, RewardModel, answer_log_prob, preference_columns
+from modelout_cases import IGNORED, B
+from post_training_cases import POST_TRAINING, answer_log_prob, preference_columns
 
 from trak_lite import Attributor
 from trak_lite import modelout_functions as tasks
@@ -148,24 +148,3 @@ def test_rows_are_scored_from_end_to_end(name, method):
     scores = attributor.score(rows).numpy()
     assert (scores.diagonal() > 0).all()
     assert scores[0] == pytest.approx(scores[B], rel=1e-2, abs=1e-3 * float(abs(scores).max()))
-
-
-def test_columns_without_prefix_are_inputs_of_both_answers():
-    class Shared(RewardModel):
-        def forward(self, input_ids, scale, attention_mask=None):
-            assert (attention_mask is None) == (input_ids.shape[1] == 4)
-            return super().forward(input_ids) * scale[:, None]
-
-    model, scale = cases.prepared(Shared()), cases.randn(B, seed=3)
-    chosen, rejected = cases.randint(V, (B, T), 1), cases.randint(V, (B, 4), 2)
-    batch = {
-        "chosen_input_ids": chosen,
-        "chosen_attention_mask": torch.ones(B, T),
-        "rejected_input_ids": rejected,
-        "scale": scale,
-    }
-
-    terms = tasks.RewardModelOutput().evaluate(tasks.ModelCall(model), batch)
-
-    gap = RewardModel.forward(model, chosen) - RewardModel.forward(model, rejected)
-    torch.testing.assert_close(terms.output, gap[:, 0] * scale)

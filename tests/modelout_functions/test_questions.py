@@ -20,7 +20,6 @@ from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradien
 from trak_lite.methods import GradCos, GradDot, Mean
 from trak_lite.modelout_functions import (
     ActivationModelOutput,
-    CausalLanguageModelingModelOutput,
     ImageClassificationModelOutput,
     ModelCall,
     QuestionsModelOutput,
@@ -97,28 +96,6 @@ def test_a_question_or_a_task_of_targets_gives_products_with_its_gradients(plain
     np.testing.assert_allclose(mean, standard, rtol=1e-3, atol=1e-4)
     margins = attributor.score(TARGETS, name="plain").numpy()
     np.testing.assert_allclose(margins, plain["rows"] @ plain["margin"].T, **CLOSE)
-
-
-def test_margins_are_targets_of_train_rows_by_log_p() -> None:
-    """Of a language model: rows by the gradients of their summed log p, targets by those of their summed margins."""
-    ids = randint(C, (N + M, T), 5)
-    model = prepared(nn.Sequential(nn.Embedding(C, D), nn.Tanh(), nn.Linear(D, C)))
-
-    def log_p(row: Tensor) -> Tensor:
-        return -nn.functional.cross_entropy(model(row[None])[0, :-1], row[1:], reduction="none")
-
-    def summed_margins(row: Tensor) -> Tensor:
-        return (log_p(row) - torch.log1p(-log_p(row).exp())).sum()
-
-    rows = np.stack([flat_gradient(log_p(row).sum(), model) for row in ids[:N]])
-    margins = np.stack([flat_gradient(summed_margins(row), model) for row in ids[N:]])
-    attributor = Attributor(model, "causal_language_modeling", None, progress=False, **EXACT)
-    attributor.featurize(TensorDataset(ids[:N], ids[:N]))
-
-    task = CausalLanguageModelingModelOutput(output="margin")
-    scores = attributor.score(TensorDataset(ids[N:], ids[N:]), name="margins", task=task)
-
-    np.testing.assert_allclose(scores.numpy(), rows @ margins.T, **CLOSE)
 
 
 def test_a_group_is_one_target_for_every_method(plain: Any) -> None:
@@ -239,52 +216,18 @@ def test_verify_compares_with_the_output_that_was_asked() -> None:
         verify(attributor.scores(), train_fn, TARGETS, budget=6)
 
 
-def test_names_of_rows_do_not_hide_another_question() -> None:
+def test_rows_by_name_index_and_loader_are_asked_the_same() -> None:
+    """A name does not hide another question."""
     task = asking(neuron=neuron())
     attributor = featurized(task)
     named = Rows(TARGETS, name="targets of today", indices=[2, 0, 1], batch_size=2)
     found = attributor.score(task.ask("gap", named), name="t").numpy()
     whole = attributor.score(task.ask("gap", TARGETS), name="whole").numpy()
+    loaded = attributor.score(task.ask("gap", DataLoader(TARGETS, batch_size=4)), name="loaded").numpy()
     np.testing.assert_allclose(found, whole[:, [2, 0, 1]], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(loaded, whole, rtol=1e-3, atol=1e-5)
     with pytest.raises(ManifestMismatchError):
         attributor.score(task.ask("neuron", named), name="t")
-
-
-def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad ids by 0 and labels by -100."""
-    fill = {"labels": -100, "chosen_labels": -100, "rejected_labels": -100}
-    pad = nn.utils.rnn.pad_sequence
-    return {
-        name: pad([row[name] for row in rows], batch_first=True, padding_value=fill.get(name, 0))
-        for name in rows[0]
-    }
-
-
-def labelled(side: str, length: int, seed: int) -> dict[str, Tensor]:
-    ids = randint(V, (length,), seed)
-    return {f"{side}input_ids": ids, f"{side}labels": ids}
-
-
-def test_a_language_model_is_asked_which_answer_it_prefers() -> None:
-    """Train rows are texts, targets are pairs of answers of other lengths; both are padded in their batches."""
-    model = prepared(cases.LanguageModel())
-    texts = [labelled("", 4 + i % 3, 50 + i) for i in range(N)]
-    pairs = [{**labelled("chosen_", 3 + i % 2, 70 + i), **labelled("rejected_", 5, 90 + i)} for i in range(4)]
-    task = QuestionsModelOutput("causal_language_modeling", {"answers": "answer_difference"})
-    attributor = Attributor(model, task, None, collate=padded, batch_size=4, progress=False, **EXACT)
-    attributor.featurize(texts)
-
-    loader = DataLoader(pairs, batch_size=3, collate_fn=padded)
-    scores = attributor.score(task.ask("answers", loader), name="answers").numpy()
-
-    def gradient(row: dict[str, Tensor], side: str) -> np.ndarray:
-        logits = model(row[f"{side}input_ids"][None])["logits"][0, :-1]
-        loss = nn.functional.cross_entropy(logits, row[f"{side}labels"][1:], reduction="sum")
-        return -flat_gradient(loss, model)
-
-    rows = np.stack([gradient(text, "") for text in texts])
-    asked = np.stack([gradient(pair, "chosen_") - gradient(pair, "rejected_") for pair in pairs])
-    np.testing.assert_allclose(scores, rows @ asked.T, rtol=1e-4, atol=1e-4)
 
 
 class Pair(nn.Module):
@@ -343,34 +286,14 @@ def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as
     torch.testing.assert_close(found, model[0](x)[:, 1])
 
 
-@pytest.mark.parametrize(
-    ("module", "size", "position", "message"),
-    [
-        ("blok", 5, "mean", r"Unknown module: \['blok'\]. Nearest known: \['block'\]"),
-        ("block", 4, "mean", "Expected 4 channels"),
-        ("block", 5, T, f"position={T} does not exist"),
-        ("unused", 5, "mean", "does not call its module 'unused'"),
-    ],
-)
-def test_activations_that_do_not_exist_are_refused(module, size, position, message):
-    model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
-    with pytest.raises(InvalidInputError, match=message):
-        ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
-    assert not any(part._forward_hooks for part in model.modules())
-
-
 def test_a_direction_is_part_of_the_identity_and_cannot_change() -> None:
     direction = torch.ones(3)
     task = ActivationModelOutput("0", direction)
     before = identity_of(task)
     direction[0] = 2.0
-
     assert identity_of(task) == before
-    others = [
-        ActivationModelOutput("0", direction),
-        ActivationModelOutput("0", torch.ones(3), position="last"),
-    ]
-    assert all(identity_of(other) != before for other in others)
+    others = (direction, {}), (torch.ones(3), {"position": "last"})
+    assert all(identity_of(ActivationModelOutput("0", one, **more)) != before for one, more in others)
 
 
 def test_the_rest_is_that_of_the_task() -> None:
@@ -386,17 +309,34 @@ def test_the_rest_is_that_of_the_task() -> None:
     assert attributor.method.name == "Fisher"
 
 
-def test_questions_that_do_not_fit_are_refused() -> None:
-    task, attributor = asking(), featurized(asking())
-    other = QuestionsModelOutput("image_classification", {"gap": third})
+def activation(module: str, size: int, position: Any = "mean") -> Any:
+    model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
+    try:
+        ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
+    finally:
+        assert not any(part._forward_hooks for part in model.modules())
 
-    with pytest.raises(UnknownTaskError, match="Did you mean 'answer_difference'"):
-        asking(answers="answer_diference")
-    with pytest.raises(InvalidInputError, match=r"Unknown questions: .*'gab'"):
-        task.ask("gab", TARGETS)
-    with pytest.raises(InvalidInputError, match="2 labels of groups for 6 samples"):
-        task.ask("gap", TARGETS, groups=[0, 1])
-    with pytest.raises(InvalidInputError, match="reduction must be one of"):
-        task.ask("gap", TARGETS, reduction="max")
-    with pytest.raises(InvalidInputError, match="the question 'gap' of this task"):
-        attributor.score(other.ask("gap", TARGETS), name="other")
+
+def asked_another() -> Any:
+    other = QuestionsModelOutput("image_classification", {"gap": third})
+    return featurized(asking()).score(other.ask("gap", TARGETS), name="other")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: asking(answers="answer_diference"), UnknownTaskError, "Did you mean 'answer_difference'"),
+        (lambda: asking().ask("gab", TARGETS), InvalidInputError, r"Unknown questions: .*'gab'"),
+        (lambda: asking().ask("gap", TARGETS, groups=[0, 1]), InvalidInputError, "2 labels of groups for 6 samples"),
+        (lambda: asking().ask("gap", TARGETS, reduction="max"), InvalidInputError, "reduction must be one of"),
+        (asked_another, InvalidInputError, "the question 'gap' of this task"),
+        (lambda: activation("blok", 5), InvalidInputError,
+         r"Unknown module: \['blok'\]. Nearest known: \['block'\]"),
+        (lambda: activation("block", 4), InvalidInputError, "Expected 4 channels"),
+        (lambda: activation("block", 5, T), InvalidInputError, f"position={T} does not exist"),
+        (lambda: activation("unused", 5), InvalidInputError, "does not call its module 'unused'"),
+    ],
+)  # fmt: skip
+def test_questions_that_do_not_fit_are_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -1,15 +1,67 @@
-"""Gradients, blocks and probes that the tests of several projectors share."""
+"""Every projector by name, and gradients, blocks and probes that the tests of several projectors share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trak_lite.projectors import (
+    PROJECTORS,
+    AbstractProjector,
+    BasicProjector,
+    BasicSingleBlockProjector,
+    CountSketchProjector,
+    CudaProjector,
+    GraSSProjector,
+    MaskProjector,
+    TwoSidedProjector,
+)
 from trak_lite.types import DenseBlock, FactoredBlock, LookupBlock
 
 Shapes = Mapping[str, tuple[int, ...]]
+SHAPES = {
+    "b.weight": (5, 4),
+    "wide.weight": (3, 70),
+    "scale": (),
+    "b.bias": (5,),
+    "empty": (0, 4),
+    "conv.weight": (3, 2, 2),
+}
+ORIGINAL = {"Basic": BasicProjector, "SingleBlock": BasicSingleBlockProjector, "Cuda": CudaProjector}
+"""They do not divide by the root of K; the last two are the first one by other names."""
+
+
+def original(name: str, k: int, *, seed: int, device: str | None) -> AbstractProjector:
+    options = {"max_batch_size": 32} if name == "Cuda" else {}
+    kind = "normal" if name == "Basic" else "rademacher"
+    return ORIGINAL[name](0, k, seed, kind, device, dtype=None, **options)
+
+
+def gaussian_sides(k: int, *, seed: int, device: str | None) -> AbstractProjector:
+    options = {"matrices": "gaussian", "layout": "joint"}
+    return TwoSidedProjector(math.isqrt(k), seed=seed, device=device, **options)
+
+
+MAKERS: dict[str, Callable[..., AbstractProjector]] = {
+    **PROJECTORS,
+    "copies": functools.partial(CountSketchProjector, copies=3),
+    "form": functools.partial(CountSketchProjector, factors="form"),
+    "fourier": functools.partial(CountSketchProjector, factors="fourier"),
+    **{name: functools.partial(original, name) for name in ORIGINAL},
+    "mask by module": functools.partial(MaskProjector, layout="module"),
+    "grass by module": functools.partial(GraSSProjector, layout="module"),
+    "two_sided gaussian joint": gaussian_sides,
+}
+DRAWN = [name for name in MAKERS if name not in ("form", "fourier", "fast_jl")]
+"""Of the others, two are countsketch, and one has another matrix where its extension is installed."""
+
+
+def made(name: str, k: int, seed: int = 0, device: str | None = None) -> AbstractProjector:
+    return MAKERS[name](k, seed=seed, device=device)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -6,8 +6,6 @@ import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import projection_reference as reference
 import pytest
 import torch
 from projection_cases import (
@@ -34,7 +32,6 @@ SHAPES = {
     "narrow": (20, 5),
 }
 NUM_SAMPLES = 27  # three slices of eight and more
-SCRATCH = "trak_lite.projectors._scratch._CPU_SCRATCH_BYTES"
 
 
 def gradients(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -50,57 +47,47 @@ def project(block, shape: tuple[int, ...], proj_dim: int, **settings) -> torch.T
     return accumulated(projector, [block], num_samples=block.num_samples, parameters={"w": shape}, model_id=3)
 
 
-# ---- the map
-
-
-@pytest.mark.parametrize(
-    ("shape", "proj_dim", "copies"),
-    [
-        ((70_000,), 5, 1),  # three tiles
-        ((32_768,), 64, 1),  # one tile, full
-        ((32_769,), 64, 1),  # and one entry more
-        ((90_000,), 40_000, 1),  # K wider than a tile would be
-        ((33_000,), 20_000, 2),  # tiles of K
-        ((2_200_000,), 2048, 1),  # more than the 64 tiles of one segment
-        ((150, 70), 64, 3),  # rows and columns of blocks, smaller at the ends
-        ((8, 3, 5, 5), 600, 1),
-        ((0, 4), 8, 1),
-    ],
-    ids=str,
-)
-def test_large_parameters_have_the_map_of_the_definition_and_its_transpose(shape, proj_dim, copies):
-    grads, settings = random(1, *shape), {"seed": 2, "copies": copies}
-    projector = CountSketchProjector(proj_dim, **settings)
-    features = projector.project({"w": grads}, 1)
-    rows = grads.reshape(1, math.prod(shape))
-    expected = reference.sketch(rows.numpy(), shape, proj_dim, name="w", model_id=1, **settings)
-    np.testing.assert_allclose(features.numpy(), expected, rtol=1e-10, atol=1e-10)
-
-    found = projector.adjoint(random(2, proj_dim, seed=1), model_id=1, parameters={"w": shape})["w"]
-    assert found.shape == (2, *shape)
-    products = rows @ found.reshape(2, rows.shape[1]).T
-    torch.testing.assert_close(products, features @ random(2, proj_dim, seed=1).T)
-
-
-# ---- golden values: what is stored on disk must be found again by every later version
-
+# Features that are stored must be found again by every later version.
 GOLDEN = {
-    ((2_200_000,), 2048, 1): "fbc20a801df85cbd4030fc344d5375ced90ed1815729a40c8f105abb733e7e6b",
+    (
+        (2_200_000,),
+        2048,
+        1,
+    ): "fbc20a801df85cbd4030fc344d5375ced90ed1815729a40c8f105abb733e7e6b",  # over 64 tiles
+    ((70_000,), 5, 1): "970b990c464061f84512dc6300c8d81a5b57ec48a6f4d6d3728a666d61f06a56",  # three tiles
+    ((32_768,), 64, 1): "0100bd27b6773f7b277cc058143c40657dc9034d88a3b964b7245965ec63e865",  # one, full
+    ((32_769,), 64, 1): "498e3595bc3efec9100813f21023f0283196e418fe06ec5951c45ecad695854a",  # and one entry
+    (
+        (90_000,),
+        40_000,
+        1,
+    ): "dde9589cf02f10385dcfe0bfacedca1b2238d83140be91606c38431bd0ff1310",  # wider than a tile
+    ((33_000,), 20_000, 2): "ac9e970c1b26e7f287c1eaf6b8ff73ccaa2f8e69611396c08a499de2698fb434",  # tiles of K
     ((300, 500), 128, 1): "ed6619a6408fa7ff13fb14ec073a86acc17b9f3e85a5aefd3ed98241adb2f6c3",
+    ((150, 70), 64, 3): "cc1ec1c952e2dc997bc74da27aa9d821ad1ddad6d89911a3f39c579e993dcae0",
     ((64, 32, 3, 3), 1000, 3): "3d22985fe05f6813b7b037d8639e846ffa6f9ab7faa823804b718044bad7e77d",
+    ((8, 3, 5, 5), 600, 1): "d207e3e3f76b50afad6f30ff664d78863e81879f73b38fec473d2f2b704f3bb1",
+    ((0, 4), 8, 1): "f5a5fd42d16a20302798ef6ed309979b43003d2320d9f0e8ea9831a92759fb4b",
 }
 
 
 @pytest.mark.parametrize(("shape", "proj_dim", "copies"), GOLDEN)
-def test_features_have_their_golden_digest(shape, proj_dim, copies):
+def test_features_have_their_golden_digest_and_the_adjoint_is_their_transpose(shape, proj_dim, copies):
     """Of integers from -8 to 8, exact in float32 in any order of addition."""
     count = 1 if len(shape) == 1 else 2
     grads = (torch.arange(count * math.prod(shape)) * 7919 % 17 - 8).float().view(count, *shape)
     projector = CountSketchProjector(proj_dim, seed=5, copies=copies)
-    sums = projector.project({"layer.weight": grads}, 2) * math.sqrt(copies)
+    features = projector.project({"layer.weight": grads}, 2)
+    sums = features * math.sqrt(copies)
     exact = (sums.round() + 0.0).numpy().astype("<f4")  # no negative zeros
     assert float((sums - sums.round()).abs().max()) < 1e-2
     assert hashlib.sha256(exact.tobytes()).hexdigest() == GOLDEN[shape, proj_dim, copies]
+
+    rows = random(2, proj_dim)
+    found = projector.adjoint(rows, model_id=2, parameters={"layer.weight": shape})["layer.weight"]
+    assert found.shape == (2, *shape)
+    products = grads.double().flatten(1) @ found.flatten(1).T
+    assert_close(products, features.double() @ rows.T, 1e-5)
 
 
 # ---- the same bits
@@ -165,11 +152,8 @@ def test_features_of_small_batches_have_the_bits_of_large_ones(shape, proj_dim, 
     assert torch.equal(torch.cat(parts), whole)
     one = random(3, *shape, dtype=dtype)
     one[1, 1, 3] = float("inf")
-    assert (
-        CountSketchProjector(proj_dim).project({"w": one}, 0).isfinite().sum(1).tolist()[::2]
-        == [proj_dim] * 2
-    )
-    assert int(CountSketchProjector(proj_dim).project({"w": one}, 0).isfinite().sum()) == 3 * proj_dim - 1
+    finite = CountSketchProjector(proj_dim).project({"w": one}, 0).isfinite().sum(1)
+    assert finite.tolist() == [proj_dim, proj_dim - 1, proj_dim]
 
 
 @pytest.mark.parametrize("positions", [None, 1, 30], ids=["dense", "one position", "many positions"])
@@ -209,16 +193,6 @@ def test_two_projectors_in_two_threads_do_not_disturb_each_other():
 
 
 # ---- factors and rows of tables; the laws of all projectors have others
-
-
-@pytest.mark.parametrize(("method", "most"), [("form", 128 * 192), ("fourier", 2 * 2 * 512)])
-def test_the_gradient_of_factors_is_never_formed_as_a_whole(method, most, monkeypatch):
-    """Forming takes 128 rows of one sample; transforms take a few vectors of K + d_in per position."""
-    monkeypatch.setattr(SCRATCH, 64 << 10)
-    shape, block = (512, 192), factors((512, 192), 2, num_samples=2)
-    with Operators() as seen:
-        project(block, shape, 256, factors=method)
-    assert seen.entries <= most <= shape[0] * shape[1] / 4  # of one sample's gradient
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from trak_lite.projectors.random.hash import Stream
 from trak_lite.projectors.select import select_projector
 from trak_lite.projectors.two_sided.principal_axes import PrincipalAxes
 from trak_lite.testing import ProjectorTests
-from trak_lite.types import DenseBlock, FactoredBlock, FeatureLayout
+from trak_lite.types import DenseBlock, FactoredBlock
 
 SHAPES = {
     "fc.weight": (6, 9),
@@ -43,6 +43,12 @@ SHAPES = {
     "scale": (),
 }
 MATRICES = {"fc.weight": (6, 9), "conv.weight": (5, 12), "thin.weight": (2, 11), "small.weight": (3, 2)}
+SEGMENTS = [
+    ["fc.weight", 0, 12],
+    ["conv.weight", 12, 24],
+    ["thin.weight", 24, 32],
+    ["small.weight", 32, 38],
+]
 SIDES = (Stream.TWO_SIDED_OUT, Stream.TWO_SIDED_IN)
 gradients = functools.partial(random_gradients, SHAPES)
 accumulate = functools.partial(accumulated, parameters=SHAPES)
@@ -86,59 +92,33 @@ class TestLaws(ProjectorTests):
 # ---- two-sided
 
 
-def test_every_matrix_and_the_rest_have_a_segment():
-    module = TwoSidedProjector(4, 3, rest_dim=8)
-    joint = TwoSidedProjector(4, 3, rest_dim=8, layout="joint")
-    segments = [
-        ["fc.weight", 0, 12],
-        ["conv.weight", 12, 24],
-        ["thin.weight", 24, 32],
-        ["small.weight", 32, 38],
-    ]
-
-    assert module.layout(SHAPES).to_json() == [*segments, ["rest", 38, 46]]
-    assert module.layout(MATRICES).to_json() == segments
-    assert joint.layout(SHAPES) == FeatureLayout.joint(46)
-    assert torch.equal(joint.project(gradients(), 0), module.project(gradients(), 0))
-    assert TwoSidedProjector(3, 2).rest.proj_dim == 6
-    long = {"tokens": (50, 4), "head": (4, 51), "empty": (0, 4), "scale": (4,), "fits": (49, 49)}
-    layout = TwoSidedProjector(2, max_side=49, rest_dim=5).layout(long)
-    assert layout.to_json() == [["fits", 0, 4], ["rest", 4, 9]]
-    inner = TwoSidedProjector(2, max_side=4, rest=TwoSidedProjector(1, max_side=8, rest_dim=3))
-    layout = inner.layout({"a": (3, 3), "b": (7, 7), "c": (5,)})
-    assert layout.to_json() == [["a", 0, 4], ["rest.b", 4, 5], ["rest.rest", 5, 8]]
-    assert TwoSidedProjector(2, layout="joint").layout({}).width == 0
+@pytest.mark.parametrize(
+    ("projector", "shapes", "expected"),
+    [
+        (TwoSidedProjector(4, 3, rest_dim=8), SHAPES, [*SEGMENTS, ["rest", 38, 46]]),
+        (TwoSidedProjector(4, 3, rest_dim=8), MATRICES, SEGMENTS),
+        (TwoSidedProjector(4, 3, rest_dim=8, layout="joint"), SHAPES, [["joint", 0, 46]]),
+        (TwoSidedProjector(2, layout="joint"), {}, []),
+        (TwoSidedProjector(3, 2), {"b": (5,)}, [["rest", 0, 6]]),
+        (TwoSidedProjector(2, max_side=49, rest_dim=5),
+         {"tokens": (50, 4), "head": (4, 51), "empty": (0, 4), "scale": (4,), "fits": (49, 49)},
+         [["fits", 0, 4], ["rest", 4, 9]]),
+        (TwoSidedProjector(2, max_side=4, rest=TwoSidedProjector(1, max_side=8, rest_dim=3)),
+         {"a": (3, 3), "b": (7, 7), "c": (5,)}, [["a", 0, 4], ["rest.b", 4, 5], ["rest.rest", 5, 8]]),
+    ],
+)  # fmt: skip
+def test_every_matrix_and_the_rest_have_a_segment(projector, shapes, expected):
+    assert projector.layout(shapes).to_json() == expected
+    grads = random_gradients(shapes)
+    if expected:
+        assert projector.project(grads, 0).shape == (4, expected[-1][-1])
 
 
-def test_features_of_matrices_and_of_the_rest_keep_their_columns():
-    grads, projector = gradients(), TwoSidedProjector(3, 2, rest_dim=8, seed=5)
-    features, segments = projector.project(grads, 2), projector.layout(SHAPES).segments
-    for segment in segments[:-1]:
-        alone = projector.project({segment.name: grads[segment.name]}, 2)
-        assert torch.equal(features[:, segment.start : segment.stop], alone)
-    rest = {name: grads[name] for name in ("fc.bias", "scale")}
-    assert torch.equal(features[:, -8:], CountSketchProjector(8, seed=5).project(rest, 2))
-    exact = TwoSidedProjector(3, 2).project({"w": random(3, 2, 3), "v": random(3, 2, 3, seed=1)}, 0)
-    assert torch.equal(exact, torch.cat([random(3, 6), random(3, 6, seed=1)], 1))
-    bias = {"b": random(3, 5).float()}
-    assert torch.equal(
-        TwoSidedProjector(2, rest_dim=6).project(bias, 0), CountSketchProjector(6).project(bias, 0)
-    )
-
-
-def test_matrices_of_sides_begin_with_the_same_columns_and_are_drawn_in_tiles_that_join(monkeypatch):
-    grads = {"w": random(3, 20, 70)}
-    narrow = TwoSidedProjector(4, 5, matrices="gaussian").project(grads, 0).view(3, 5, 4) * math.sqrt(4 * 5)
-    wide = TwoSidedProjector(7, 9, matrices="gaussian").project(grads, 0)
-    torch.testing.assert_close(wide.view(3, 9, 7)[:, :5, :4] * math.sqrt(7 * 9), narrow)
+def test_matrices_of_sides_are_drawn_in_tiles_that_join(monkeypatch):
+    grads, projector = {"w": random(3, 20, 70)}, functools.partial(TwoSidedProjector, 7, 9)
+    whole = projector(matrices="gaussian").project(grads, 0)
     monkeypatch.setattr("trak_lite.projectors.two_sided.projector._DRAW_BYTES", 400)
-    assert torch.equal(TwoSidedProjector(7, 9, matrices="gaussian").project(grads, 0), wide)
-
-
-def test_the_projector_of_a_width_is_that_of_its_own_proj_dim():
-    projector = TwoSidedProjector.of_width(2048)
-    assert (projector.k_in, projector.k_out, projector.proj_dim) == (45, 45, 2025)
-    assert TwoSidedProjector.of_width(2025).fingerprint() == projector.fingerprint()
+    assert torch.equal(projector(matrices="gaussian").project(grads, 0), whole)
 
 
 # ---- principal axes
@@ -164,27 +144,23 @@ def test_axes_keep_a_gradient_of_low_rank_without_loss(covariances):
         torch.testing.assert_close(features @ features.T, rows @ rows.T, rtol=1e-6, atol=1e-6 * scale)
 
 
+def assert_leading(axes: torch.Tensor, positions: torch.Tensor) -> None:
+    """The axes are the first right singular vectors of all positions, with the largest entry positive."""
+    expected = np.linalg.svd(positions.flatten(0, -2).numpy(), full_matrices=False)[2][: axes.shape[1]].T
+    found = axes.double().numpy()
+    np.testing.assert_allclose(np.abs((expected * found).sum(0)), 1, atol=1e-6)
+    assert (found[np.abs(found).argmax(0), np.arange(axes.shape[1])] > 0).all()
+
+
 def test_axes_are_the_leading_singular_vectors_of_all_positions():
     blocks = [FactoredBlock("w", random(3, 4, 9, seed=i), random(3, 4, 7, seed=i + 50)) for i in range(3)]
     axes = PrincipalAxes.fit(BlockStream({"w": (7, 9)}), [[block] for block in blocks], k_in=4, k_out=2)
+    assert_leading(axes.axes("w", SIDES[1]), torch.cat([block.inputs for block in blocks]))
+    assert_leading(axes.axes("w", SIDES[0]), torch.cat([block.output_grads for block in blocks]))
 
-    for side, values, count in (
-        (Stream.TWO_SIDED_IN, [b.inputs for b in blocks], 4),
-        (Stream.TWO_SIDED_OUT, [b.output_grads for b in blocks], 2),
-    ):
-        positions = np.concatenate([v.flatten(0, 1).numpy() for v in values])
-        expected = np.linalg.svd(positions, full_matrices=False)[2][:count].T
-        found = axes.axes("w", side).double().numpy()
-        np.testing.assert_allclose(np.abs((expected * found).sum(0)), 1, atol=1e-6)
-        assert (found[np.abs(found).argmax(0), np.arange(count)] > 0).all()
-
-
-def test_axes_are_fitted_to_the_gradients_of_a_computer():
     model, batch = nn.Linear(5, 4).double(), (random(6, 5), torch.arange(6) % 4)
     axes = PrincipalAxes.fit(HookGradientComputer(model, ImageClassificationModelOutput()), [batch], k_in=3)
-    expected = np.linalg.svd(batch[0].numpy(), full_matrices=False)[2][:3].T
-    found = axes.axes("weight", Stream.TWO_SIDED_IN).double().numpy()
-    np.testing.assert_allclose(np.abs((expected * found).sum(0)), 1, atol=1e-6)
+    assert_leading(axes.axes("weight", SIDES[1]), batch[0])
 
 
 def test_axes_of_gradient_covariances_do_not_depend_on_how_gradients_come():
@@ -196,8 +172,6 @@ def test_axes_of_gradient_covariances_do_not_depend_on_how_gradients_come():
 
     for side in SIDES:
         torch.testing.assert_close(fits[0].axes("w", side), fits[1].axes("w", side))
-    with pytest.raises(InvalidInputError, match="factored in one block and formed in another"):
-        PrincipalAxes.fit(stream, [[block], [formed(block, (6, 9))]], k_in=2)
 
 
 def test_fitted_matrices_are_the_same_for_every_model_and_seed():
@@ -229,48 +203,56 @@ def test_changing_the_given_axes_afterwards_changes_nothing():
     assert PrincipalAxes({"w": (2, 4)}, {"w:in": given}, k_in=2, k_out=2).digest != digest
 
 
+def written(path, change=lambda columns: None, **metadata):
+    """A file of axes with changed columns and other metadata."""
+    fitted_axes(3).save(path)
+    with safe_open(path, framework="pt") as file:
+        columns, before = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    change(columns)
+    save_file(columns, path, {"metadata": before, **metadata}["metadata"])
+
+
 def flip(columns):
     columns["fc.weight:in"].view(torch.int32)[0, 0] ^= 1
 
 
 HEADER = {"format": "trak_lite.principal_axes.1"}
+UNREADABLE = r"Cannot read principal axes from .*axes\.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("change", "metadata", "message"),
+    ("write", "message"),
     [
-        (lambda columns: columns.pop("fc.weight:in"), {},
+        (lambda path: None, UNREADABLE),
+        (lambda path: path.write_bytes(b""), UNREADABLE),
+        (lambda path: path.write_bytes(b"no safetensors file at all"), UNREADABLE),
+        (lambda path: written(path, lambda columns: columns.pop("fc.weight:in")),
          r"\['fc\.weight:in'\] have shapes \[None\], expected \[\(9, 3\)\]"),
-        (flip, {}, "changed after it was written"),
-        (lambda columns: None, None, r"has format None, expected 'trak_lite\.principal_axes"),
-        (lambda columns: None, HEADER, "does not contain the sizes"),
-        *((lambda columns: None, {**HEADER, "sizes": sizes}, "does not contain the sizes")
-          for sizes in ("{", "[]", "{}", '{"k_in": 1, "k_out": 1, "shapes": {"w": [1]}}',
-                        '{"k_in": 1, "k_out": 1, "shapes": 1}')),
+        (lambda path: written(path, flip), "changed after it was written"),
+        (lambda path: written(path, metadata=None),
+         r"has format None, expected 'trak_lite\.principal_axes"),
+        *((lambda path, given=given: written(path, metadata=HEADER | given), "does not contain the sizes")
+          for given in ({}, *({"sizes": sizes} for sizes in (
+              "{", "[]", "{}", '{"k_in": 1, "k_out": 1, "shapes": {"w": [1]}}', '{"k_in": 1, "k_out": 1, "shapes": 1}',
+          )))),
     ],
 )  # fmt: skip
-def test_a_file_of_axes_that_is_not_as_it_was_written_is_refused(change, metadata, message, tmp_path):
-    path = tmp_path / "axes.safetensors"
-    fitted_axes(3).save(path)
-    with safe_open(path, framework="pt") as file:
-        columns, written = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
-    change(columns)
-    save_file(columns, path, written if metadata == {} else metadata)
+def test_a_file_of_axes_that_is_not_as_it_was_written_is_refused(write, message, tmp_path):
+    write(tmp_path / "axes.safetensors")
     with pytest.raises(InvalidInputError, match=message):
-        PrincipalAxes.load(path)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"no safetensors file at all"])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, content):
-    path = tmp_path / "axes.safetensors"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InvalidInputError, match=r"Cannot read principal axes from .*axes\.safetensors"):
-        PrincipalAxes.load(path)
+        PrincipalAxes.load(tmp_path / "axes.safetensors")
 
 
 def fit(blocks=(), shape=(3, 4), **options):
     return PrincipalAxes.fit(BlockStream({"w": shape}), blocks, k_in=2, **options)
+
+
+def with_axes(*sizes, shapes):
+    return TwoSidedProjector(3, matrices=fitted_axes(*sizes)).layout(shapes)
+
+
+def select(projector, layout="auto"):
+    return select_projector(projector, proj_dim=8, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +263,22 @@ def fit(blocks=(), shape=(3, 4), **options):
         (fit, InvalidInputError, r"The batches gave no gradient of \['w:out', 'w:in'\], so no axes"),
         (lambda: fit([[DenseBlock("w", torch.full((1, 3, 4), math.inf))]]), NonFiniteError,
          "covariance of 'w:out' holds NaN or infinity"),
+        (lambda: fit([[factors((3, 4), 5)], [formed(factors((3, 4), 5), (3, 4))]]), InvalidInputError,
+         "factored in one block and formed in another"),
         (lambda: fit(covariances="gradient"), InvalidInputError, "covariances must be one of"),
-        (lambda: TwoSidedProjector(3, matrices=fitted_axes(3, 2)), InvalidInputError,
-         "fitted with k_in=3 and k_out=2, expected 3 and 3"),
-        *((lambda shapes=shapes: TwoSidedProjector(3, matrices=fitted_axes(3)).layout(shapes), InvalidInputError,
-           "The principal axes have the shape") for shapes in ({"other": (6, 9)}, {"fc.weight": (6, 10)})),
+        (lambda: with_axes(3, 2, shapes=SHAPES), InvalidInputError, "fitted with k_in=3 and k_out=2, expected 3 and 3"),
+        *((lambda shapes=shapes: with_axes(3, shapes=shapes), InvalidInputError, "The principal axes have the shape")
+          for shapes in ({"other": (6, 9)}, {"fc.weight": (6, 10)})),
         (lambda: accumulate(TwoSidedProjector(3, matrices=fitted_axes(3)), [], parameters={"fc.weight": (6, 10)}),
          InvalidInputError, "The principal axes have the shape"),
+        (lambda: select("gausian"), InvalidInputError, "got 'gausian'.*Did you mean 'gaussian'"),
+        (lambda: select("gaussian", "modules"), InvalidInputError, "Did you mean 'module'"),
+        (lambda: select(RademacherProjector(4), "joint"), InvalidInputError, "which has its own layout"),
+        *((lambda given=given: select(given), InvalidInputError, "or an AbstractProjector, got")
+          for given in (None, 3, RademacherProjector)),
     ],
 )  # fmt: skip
-def test_axes_that_cannot_be_used_are_refused(call, error, message):
+def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -335,17 +323,13 @@ def test_modules_have_names_fingerprints_and_errors_of_their_own():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", PROJECTORS)
-def test_every_registered_name_makes_its_projector(name):
-    made = select_projector(name, proj_dim=8, seed=3, device="cpu")
-    module = select_projector(name, proj_dim=8, seed=3, layout="module")
-    assert made.fingerprint() == PROJECTORS[name](8, seed=3, device="cpu").fingerprint()
-    expected = made if name == "two_sided" else PerModuleProjector(made)
-    assert module.fingerprint() == expected.fingerprint()
-
-
-@pytest.mark.quick
-def test_auto_none_and_objects_are_taken_as_documented():
+def test_names_objects_and_layouts_are_taken_as_documented():
+    for name, make in PROJECTORS.items():
+        made = select_projector(name, proj_dim=8, seed=3, device="cpu")
+        module = select_projector(name, proj_dim=8, seed=3, layout="module")
+        assert made.fingerprint() == make(8, seed=3, device="cpu").fingerprint()
+        expected = made if name == "two_sided" else PerModuleProjector(made)
+        assert module.fingerprint() == expected.fingerprint()
     auto = select_projector("auto", proj_dim=8, seed=3)
     assert auto.fingerprint() == CountSketchProjector(8, seed=3).fingerprint()
     assert select_projector("none", proj_dim=8).layout({"w": (3, 4)}).width == 12
@@ -353,21 +337,6 @@ def test_auto_none_and_objects_are_taken_as_documented():
     assert joint.fingerprint() == TwoSidedProjector(2, layout="joint").fingerprint()
     projector = RademacherProjector(4)
     assert select_projector(projector, proj_dim=8, seed=0) is projector
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("projector", "layout", "message"),
-    [
-        ("gausian", "auto", "got 'gausian'.*Did you mean 'gaussian'"),
-        ("gaussian", "modules", "Did you mean 'module'"),
-        (RademacherProjector(4), "joint", "which has its own layout"),
-        *((given, "auto", "or an AbstractProjector, got") for given in (None, 3, RademacherProjector)),
-    ],
-)
-def test_what_is_neither_a_name_nor_a_projector_is_refused(projector, layout, message):
-    with pytest.raises(InvalidInputError, match=message):
-        select_projector(projector, proj_dim=8, layout=layout)
 
 
 @pytest.mark.cuda

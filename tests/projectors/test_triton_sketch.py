@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import projection_reference as reference
 import pytest
 import torch
 import triton_cases
@@ -29,11 +28,11 @@ from triton_cases import (
     interpreted,
     kernels_of,
     machine_code,
+    signs_from,
     use_on,
 )
 
 from trak_lite.projectors import CountSketchProjector, RademacherProjector
-from trak_lite.projectors.sketch import matrix as matrix_sketch
 from trak_lite.testing import ProjectorTests
 from trak_lite.types import FactoredBlock
 
@@ -50,13 +49,6 @@ no_warning = triton_cases.no_warning
 @pytest.fixture
 def kernels(interpreter):
     return interpreter.sketch
-
-
-@pytest.fixture
-def wide_programs(kernels, monkeypatch):
-    """Few programs with many columns each: the interpreter takes its time for every program."""
-    for name, value in {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2, "_MATRIX_COLUMNS": 256}.items():
-        monkeypatch.setattr(kernels, name, value)
 
 
 def sketched(grads, proj_dim: int, shape: tuple[int, ...] | None = None, **settings) -> torch.Tensor:
@@ -85,63 +77,10 @@ def assert_same_bits(launches: list, *arguments, **settings) -> None:
     assert torch.equal(actual, expected)
 
 
-# ---- vectors, in the interpreter
+# ---- in the interpreter
 
-
-@interpreted
-@pytest.mark.parametrize(
-    ("num_entries", "proj_dim", "num_rows"),
-    [(1, 1, 1), (60, 1, 2), (5, 7, 33), (700, 512, 3), (2100, 1000, 35), (800, 5000, 2)],
-)
-def test_vectors_of_one_tile_have_the_bits_of_torch(launches, num_entries, proj_dim, num_rows):
-    assert_same_bits(launches, random(num_rows, num_entries), proj_dim)
-
-
-@interpreted
-@pytest.mark.usefixtures("wide_programs")
-@pytest.mark.parametrize(("num_entries", "proj_dim"), [(70_000, 512), (100_000, 1000), (100_001, 33_000)])
-def test_vectors_of_several_tiles_have_the_bits_of_torch(launches, num_entries, proj_dim):
-    assert_same_bits(launches, random(2, num_entries), proj_dim)
-
-
-@interpreted
-@pytest.mark.usefixtures("wide_programs")
-@pytest.mark.parametrize("segments", [1, 2, 100])
-def test_segments_of_tiles_are_added_after_each_other(launches, kernels, monkeypatch, segments):
-    """Short segments, a few in a launch; the last has fewer tiles, the last tile fewer entries."""
-    monkeypatch.setattr("trak_lite.projectors.sketch.vector._SEGMENT", 3)
-    monkeypatch.setattr(kernels, "scratch_bytes", lambda device: segments * 2 * 32_000 * 4)
-    assert_same_bits(launches, random(2, 10 * 32_000 + 100), 1000)
-
-
-@interpreted
-@pytest.mark.parametrize("first", [2**37 - 64, 2**37, 2**38 + 64])
-def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(kernels, first):
-    """Entry 2**37 has the sign word 2**32; all entries are one number in memory, which the strides allow."""
-    width, key = 64, 12345
-    rows = torch.ones(1, 1).expand(1, first + 2 * width)
-    sums = torch.empty(2, 1, width)
-    kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
-    entries = range(first, first + 2 * width)
-    expected = [1.0 - 2.0 * (reference.word_at(key, i // 32) >> i % 32 & 1) for i in entries]
-    assert sums.flatten().tolist() == expected
-
-
-@interpreted
-def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpreter):
-    """Rows are 2**31 entries apart, entries 2**26; memory that nobody writes takes no memory."""
-    memory = torch.from_numpy(np.zeros(2**31 + 61 * 2**26, dtype=np.float16))
-    rows = memory.as_strided((2, 60), (2**31 + 64, 2**26))
-    rows.copy_(random(2, 60))
-    for make in (lambda rows: sketched(rows, 16), lambda rows: RademacherProjector(40).project(rows, 0)):
-        assert make(rows).any()
-        assert torch.equal(make(rows), make(rows.clone()))
-    wide = memory.as_strided((1, 192), (0, 2**24))
-    assert torch.equal(sketched(wide, 40, (2, 96)), sketched(wide.clone(), 40, (2, 96)))
-
-
-# ---- vectors and matrices
-
+WIDE = {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2, "_MATRIX_COLUMNS": 256}
+"""Few programs with many columns each: the interpreter takes its time for every program."""
 SHAPES = [
     ((2, 64), 512),
     ((40, 70), 1000),
@@ -157,24 +96,77 @@ STRIDED = {
     "cut out": lambda n: random(9, n + 30)[::2, 7 : n + 7],
     "expanded": lambda n: random(1, n).expand(5, n),
 }
+ROWS = {
+    **{name: random(3, 420, dtype=dtype) for dtype, name in DTYPES.items()},
+    **{name: make(420) for name, make in STRIDED.items()},
+    "zeros": torch.zeros(3, 420),
+}
+
+
+def factors_of(shape: tuple[int, int], x: torch.dtype, g: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(3, 2, shape[1], dtype=x), random(3, 2, shape[0], seed=1, dtype=g)
+
+
+BITS = {
+    **{f"a tile, {n} of K = {k}": (random(b, n), k, None)
+       for n, k, b in ((1, 1, 1), (60, 1, 2), (5, 7, 33), (700, 512, 3), (2100, 1000, 35), (800, 5000, 2))},
+    **{f"tiles, {n}": (random(2, n), k, None) for n, k in ((70_000, 512), (100_000, 1000), (100_001, 33_000))},
+    **{f"matrix {shape}, {k}": (random(9, shape[0] * shape[1]), k, shape) for shape, k in SHAPES},
+    **{f"{name} {shape}": (rows, 100, shape) for name, rows in ROWS.items() for shape in ((420,), (6, 70))},
+    **{f"factors of {x}, {g}": (factors_of(shape, x, g), 100, shape) for x, g, shape in (
+        (torch.float16, torch.float16, (20, 70)),
+        (torch.float32, torch.float64, (20, 70)),
+        (torch.bfloat16, torch.float32, (20, 70)),
+        (torch.float32, torch.float32, (10, 6)),  # a vector
+    )},
+}  # fmt: skip
 
 
 @interpreted
-@pytest.mark.parametrize(("shape", "proj_dim"), SHAPES)
-def test_matrices_have_the_bits_of_torch(launches, shape, proj_dim):
-    assert_same_bits(launches, random(9, shape[0] * shape[1]), proj_dim, shape)
+@pytest.mark.parametrize("name", BITS)
+def test_features_have_the_bits_of_torch(name, kernels, launches, monkeypatch):
+    grads, proj_dim, shape = BITS[name]
+    if name.startswith("tiles"):
+        for setting, value in WIDE.items():
+            monkeypatch.setattr(kernels, setting, value)
+    assert_same_bits(launches, grads, proj_dim, shape)
+    if not isinstance(grads, tuple):
+        assert sketched(grads[:0], proj_dim, shape).shape == (0, proj_dim)
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "rows",
-    [*(random(3, 420, dtype=d) for d in DTYPES), *(make(420) for make in STRIDED.values()), torch.zeros(3, 420)],
-    ids=[*DTYPES.values(), *STRIDED, "zeros"],
-)  # fmt: skip
-def test_gradients_of_every_dtype_and_stride_have_the_bits_of_torch(launches, rows):
-    for shape in (None, (6, 70)):
-        assert_same_bits(launches, rows, 100, shape)
-        assert sketched(rows[:0], 100, shape).shape == (0, 100)
+@pytest.mark.parametrize("segments", [1, 2, 100])
+def test_segments_of_tiles_are_added_after_each_other(launches, kernels, monkeypatch, segments):
+    """Short segments, a few in a launch; the last has fewer tiles, the last tile fewer entries."""
+    for name, value in WIDE.items():
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr("trak_lite.projectors.sketch.vector._SEGMENT", 3)
+    monkeypatch.setattr(kernels, "scratch_bytes", lambda device: segments * 2 * 32_000 * 4)
+    assert_same_bits(launches, random(2, 10 * 32_000 + 100), 1000)
+
+
+@interpreted
+@pytest.mark.parametrize("first", [2**37 - 64, 2**37, 2**38 + 64])
+def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(kernels, first):
+    """Entry 2**37 has the sign word 2**32; all entries are one number in memory, which the strides allow."""
+    width, key = 64, 12345
+    rows = torch.ones(1, 1).expand(1, first + 2 * width)
+    sums = torch.empty(2, 1, width)
+    kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
+    assert torch.equal(sums.flatten(), signs_from(key, first, 2 * width))
+
+
+@interpreted
+def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpreter):
+    """Rows are 2**31 entries apart, entries 2**26; memory that nobody writes takes no memory."""
+    memory = torch.from_numpy(np.zeros(2**31 + 61 * 2**26, dtype=np.float16))
+    rows = memory.as_strided((2, 60), (2**31 + 64, 2**26))
+    rows.copy_(random(2, 60))
+    for make in (lambda rows: sketched(rows, 16), lambda rows: RademacherProjector(40).project(rows, 0)):
+        assert make(rows).any()
+        assert torch.equal(make(rows), make(rows.clone()))
+    wide = memory.as_strided((1, 192), (0, 2**24))
+    assert torch.equal(sketched(wide, 40, (2, 96)), sketched(wide.clone(), 40, (2, 96)))
 
 
 @interpreted
@@ -187,14 +179,12 @@ def test_a_row_that_is_not_finite_spoils_no_other(interpreter, value):
         assert features.isfinite().all(1).tolist() == [True, False, True]
 
 
-# ---- factors, in the interpreter
-
-
 @interpreted
-@pytest.mark.usefixtures("wide_programs")
 @pytest.mark.parametrize(("bands", "most_parts"), [(1, 2), (2, 4), (7, 65535), (100, 2), (100, 65535)])
 def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, bands, most_parts):
     """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
+    for name, value in WIDE.items():
+        monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr(kernels, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
     monkeypatch.setattr(kernels, "_MOST_BLOCKS", most_parts)
     inputs, output_grads = (random(3, 2, size, seed=size).double() for size in (70, 150))
@@ -202,21 +192,6 @@ def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, ba
     made = sketched((inputs, output_grads), 64, (150, 70))
     assert launches[-1]["apart"], "the kernel did not run"
     assert_close(made, by_torch(whole, 64, (150, 70)), 1e-12)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("x", "g", "shape"),
-    [
-        (torch.float16, torch.float16, (20, 70)),
-        (torch.float32, torch.float64, (20, 70)),
-        (torch.bfloat16, torch.float32, (20, 70)),
-        (torch.float32, torch.float32, (10, 6)),  # a vector
-    ],
-)
-def test_factors_of_every_dtype_are_formed_as_torch_does(launches, x, g, shape):
-    grads = (random(3, 2, shape[1], dtype=x), random(3, 2, shape[0], seed=1, dtype=g))
-    assert_same_bits(launches, grads, 100, shape)
 
 
 # ---- the choice of the kernels
@@ -591,9 +566,10 @@ def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(
 
     With the smaller budget a band of rows does not fit, and the factors are transformed.
     """
-    for module in (kernels_of().sketch, matrix_sketch):
-        monkeypatch.setattr(module, "scratch_bytes", lambda device: budget)
-    monkeypatch.setattr(matrix_sketch, "fourier_takes_less_time", lambda *_, **__: False)
+    matrix = "trak_lite.projectors.sketch.matrix"
+    monkeypatch.setattr(kernels_of().sketch, "scratch_bytes", lambda device: budget)
+    monkeypatch.setattr(f"{matrix}.scratch_bytes", lambda device: budget)
+    monkeypatch.setattr(f"{matrix}.fourier_takes_less_time", lambda *_, **__: False)
     block = factors((700, 600), 5, positions, dtype)
     grads = block.inputs, block.output_grads
     made = sketched(tuple(factor.cuda() for factor in grads), 512, (700, 600))

@@ -18,7 +18,7 @@ import torch
 
 import trak_lite.projectors as package
 from trak_lite.projectors._kernels import usable_kernels
-from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.projectors.random.hash import RademacherEntries, Stream, hash_signs, parameter_key
 
 KEY = parameter_key(3, 1, "weight", Stream.RADEMACHER)
 PLACES = ("sketch.base", "dense.matrices")
@@ -31,6 +31,18 @@ if torch.cuda.is_available():
     )
 else:
     interpreted = pytest.mark.usefixtures("interpreter")  # of the test's module
+
+
+def signs_of(num_entries: int, proj_dim: int, start: int = 0) -> torch.Tensor:
+    """Rows of the sign matrix of ``KEY``, drawn by torch."""
+    entries = RademacherEntries(proj_dim, max(1, num_entries), torch.device("cpu"))
+    out = torch.empty(num_entries, RademacherEntries.width(proj_dim))
+    return entries.draw_(out, KEY, start)[:, :proj_dim]
+
+
+def signs_from(key: int, first: int, count: int) -> torch.Tensor:
+    """Signs of the entries of a long vector, drawn by torch."""
+    return hash_signs(key, first, count, device=torch.device("cpu"))
 
 
 def kernels_of() -> SimpleNamespace:
