@@ -244,19 +244,6 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, 
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
 
 
-def test_gradient_checkpointing_changes_no_row(tmp_path):
-    """With an adapter it also puts a hook on the embeddings, which stays."""
-    trainer, attributor = trained("lora-llama", tmp_path, activation_checkpointing=True)
-    hooks = {id(module): dict(module._forward_hooks) for module in trainer.model.modules()}
-
-    attributor.score(trainer.train_dataset, method="GradDot")
-
-    assert {id(module): dict(module._forward_hooks) for module in trainer.model.modules()} == hooks
-    assert any(hooks.values())
-    model = reloaded("lora-llama", tmp_path / "out" / "checkpoint-6")
-    check_rows(tmp_path / "a.zarr", model, hub.texts(model), checkpoint=1)
-
-
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(order, tmp_path):
     """The trainer leaves its 16 bit forward in the model when training begins."""
@@ -279,19 +266,6 @@ def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path):
     attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT)
 
     assert vars(attributor.model)["forward"] is fused
-
-
-def test_checkpoints_in_shards_are_read_whole(tmp_path):
-    model = hub.made(hub.llama)
-    trainer = hub.trainer_of(model, tmp_path)
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
-    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
-    attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT)
-    attributor.featurize(trainer.train_dataset)
-
-    summary = attributor.featurize(trainer.train_dataset, tmp_path / "sharded")
-
-    assert (summary.checkpoints, summary.rows_written) == (("sharded",), 0)
 
 
 def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path):

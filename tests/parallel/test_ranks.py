@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import rank_cases as cases
 import torch
-from forked import forkserver
+from forked import answers_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import IMAGES, LM, N, contents, internals
@@ -42,23 +42,7 @@ def free_port() -> int:
 
 def on_ranks(size: int, job: Callable[..., Any], *arguments: Any) -> Answers:
     """Return what every rank answers, in order."""
-    processes = forkserver()
-    answers, ports = processes.SimpleQueue(), (free_port(), free_port())
-    started = [
-        processes.Process(target=cases.as_rank, args=(answers, rank, size, ports, job, arguments))
-        for rank in range(size)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(600)
-    for process in started:
-        process.kill()  # one that waits for ever must not keep the others waiting
-    assert [process.exitcode for process in started] == [0] * size
-    found = {}
-    while not answers.empty():
-        rank, *found[rank] = answers.get()
-    return [tuple(found[rank]) for rank in sorted(found)]
+    return answers_of(size, cases.as_rank, size, (free_port(), free_port()), job, arguments)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, v
 
 from trak_lite import Attributor, verify, verify_run
 from trak_lite.cli import main
-from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
 from trak_lite.unrolled import SGD, unrolled
 
@@ -153,6 +153,8 @@ def test_arguments_are_checked(run, scores, settings, message):
         verify_run(scores, **{"run": run, "targets": FEW, "budget": 4, "task": margin, **settings})
     with pytest.raises(InvalidInputError, match="verified with verify_run"):
         verify(scores, run, FEW)
+    with pytest.raises(StateError, match=r"verify_run\(scores, run, targets\).*methods.Unrolled\(run\)"):
+        verify(scores, run.recipe.train_fn, FEW, budget=2)
 
 
 def test_the_task_of_the_scores_is_used(run, scores, verdict, attributor):
@@ -201,12 +203,9 @@ def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
         one(scores, run, task=lambda model, batch: margin(model, batch) * 2)
 
 
-def test_another_seed_of_the_run_is_accepted(run, scores):
+def test_another_seed_of_the_run_is_accepted_and_a_share_leaves_out_at_least_one_row(run, scores):
     """How well do the scores of one run predict another?"""
     assert one(scores, changed(run.recipe, seed=1).train(), budget=4).lds[0][1].mean < 1.0
-
-
-def test_a_share_leaves_out_at_least_one_row():
     small = recipe().train()
     found = one(unrolled(small, FEW, margin), small, budget=3)
     assert [share for share, _ in found.lds] == SHARES

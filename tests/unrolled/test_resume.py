@@ -10,8 +10,7 @@ import torch
 from forked import forkserver
 from killed_runs import files, whole
 from torch import nn
-from torch.utils.data import TensorDataset
-from unrolled_cases import Dicts, changed, dict_margin, images, recipe, replayed, vectors
+from unrolled_cases import CLASSES, WIDTH, Dicts, changed, dict_margin, halves, recipe, replayed, vectors
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import CorruptStoreError, InvalidInputError
@@ -50,24 +49,16 @@ def test_kills_at_random_moments_end_in_the_same_bits(tmp_path):
         assert not list((path / "replays").glob("*"))
 
 
-def convolutions(seed):
-    layers = [nn.Conv2d(2, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(32, 3)]
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
-
-
 def transposed(seed):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 40), nn.GELU(), nn.Linear(40, 3))
-    model[1].weight = nn.Parameter(model[1].weight.detach().T.contiguous().T)
+    model = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, CLASSES))
+    model[0].weight = nn.Parameter(model[0].weight.detach().T.contiguous().T)
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "optimizer"), [(convolutions, SGD(lr=0.1, momentum=0.9)), (transposed, Adam(lr=0.01))]
-)
-def test_layouts_that_files_do_not_keep_do_not_change_bits(tmp_path, build, optimizer):
-    inputs, labels = images(32, 0)
-    data, few = TensorDataset(inputs.float(), labels), TensorDataset(inputs[:3].float(), labels[:3])
-    made = recipe(build, data=data, optimizer=optimizer, batch_size=16, epochs=3, clip_norm=0.5)
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9), Adam(lr=0.01)])
+def test_a_layout_that_files_do_not_keep_does_not_change_bits(tmp_path, optimizer):
+    few = halves(3, 1)
+    made = recipe(transposed, data=halves(32, 0), optimizer=optimizer, batch_size=16, epochs=3, clip_norm=0.5)
     first = made.train(tmp_path / "a", interval=2)
     made.train(tmp_path / "b", interval=2)
     for number in (4, 6):
