@@ -1,6 +1,7 @@
 """Effects of sets and repairs, for ridge regressions whose changes are known in closed form."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -268,9 +269,11 @@ def stored_trials(path, values):
 
 def test_damaged_trials_are_told_and_trials_go_with_their_scores(tmp_path):
     found = scored(tmp_path / "a.zarr")
-    stored_trials(tmp_path / "a.zarr", np.zeros((3, 3)))
-    with pytest.raises(CorruptStoreError, match=r"trials of shape \(3, 3\)\). Call try_removals again"):
-        what_if(found, [1])
+    for shape in ((3, 3), (1, 4), (4,)):
+        stored_trials(tmp_path / "a.zarr", np.zeros(shape))
+        said = rf"trials of shape {re.escape(str(shape))}\). Call try_removals again"
+        with pytest.raises(CorruptStoreError, match=said):
+            what_if(found, [1])
     stored_trials(tmp_path / "a.zarr", np.zeros((3, 1 + 3 * M)))
     assert found.trials is not None
     Attributor.open(tmp_path / "a.zarr", model(np.zeros(D))).drop_scores("asked")
