@@ -42,7 +42,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "serve/test_serve_killed.py",
         "store/test_store_machine.py::test_many_histories_end_as_a_dict_says",
         "traker/test_traker_contract.py::test_a_process_may_end_with_rows_that_are_not_done",
-        "unrolled/test_resume.py::test_kills_at_random_moments_end_in_the_same_bits",
     ),
     "a browser": (
         "report/test_report_browser.py",
@@ -74,7 +73,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
         "models/test_sharded_models.py::test_copies_of_shards_change_nothing",
         "models/test_sharded_models.py::test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step",
         "models/test_sharded_models.py::test_other_resharding_and_projectors_change_nothing",
-        "parallel/test_shared_runs.py::test_processes_append_rows_together",
         "run/test_changed_runs.py::test_another_instruction_set_continues",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial, wraps
 
 import hub_models as hub
@@ -344,25 +345,19 @@ def test_rows_are_captured_in_the_training_of_a_trainer(name, tmp_path):
             self.capture(inputs, rows)
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def trained():
-        torch.manual_seed(0)
-        model = hub.made(MODELS[name])
-        rows = hub.texts(model).remove_columns("text")
-        numbered = rows.add_column("row", list(range(len(rows))))
-        settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    expected, models = {}, [hub.made(MODELS[name]) for _ in range(2)]
+    texts = hub.texts(models[0]).remove_columns("text")
+    numbered = texts.add_column("row", list(range(len(texts))))
+    settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    for model in models:  # the second one is not captured
         trainer = hub.trainer_of(model, tmp_path, rows=numbered, save_strategy="no", **settings)
         trainer.__class__ = Capturing
-        return model, rows, trainer
-
-    expected = {}
-    model, texts, trainer = trained()
-    made = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", rows=texts, **EXACT)
-    with made.capture(texts, "run") as trainer.capture:
-        trainer.train()
-        assert trainer.capture.num_missing == 0
+        made = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", rows=texts, **EXACT)
+        capture = made.capture(texts, "run") if model is models[0] else nullcontext(lambda *_: None)
+        torch.manual_seed(0)
+        with capture as trainer.capture:
+            trainer.train()
+            assert model is models[1] or trainer.capture.num_missing == 0
     found = hub.stored_rows(tmp_path / "a.zarr", 0)
     assert hub.relative_error(found, np.stack([expected[row] for row in range(len(texts))])) < 1e-5
-    plain, _, trainer = trained()
-    trainer.capture = lambda *_: None
-    trainer.train()
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert all(map(torch.equal, *(model.parameters() for model in models)))

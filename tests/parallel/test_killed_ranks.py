@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import recorded_run
 from forked import forkserver
-from killed_ranks import (
+
+from benchmarks.scaling import recorded_run
+from benchmarks.scaling.killed_ranks import (
     Job,
     Round,
     Strike,

@@ -220,46 +220,39 @@ def test_other_targets_and_tasks_need_another_name(tmp_path):
 # --- Folders -------------------------------------------------------------------------------------------------
 
 
-def refusing(name, real):
-    """Return a function of files that is refused what it writes, as in a folder without write permission."""
-
-    def call(path, mode="r", *args, **settings):
-        if name == "open" and mode in ("r", "rb"):
-            return real(path, mode, *args, **settings)
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    return call
+def denied(path, *args, **settings):
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path / "run")
-    for name in ("open", "mkdir", "replace"):
-        monkeypatch.setattr(Path, name, refusing(name, getattr(Path, name)))
+    run, opened = recipe().train(tmp_path / "run"), Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", **more: (opened if mode in ("r", "rb") else denied)(path, mode, **more),
+    )
+    for name in ("mkdir", "replace"):
+        monkeypatch.setattr(Path, name, denied)
     for call in (lambda: recipe().train(tmp_path / "other"), lambda: replayed(run), run.metasmoothness):
         with pytest.raises(ReadOnlyStoreError, match=r"Permission denied\. Make the folder writable"):
             call()
     assert recipe().train(tmp_path / "run").digest == run.digest
 
 
-def test_files_of_a_run_have_the_usual_permissions(tmp_path):
+def test_files_of_a_run_have_the_usual_permissions_and_one_that_may_not_be_read_is_no_damaged_one(
+    tmp_path, monkeypatch
+):
     run = recipe().train(tmp_path / "run")
     run.metasmoothness()
-    plain = tmp_path / "plain"
-    plain.touch()
+    (tmp_path / "plain").touch()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "plain").stat().st_mode}
     assert len(files) >= 3
-
-
-def test_a_state_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path / "run")
 
     real = os.open
 
-    def refuse(path, *args, **settings):
-        if str(path).endswith(".safetensors"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *args, **settings)
+    def refuse(path, *given, **more):
+        return (denied if str(path).endswith(".safetensors") else real)(path, *given, **more)
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(os, "access", lambda *args: False)

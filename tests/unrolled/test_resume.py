@@ -1,14 +1,11 @@
-"""A training or a replay that is killed anywhere continues to the same bits; damaged files are named."""
+"""A training or a replay that is interrupted continues to the same bits (kills: ``benchmarks/killed_runs.py``)."""
 
 import os
 import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
-from forked import forkserver
-from killed_runs import files, whole
 from torch import nn
 from unrolled_cases import CLASSES, WIDTH, Dicts, changed, dict_margin, halves, recipe, replayed, vectors
 
@@ -19,34 +16,10 @@ from trak_lite.unrolled import SGD, Adam, unrolled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 
-KILLS = 12
 
-
-def killed(path, fatal):
-    """Return whether the process died at the event (and did not get to the end)."""
-    process = forkserver().Process(target=whole, args=(str(path), fatal))
-    process.start()
-    process.join()
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_end_in_the_same_bits(tmp_path):
-    scores = whole(tmp_path / "undisturbed")
-    expected = files(tmp_path / "undisturbed")
-    rng = np.random.default_rng(0)
-    deaths = finished = 0
-
-    while deaths < KILLS:
-        path = tmp_path / f"killed-{finished}"
-        while killed(path, int(rng.integers(1, 150))):
-            deaths += 1
-        finished += 1
-
-        assert files(path) == expected
-        assert whole(path) == scores
-        assert not list((path / "replays").glob("*"))
+def files(folder):
+    """The bytes of every state by file name."""
+    return {file.name: file.read_bytes() for file in (folder / "states").glob("[0-9]*")}
 
 
 def transposed(seed):

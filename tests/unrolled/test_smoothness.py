@@ -22,18 +22,18 @@ def linear(seed):
     return nn.Linear(WIDTH, CLASSES).double()
 
 
+class Rectified(nn.Linear):
+    def forward(self, inputs):
+        return F.relu(super().forward(inputs))
+
+
 def relu(seed):
-    return nn.Sequential(
-        nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, CLASSES)
-    ).double()
+    layers = [nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, CLASSES)]
+    return nn.Sequential(*layers).double()
 
 
 def functional_relu(seed):
-    class Net(nn.Linear):
-        def forward(self, inputs):
-            return F.relu(super().forward(inputs))
-
-    return Net(WIDTH, CLASSES).double()
+    return Rectified(WIDTH, CLASSES).double()
 
 
 def pooled(seed):
