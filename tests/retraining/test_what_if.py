@@ -269,7 +269,7 @@ def stored_trials(path, values):
 
 def test_damaged_trials_are_told_and_trials_go_with_their_scores(tmp_path):
     found = scored(tmp_path / "a.zarr")
-    for shape in ((3, 3), (1, 4), (4,)):
+    for shape in ((3, 3), (3, 5), (1, 4), (4,)):
         stored_trials(tmp_path / "a.zarr", np.zeros(shape))
         said = rf"trials of shape {re.escape(str(shape))}\). Call try_removals again"
         with pytest.raises(CorruptStoreError, match=said):

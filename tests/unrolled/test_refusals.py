@@ -48,6 +48,13 @@ class Counter(nn.Module):
         return inputs
 
 
+class Renormed(nn.Embedding):
+    """Looks rows up in a table, and scales them down in place."""
+
+    def forward(self, inputs):
+        return inputs + super().forward(inputs[:, 0].long().clamp(0, 3))
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -65,6 +72,7 @@ UNREPEATABLE = [
     ((Counter(True),), r"changes \['1.calls'\].*eval mode"),
     ((Counter(False),), r"changes \['1.calls'\].*eval mode"),
     (INSTANCES, "running_mean"),
+    ((Renormed(4, 6, max_norm=0.1),), r"changes \['1.weight'\]"),
     ((Checkpointed(),), "switch it off"),
 ]
 
