@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from held_scores import held_scores, scores_without_a_model
-from report_cases import VERDICT, Parsed
+from report_cases import VERDICT, Parsed, in_a_notebook
 from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -414,4 +414,4 @@ def test_a_verdict_says_in_a_sentence_what_follows():
     for text, found in said.items():
         assert text in found.conclusion
         assert str(found).endswith(found.conclusion)
-        assert found.conclusion in found._repr_html_()
+        assert found.conclusion in in_a_notebook(found).text

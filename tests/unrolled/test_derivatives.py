@@ -86,7 +86,7 @@ CASES = {
     "batch norm in eval mode": {"model_fn": normalised},
     "dict batches": {"data": Dicts(*vectors(N, 0)), "loss_fn": dict_loss},
 }
-QUICK = ("nesterov", "adam")
+QUICK = ("adam", "dropout and accumulation")
 
 
 @pytest.mark.parametrize(

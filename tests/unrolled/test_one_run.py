@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from held_scores import held_scores, spoil_verdict
+from report_cases import in_a_notebook
 from torch import nn
 from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
@@ -120,7 +121,7 @@ def test_the_verdict_is_stored_with_the_scores(run, scores, verdict, tmp_path, c
     assert reopened.scores("few").one_run_verdict == expected
     assert reopened.scores("few").verdict == over_seeds
     assert repr(reopened.scores("few")).count("tested:") == 2
-    assert "the same run" in reopened.scores("few")._repr_html_()
+    assert "the same run" in in_a_notebook(reopened.scores("few")).text
     reopened.drop_scores("few")
     reopened.score(FEW, "few")
     assert reopened.scores("few").one_run_verdict is None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from report_cases import in_a_notebook
 from torch import nn
 from unrolled_cases import CLASSES, TARGETS, WIDTH, N, changed, margin, mlp, recipe, replayed, targets
 
@@ -163,7 +164,7 @@ def test_values_and_order(scores):
     assert scores.settings["metasmoothness"] == pytest.approx(recipe().train().metasmoothness(), abs=1e-4)
     for expected in ("'few'", f"{N} train rows x {TARGETS} targets", "metasmoothness=", "steps=6"):
         assert expected in repr(scores)
-    assert "<" in scores.gallery([0], lambda row: f"row {row}", k=2)._repr_html_()
+    assert in_a_notebook(scores.gallery([0], lambda row: f"row {row}", k=2)).elements
     with pytest.raises(InvalidInputError, match="few"):
         scores.top(1, target=99)
 
