@@ -12,8 +12,10 @@ import os
 import runpy
 import sys
 import warnings
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 PRELOADED = ["trak_lite", "torch.distributed.fsdp", "torch._dynamo"]  # fully_shard imports the latter
 
@@ -23,6 +25,25 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def answers_of(size: int, target: Callable[..., None], *arguments: Any) -> list[Any]:
+    """Run ``target(answers, rank, *arguments)`` in so many processes; return what each put with its rank, in order."""
+    context = forkserver()
+    answers = context.SimpleQueue()
+    started = [context.Process(target=target, args=(answers, rank, *arguments)) for rank in range(size)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(600)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()  # one that waits for ever must not keep the others waiting
+    found = {}
+    while not answers.empty():
+        rank, found[rank] = answers.get()
+    assert codes == [0] * size, found
+    return [found[rank] for rank in sorted(found)]
 
 
 def start_script(

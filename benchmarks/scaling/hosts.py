@@ -30,7 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scaling.loop import LOGS, SCRIPT, Job, alone, killed_ranks
+from benchmarks.scaling import killed_ranks
+from benchmarks.scaling.killed_ranks import LOGS, SCRIPT, Job, alone
 
 PORT = 29_417
 PATIENCE = 600.0  # seconds for everything that has to end by itself; agents wait 300 for one that is lost

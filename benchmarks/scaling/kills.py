@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scaling.loop import Job, alone, killed_ranks
+from benchmarks.scaling import killed_ranks
+from benchmarks.scaling.killed_ranks import Job, alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

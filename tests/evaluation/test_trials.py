@@ -209,15 +209,3 @@ def test_random_sets_have_concentration_1_and_equal_rows_the_root_of_their_numbe
     single = np.sqrt(np.mean(((alike[0] - alike.mean(0)) / alike.std(0)) ** 2))
     assert concentration(np.arange(10), alike) == pytest.approx(np.sqrt(10 / (1 - 10 / 400)) * single)
     assert (standardised_sum(np.zeros(2), 3, 400, np.zeros(2), np.zeros(2)) == 0).all()
-
-
-def test_trials_are_found_again_in_their_array():
-    rng = np.random.default_rng(6)
-    first = Trials(rng.random(4), *rng.normal(size=(3, 4, 3)), *rng.random((2, 3)), 2)
-    again = Trials.from_array(first.to_array())
-    for name in ("shares", "predicted", "standard", "measured", "outputs", "noise"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
-    assert (again.num_seeds, again.of_verdict) == (2, False)
-    for spoiled in (np.zeros(4), np.zeros((1, 4)), np.zeros((3, 5)), np.zeros((3, 1))):
-        with pytest.raises(ValueError, match="trials of shape"):
-            Trials.from_array(spoiled)

@@ -26,7 +26,9 @@ for _needed in ("transformers", "tokenizers", "datasets", "peft", "accelerate"):
 transformers, peft = Late("transformers"), Late("peft")
 tokenizers, datasets = Late("tokenizers"), Late("datasets")
 
-VOCABULARY, PAD = 40, 0
+VOCABULARY, PAD, IGNORED = 40, 0, -100
+PRECISE, ROUNDED = {"rtol": 1e-9, "atol": 1e-11}, {"rtol": 1e-6, "atol": 1e-6}
+"""Llama computes norms and rotary positions in float32 in models of any dtype."""
 LENGTHS = (9, 4, 7, 4, 11, 6, 3, 8)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -81,6 +83,15 @@ def mixtral() -> nn.Module:
 def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return build()
+
+
+def spread(build: Callable[[], nn.Module], seed: int = 0, by: float = 0.1) -> nn.Module:
+    """A model in float64 and eval mode that is far from uniform."""
+    model = made(build, seed).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(by * torch.randn_like(p))
+    return model
 
 
 def is_classifier(model: nn.Module) -> bool:

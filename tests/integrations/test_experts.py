@@ -45,12 +45,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def mixture(name, experts="eager"):
     kind, settings = CONFIGS[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+    model = hub.spread(lambda: getattr(transformers, f"{kind}ForCausalLM")(config), by=0.2)
     model.set_experts_implementation(experts)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
     return model
 
 

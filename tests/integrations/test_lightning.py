@@ -62,14 +62,14 @@ def built():
     return Digits()
 
 
-def fit(module, folder, *callbacks, epochs=2, start=None):
+def fit(module, folder, *callbacks, epochs=2, start=None, saves=True):
     trainer = pl.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
         accelerator="cpu",
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=saves and bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
@@ -83,6 +83,11 @@ def keeping_all(folder, **settings):
     return ModelCheckpoint(folder / "ckpt", filename="{epoch}-{step}", save_top_k=-1, **settings)
 
 
+def in_order(folder):
+    """The saved files as they came."""
+    return sorted((folder / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+
+
 def expected_rows(state):
     """Gradients of each row's margin alone, with the weights of a ``.ckpt`` file: ``(N, P)``."""
     module = Digits().eval()
@@ -94,10 +99,13 @@ def expected_rows(state):
     return np.stack(found)
 
 
+SAVES = [{}, {"save_on_train_epoch_end": True}, {"every_n_train_steps": 3}, {"save_weights_only": True}]
+
+
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"save_on_train_epoch_end": True}, {"every_n_train_steps": 3}])
+@pytest.mark.parametrize("settings", SAVES)
 def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_path, inside, settings):
-    """Saved at the end of a validation, of an epoch or of a step; a whole module, or one inside it."""
+    """At the end of a validation, of an epoch or of a step, or without the optimizer; a whole module, or one inside."""
     module = built()
     attributed = module.model if inside else module
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **EXACT)
@@ -106,7 +114,7 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
     fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=3)
     scores = attributor.score(ROWS, name="itself", method="GradDot")
 
-    files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+    files = in_order(tmp_path)
     assert len(files) == 3
     assert scores.shape == (12, 12)
     for number, file in enumerate(files):
@@ -115,17 +123,6 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
             stored_rows(tmp_path / "a.zarr", number), expected_rows(state), rtol=1e-5, atol=1e-6
         )
     assert "ckpt-3" not in zarr.open(tmp_path / "a.zarr", mode="r")
-
-
-def test_checkpoints_without_optimizer_states_are_featurized_too(tmp_path):
-    """Lightning tells callbacks nothing when it saves weights only."""
-    module = built()
-    attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
-
-    saver = keeping_all(tmp_path, save_weights_only=True, save_last=True)
-    fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS))
-
-    assert attributor.featurize(ROWS, tmp_path / "ckpt").rows_written == 0
 
 
 def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path):
@@ -166,13 +163,9 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
         trained_again(None, 4)
 
 
-class Setting:
-    """A hyperparameter of one's own."""
-
-
 def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path):
     file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
-    torch.save({"state_dict": state, "hyper_parameters": {"setting": Setting()}}, file)
+    torch.save({"state_dict": state, "hyper_parameters": {"setting": Digits}}, file)
 
     with pytest.raises(CheckpointError, match="without running code from them"):
         lightning.ckpt_weights(file, prefix="model.")
@@ -182,52 +175,41 @@ def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_na
         lightning.ckpt_weights(file, prefix="net.", weights_only=False)
 
 
-def elsewhere(module, saver):
-    saver.last_model_path = "s3://bucket/last.ckpt"
-    return Attributor(module, "image_classification", None)
-
-
-def on_a_gpu(module, saver):
-    attributor = Attributor(module, "image_classification", None)
-    attributor.device = torch.device("cuda")
+def of(model, **attributes):
+    attributor = Attributor(model, "image_classification", None)
+    vars(attributor).update(attributes)
     return attributor
 
 
-@pytest.mark.parametrize(
-    ("attributor_of", "kind", "message"),
-    [
-        (
-            lambda module, saver: Attributor(built(), "image_classification", None),
-            InvalidInputError,
-            "parameters of the attributor's Digits",
-        ),
-        (
-            lambda module, saver: Attributor(nn.Sequential(module.model), "image_classification", None),
-            InvalidInputError,
-            "has a model without the Sequential of the attributor",
-        ),
-        (on_a_gpu, InvalidInputError, "runs on cuda, but the model is trained on cpu"),
-        (
-            elsewhere,
-            CheckpointError,
-            r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path",
-        ),
-    ],
-)
-def test_the_callback_refuses_what_it_could_never_featurize(attributor_of, kind, message, tmp_path):
-    module, saver = built(), keeping_all(tmp_path)
-    attributor = attributor_of(module, saver)
+def elsewhere(module, saver):
+    saver.last_model_path = "s3://bucket/last.ckpt"
+    return of(module)
 
-    with pytest.raises(kind, match=message):
+
+NEVER = {
+    "parameters of the attributor's Digits": lambda module, saver: of(built()),
+    "a model without the Sequential of the attributor": lambda module, saver: of(nn.Sequential(module.model)),
+    "runs on cuda, but the model is trained on cpu": lambda module, saver: of(
+        module, device=torch.device("cuda")
+    ),
+    r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path": elsewhere,
+}
+
+
+@pytest.mark.parametrize("said", NEVER)
+def test_the_callback_refuses_what_it_could_never_featurize(said, tmp_path):
+    module, saver = built(), keeping_all(tmp_path)
+    attributor = NEVER[said](module, saver)
+    with pytest.raises(CheckpointError if "s3" in said else InvalidInputError, match=said):
         fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS))
+
+
+def test_the_callback_refuses_data_without_an_order_and_trainers_that_save_nothing(tmp_path):
+    module = built()
     with pytest.raises(InvalidInputError, match="the train data is a Tensor of tensors"):
-        lightning.FeaturizeCallback(attributor, torch.zeros(3))
-    callbacks = [lightning.FeaturizeCallback(Attributor(module, "image_classification", None), ROWS)]
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=callbacks, enable_checkpointing=False, logger=False, accelerator="cpu"
-    )
+        lightning.FeaturizeCallback(of(module), torch.zeros(3))
     with pytest.raises(InvalidInputError, match="The trainer has no ModelCheckpoint, so no"):
-        trainer.fit(module, DataLoader(ROWS), DataLoader(ROWS))
+        fit(module, tmp_path, lightning.FeaturizeCallback(of(module), ROWS), saves=False)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -240,7 +222,7 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path, inside):
 
     fit(module, tmp_path, keeping_all(tmp_path), lightning.FeaturizeCallback(attributor, ROWS))
 
-    files = sorted((tmp_path / "ckpt").glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+    files = in_order(tmp_path)
     for number, file in enumerate(files):
         content = torch.load(file, weights_only=True)
         states = sorted(content["optimizer_states"][0]["state"].items())

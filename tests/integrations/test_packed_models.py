@@ -8,28 +8,21 @@ import hub_models as hub
 import numpy as np
 import pytest
 import torch
-from hub_models import EXACT, datasets, gradients_of, transformers
+from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, gradients_of, transformers
 from late import Late
 from torch import Tensor
 
-from trak_lite import Attributor, Documents, methods, pad_documents
+from trak_lite import Documents, pad_documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import require_separate_documents, resolve_task
 
 huggingface = Late("trak_lite.integrations.huggingface")
-IGNORED = -100
-PRECISE, ROUNDED = {"rtol": 1e-9, "atol": 1e-11}, {"rtol": 1e-6, "atol": 1e-6}
-"""Llama computes norms and rotary positions in float32 in models of any dtype."""
 
 
 def made(build: Any, attention: str = "sdpa") -> Any:
-    """A model in float64 that is far from uniform, and in which a token looks far back."""
-    model = hub.made(build).double().eval()
+    model = hub.spread(build)
     model.set_attn_implementation(attention)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
     return model
 
 
@@ -104,32 +97,6 @@ def test_a_document_has_the_gradient_of_its_text_alone_and_of_its_loss_in_the_pa
         within = output_within(model, rows[row], start, stop)
         for expected in (alone, within):
             torch.testing.assert_close(found[i], flat(expected, model), **close)
-
-
-def test_features_and_scores_are_those_of_the_texts():
-    """Two packed rows train, one is a target; the store is float32."""
-    model, rows = made(hub.llama), packed_rows()
-    expected = [flat(output_alone(model, ids, [IGNORED, *ids[1:]]), model) for ids in texts()]
-    attributor = Attributor(
-        model,
-        "causal_language_modeling",
-        None,
-        collate=pad_documents,
-        **{**EXACT, "method": methods.GradDot()},
-        batch_size=2,
-    )
-    data = datasets.Dataset.from_list(
-        [{name: values.tolist() for name, values in row.items()} for row in rows]
-    )
-    documents = Documents(data)
-
-    attributor.featurize(documents, columns={"packed row": documents.row})
-    scores = attributor.score(Documents(rows[1:]))
-
-    products = torch.stack(expected) @ torch.stack(expected[3:]).T
-    np.testing.assert_allclose(scores.numpy(), products.numpy(), rtol=1e-4, atol=1e-5)
-    sums = np.stack([scores.numpy()[documents.row == row].sum(0) for row in range(2)])
-    np.testing.assert_allclose(scores.group("packed row").sums, sums, rtol=1e-5)
 
 
 def test_a_loss_on_first_tokens_has_a_term_per_border_that_no_document_has():

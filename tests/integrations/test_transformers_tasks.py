@@ -45,14 +45,8 @@ SEGFORMER = {
 
 
 def model_of(kind, name, **settings):
-    """A model in float64 that is far from uniform."""
-    torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**settings)
-    model = getattr(transformers, f"{kind}{name}")(config).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
+    return hub.spread(lambda: getattr(transformers, f"{kind}{name}")(config))
 
 
 def gpt2():
@@ -183,19 +177,6 @@ def test_a_base_model_is_the_reference_of_its_adapter():
 
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(changed["ref_chosen_logps"], expected["ref_chosen_logps"])
-
-
-def test_a_layer_of_a_causal_model_is_asked_along_a_direction():
-    """The last token that is not padding, of a block in the middle."""
-    model, direction = gpt2(), torch.randn(8, generator=torch.Generator().manual_seed(14)).double()
-    task = tasks.ActivationModelOutput("transformer.h.0", direction, position="last")
-
-    def along(row):
-        ids = row["input_ids"][:, kept_of(row)]
-        return model(input_ids=ids, output_hidden_states=True).hidden_states[1][0, -1] @ direction
-
-    values = [along(row) for row in samples_of(texts(13))]
-    check_gradients(HookGradientComputer(model, task), texts(13), values, **EXACT)
 
 
 TURN = "{% for m in messages %}{{ 'w21 ' if m['role'] == 'assistant' else 'w20 ' }}"

@@ -8,7 +8,7 @@ from typing import Any
 import hub_models as hub
 import pytest
 import torch
-from hub_models import EXACT, datasets, gradients_of, peft, transformers
+from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, datasets, gradients_of, peft, spread, transformers
 from torch import Tensor, nn
 
 from trak_lite import Documents
@@ -25,9 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL uses deprecated settings of transformers
     pytest.mark.filterwarnings("ignore::UserWarning:(trl|torch|accelerate|peft)"),
 ]
-PRECISE = {"rtol": 1e-9, "atol": 1e-11}
-ROUNDED = {"rtol": 1e-6, "atol": 1e-6}
-"""Norms and rotary positions of Llama are computed in float32 in models of any dtype."""
 TRLS = {"rtol": 3e-4, "atol": 3e-6}
 """TRL computes log-probabilities in float32 from hidden states of any dtype."""
 PAIRS = [
@@ -45,16 +42,6 @@ TEMPLATE = (
     "{% for m in messages %}{{ 'w30 ' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + ' w2' }}"
     "{% endgeneration %}{{ ' ' }}{% else %}{{ m['content'] + ' w31 ' }}{% endif %}{% endfor %}"
 )
-IGNORED = -100
-
-
-def made(build, seed=0):
-    """A model in float64 that is far from uniform."""
-    model = hub.made(build, seed).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
 
 
 def arguments(folder, config, **settings):
@@ -156,7 +143,7 @@ SFT: dict[str, tuple[list[Any], dict[str, Any], list[int]]] = {
 )
 def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build, tmp_path):
     rows, settings, labelled = SFT[name]
-    trainer = trainer_of("SFT", made(build), rows, tmp_path, **settings)
+    trainer = trainer_of("SFT", spread(build), rows, tmp_path, **settings)
     kept = trainer.train_dataset
     counts = (trainer.data_collator([*kept])["labels"][:, 1:] != IGNORED).sum(1)
 
@@ -185,7 +172,7 @@ def test_texts_of_packed_rows_and_of_padding_free_batches_are_rows(build, strate
             "packing": True,
             "packing_strategy": strategy,
         }
-    trainer = trainer_of("SFT", made(build), PROMPTS, tmp_path, **settings)
+    trainer = trainer_of("SFT", spread(build), PROMPTS, tmp_path, **settings)
     packed = trainer.train_dataset
     documents = Documents(packed) if strategy else packed
     ids = [documents[i]["input_ids"] for i in range(len(documents))]
@@ -215,14 +202,14 @@ def test_packed_rows_and_models_that_mix_texts_are_refused(tmp_path):
             return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
 
     packing = {"packing": True, "max_length": 12}
-    trainer = trainer_of("SFT", made(hub.gpt2), PROMPTS, tmp_path, **packing)
+    trainer = trainer_of("SFT", spread(hub.gpt2), PROMPTS, tmp_path, **packing)
     with pytest.raises(InvalidInputError, match=r"The rows are packed.*rows=documents"):
         huggingface.attributor_from_trainer(trainer, None)
     attributor = huggingface.attributor_from_trainer(trainer, None, rows=Documents(trainer.train_dataset))
     with pytest.raises(InvalidInputError, match="The rows are packed"):
         attributor.featurize(trainer.train_dataset)
 
-    model = Mixing(made(hub.gpt2).config).double()
+    model = Mixing(spread(hub.gpt2).config).double()
     for settings in (packing, {"padding_free": True, "max_length": None}):
         trainer = trainer_of("SFT", model, PROMPTS, tmp_path, **settings)
         documents = Documents(trainer.train_dataset) if "packing" in settings else None
@@ -237,9 +224,10 @@ def test_packed_rows_and_models_that_mix_texts_are_refused(tmp_path):
 
 
 def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
-    """TRL changes forward of the model and turns on gradient checkpointing; rows are those of the saved weights."""
+    """TRL changes forward of the model, trains in 16 bit and checkpoints gradients; rows are those of saved weights."""
     model = hub.made(hub.lora)
-    trainer = trainer_of("SFT", model, PROMPTS, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "bf16": True}
+    trainer = trainer_of("SFT", model, PROMPTS, tmp_path, **saving)
     assert trainer.args.gradient_checkpointing
     attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
     trainer.add_callback(huggingface.FeaturizeCallback(attributor, trainer.train_dataset))
@@ -250,22 +238,6 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
         saved = peft.PeftModel.from_pretrained(hub.made(hub.llama), folder, is_trainable=True)
         expected = hub.expected_rows(saved, trainer.train_dataset)
         assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr", number), expected) < 1e-5
-
-
-@pytest.mark.parametrize("build", [hub.llama, hub.lora])
-def test_rows_are_those_of_the_weights_after_training_in_mixed_precision(build, tmp_path):
-    """TRL trains in 16 bit by default, around a forward that it has replaced."""
-    trainer = trainer_of("SFT", hub.made(build), PROMPTS, tmp_path, max_steps=2, bf16=True)
-    trainer.train()
-    assert "_original_forward" in vars(trainer.model)
-
-    attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
-    attributor.featurize(trainer.train_dataset)
-
-    plain = hub.made(build)
-    plain.load_state_dict(trainer.model.state_dict())
-    expected = hub.expected_rows(plain, trainer.train_dataset)
-    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-5
 
 
 # Preferences
@@ -288,10 +260,10 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
     if build is hub.lora:  # the reference is the model without the new adapter
         other = None
         adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
-        trainer = trainer_of("DPO", made(hub.llama), PAIRS, tmp_path, peft_config=adapter, **settings)
+        trainer = trainer_of("DPO", spread(hub.llama), PAIRS, tmp_path, peft_config=adapter, **settings)
     else:
-        other = made(build, seed=1)
-        trainer = trainer_of("DPO", made(build), PAIRS, tmp_path, ref_model=other, **settings)
+        other = spread(build, seed=1)
+        trainer = trainer_of("DPO", spread(build), PAIRS, tmp_path, ref_model=other, **settings)
     model = trainer.model
     flags = [p.requires_grad for p in model.parameters()]
     rows = helpers.preference_rows(trainer)
@@ -319,7 +291,7 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
 
 
 def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references_too(tmp_path):
-    trainer = trainer_of("DPO", made(hub.lora), PAIRS, tmp_path, max_steps=2)
+    trainer = trainer_of("DPO", spread(hub.lora), PAIRS, tmp_path, max_steps=2)
     with pytest.raises(InvalidInputError, match=r"lack the reference.*rows = preference_rows\(trainer\)"):
         huggingface.attributor_from_trainer(trainer, None)
     rows = helpers.preference_rows(trainer)
@@ -336,7 +308,7 @@ def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references
 
 def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path):
     """TRL keeps the first weights of an adapter that is trained further as the adapter "ref"."""
-    model = made(hub.lora)
+    model = spread(hub.lora)
     trainer = trainer_of("DPO", model, PAIRS, tmp_path)
     assert "ref" in model.peft_config
     rows = helpers.preference_rows(trainer)
@@ -362,7 +334,7 @@ def test_reward_rows_are_the_trainers_loss(tmp_path):
         return transformers.LlamaForSequenceClassification(config)
 
     rows = [{"chosen": p["prompt"] + p["chosen"], "rejected": p["prompt"] + p["rejected"]} for p in PAIRS]
-    model = made(scorer)
+    model = spread(scorer)
     trainer = trainer_of("Reward", model, [{**row, "margin": 0.5} for row in rows], tmp_path)
     kept = list(trainer.train_dataset)
 
@@ -407,7 +379,7 @@ def policy_trainer(build, folder, **settings):
         "max_completion_length": 5,
         "max_steps": 2,
     }
-    model = made(build)
+    model = spread(build)
     return trainer_of("GRPO", model, QUESTIONS, folder, reward_funcs=rewarded, **{**given, **settings})
 
 
@@ -532,14 +504,14 @@ def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
         trainer = policy_trainer(hub.llama, tmp_path, **settings)
     else:
         rows = PROMPTS if name == "SFT" else PAIRS
-        trainer = trainer_of(name, made(hub.lora), rows, tmp_path, **settings)
+        trainer = trainer_of(name, spread(hub.lora), rows, tmp_path, **settings)
 
     with pytest.raises(InvalidInputError, match=message):
         huggingface.attributor_from_trainer(trainer, None)
 
 
 def test_helpers_refuse_other_trainers_and_moving_references(tmp_path):
-    trainer = trainer_of("SFT", made(hub.llama), PROMPTS, tmp_path)
+    trainer = trainer_of("SFT", spread(hub.llama), PROMPTS, tmp_path)
     with pytest.raises(InvalidInputError, match=r"SFTTrainer\. Expected a trl\.DPOTrainer"):
         helpers.preference_rows(trainer)
     with (
@@ -547,7 +519,9 @@ def test_helpers_refuse_other_trainers_and_moving_references(tmp_path):
         helpers.recorded_rollouts(trainer),
     ):
         pass
-    dpo = trainer_of("DPO", made(hub.llama), PAIRS, tmp_path, ref_model=made(hub.llama), sync_ref_model=True)
+    dpo = trainer_of(
+        "DPO", spread(hub.llama), PAIRS, tmp_path, ref_model=spread(hub.llama), sync_ref_model=True
+    )
     with pytest.raises(InvalidInputError, match="sync_ref_model=True"):
         helpers.preference_rows(dpo)
 
@@ -562,7 +536,7 @@ def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_
         "train_dataset": rows,
         "processing_class": hub.tokenizer(eos_token="w2", chat_template=TEMPLATE),
     }
-    trainer = Own(model=made(hub.llama), **given)
+    trainer = Own(model=spread(hub.llama), **given)
     assert huggingface.attributor_from_trainer(trainer, None).task.name == "causal_language_modeling"
 
     Own.__module__ = "trl.experimental.own"
@@ -572,7 +546,7 @@ def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_
 
 
 def test_the_load_balancing_loss_of_experts_is_left_out_with_a_warning(tmp_path):
-    model = made(hub.mixtral)
+    model = spread(hub.mixtral)
     model.set_experts_implementation("eager")  # the grouped product takes no float64
     trainer = trainer_of("SFT", model, PROMPTS, tmp_path)
     rows = trainer.train_dataset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import traceback
 import warnings
 from collections.abc import Callable
@@ -15,33 +14,28 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_cases import contents, quick_process, small_chunks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 from versioned import Old, Versioned
 
-from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
+from trak_lite import Attributor, TRAKer, token_scores, verify
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,
     register_gradient_rule,
-    self_check,
 )
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.models.borrowing import borrow_model  # no public call moves a model on a machine of one device
-from trak_lite.store import ZarrFeatureStore, _grid
 
+__all__ = ["contents", "small_chunks"]  # from here, too
 N, BATCH = 70, 32
 """Rows of more than two commits of 32, so that ranks have something to share, and unevenly."""
-
-
-def small_chunks(rows: int = 32) -> None:
-    """Let tables of this process have chunks of so many rows."""
-    _grid._FEWEST_ROWS_PER_COMMIT = rows
 
 
 class Divided(nn.Module):
@@ -186,27 +180,13 @@ def run(model: nn.Module, kind: str, path: str | Path, checkpoints: Any = None, 
     return written
 
 
-def contents(path: Path | str) -> dict[str, np.ndarray]:
-    """Every number of a finished store."""
-    with ZarrFeatureStore.open(path) as store:
-        return {
-            f"{name}/{column.name}": store.open_table(name).read(column.name)
-            for name in store.table_names()
-            for column in store.open_table(name).spec.columns
-        }
-
-
 def answer(
     answers: Any, rank: int, world: int, file: str, job: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """Run a job as one rank; answer with the rank and what the job returned, or its error."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "(?s).*heuristic to set the device_id")  # where there are GPUs
-    torch.set_num_threads(1)
-    small_chunks()
-    self_check._SAMPLES_AT_FIRST = 2
-    self_check.is_scheduled = lambda number: number % 64 == 0
-    os.fsync = lambda fd: None  # type: ignore[assignment]  # nothing is killed here
+    quick_process()
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     try:
         answers.put((rank, job(*arguments)))
@@ -241,34 +221,9 @@ def featurize_in_other_ways(folder: str) -> None:
     run(model, "transformer", f"{folder}/norms.zarr", **settings)
 
 
-class Failing(Dataset):
-    """Rows of which those from one number on cannot be read."""
-
-    def __init__(self, rows: TensorDataset, first: int) -> None:
-        self.rows, self.first = rows, first
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= self.first:
-            raise OSError(f"row {index} is gone")
-        return self.rows[index]
-
-
-def featurize_part(path: str, first: int, sharded: bool = False) -> int:
-    """Featurize until a row cannot be read; return 0."""
-    model = shard(transformer()) if sharded else transformer()
-    try:
-        attributor(model, path).featurize(Rows(Failing(data("transformer"), first), name="rows"))
-    except (OSError, TrakLiteError):  # on the rank that reads it, and on those that are told
-        return 0
-    raise AssertionError("no row was gone")
-
-
-def featurize_rest(path: str, sharded: bool = False) -> int:
-    model = shard(transformer()) if sharded else transformer()
-    return attributor(model, path).featurize(Rows(data("transformer"), name="rows")).rows_written
+def rows_missing(path: str, sharded: bool) -> int:
+    """Return how many rows of a finished store a model writes, whole or sharded."""
+    return run(shard(mlp()) if sharded else mlp(), "mlp", path)
 
 
 def trained(model: nn.Module) -> list[Tensor]:
@@ -356,18 +311,10 @@ def explain_language_model(path: str, sharded: bool = False) -> None:
     np.testing.assert_allclose(tokens.sum(0), scores.rows([4])[0], rtol=1e-3, atol=1e-4)
 
 
-def coverage() -> tuple[list[str], list[str]]:
-    """Return how gradients of a sharded model come about, and those of a whole one."""
-    return tuple(
-        [f"{line.name} {line.how} {line.why}" for line in _explained(model)]
-        for model in (shard(mlp()), mlp())
-    )
-
-
-def _explained(model: nn.Module) -> Any:
-    return (
-        HookGradientComputer(model, ImageClassificationModelOutput()).explain(data("mlp").tensors).parameters
-    )
+def coverage(model: nn.Module) -> list[str]:
+    """Return how gradients of a model come about."""
+    found = HookGradientComputer(model, ImageClassificationModelOutput()).explain(data("mlp").tensors)
+    return [f"{line.name} {line.how} {line.why}" for line in found.parameters]
 
 
 def checkpoints_found() -> tuple[int, int]:
@@ -400,7 +347,7 @@ def _found(model: nn.Module, checkpoints: list[Any]) -> tuple[int, int]:
 
 
 def refused() -> dict[str, str]:
-    """Return what each thing that is not supported says."""
+    """Return what each thing that is not supported says, by what it has to say."""
     task = ImageClassificationModelOutput()
     batch = data("mlp", 4).tensors
     sharded = shard(mlp())
@@ -416,34 +363,43 @@ def refused() -> dict[str, str]:
         other = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("copy", "part"))
         return fully_shard(model, mesh=other)
 
+    def fsdp1() -> nn.Module:
+        return FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+
+    def mixed(**dtypes: Any) -> nn.Module:
+        return fully_shard(mlp(), mesh=mesh(), mp_policy=MixedPrecisionPolicy(**dtypes))
+
+    first = dist.get_rank() == 0
     cases: dict[str, Callable[[], Any]] = {
-        "functional": lambda: attributor(sharded, None, gradient_computer="functional"),
-        "class": lambda: attributor(sharded, None, gradient_computer=partial(IterativeGradientComputer)),
-        "iterative": lambda: IterativeGradientComputer(sharded, task).stream_gradients(batch, print),
-        "chunks": lambda: stream(sharded, chunk_size=2),
-        "TRAKer": lambda: TRAKer(sharded, "image_classification", 4),
-        "verify": lambda: _verify(sharded),
-        "device": lambda: borrow_model(sharded, torch.device("meta")).__enter__(),
-        "curvature": lambda: _fit(sharded),
-        "FSDP1": lambda: attributor(
-            FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")), None
+        "gradient_computer='functional'": lambda: attributor(sharded, None, gradient_computer="functional"),
+        "IterativeGradientComputer": lambda: attributor(
+            sharded, None, gradient_computer=partial(IterativeGradientComputer)
         ),
-        "tensor parallel": lambda: attributor(
+        "Use gradient_computer='hook'": lambda: IterativeGradientComputer(sharded, task).stream_gradients(
+            batch, print
+        ),
+        "use a smaller batch_size": lambda: stream(sharded, chunk_size=2),
+        "Use Attributor": lambda: TRAKer(sharded, "image_classification", 4),
+        "verify was called": lambda: verify(scored(sharded), print, data("mlp", 8)),
+        "Use device='auto'": lambda: borrow_model(sharded, torch.device("meta")).__enter__(),
+        "Use method='Fisher', or score with a whole model": lambda: scored(sharded, method="EKFAC"),
+        "FSDP1": lambda: attributor(fsdp1(), None),
+        "tensor or expert parallelism": lambda: attributor(
             parallelize_module(mlp(), mesh(), {"0": ColwiseParallel()}), None
         ),
-        "meshes": lambda: attributor(two_meshes(), None),
-        "elsewhere": lambda: attributor(shard(elsewhere), None),
-        "precision": lambda: stream(shard(mlp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
-        "output precision": lambda: stream(
-            fully_shard(mlp(), mesh=mesh(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+        "another device mesh": lambda: attributor(two_meshes(), None),
+        "meta device": lambda: attributor(shard(elsewhere), None),
+        "MixedPrecisionPolicy runs": lambda: stream(mixed(param_dtype=torch.bfloat16)),
+        "MixedPrecisionPolicy converts a result": lambda: stream(mixed(output_dtype=torch.bfloat16)),
+        "selects, sorts or moves rows depending on values": lambda: stream(shard(Sorting())),
+        "selects, sorts" if first else "The samples of another rank were refused": lambda: stream(
+            shard(Sorting(sorts=first))
         ),
-        "sorting": lambda: stream(shard(Sorting())),
-        "sorting elsewhere": lambda: stream(shard(Sorting(sorts=dist.get_rank() == 0))),
-        "rows": stream_ragged,
-        "checkpoint": lambda: run(shard(mlp()), "mlp", None, [{"a": torch.ones(1)}]),
-        "parts": lambda: stream(_ruled_parts()),
+        "the number of rows per sample differs from the first batch": stream_ragged,
+        "does not fit Sequential": lambda: run(shard(mlp()), "mlp", None, [{"a": torch.ones(1)}]),
+        "fully_shard on the module itself": lambda: stream(_ruled_parts()),
     }
-    return {name: _message(case) for name, case in cases.items()}
+    return {said: _message(case) for said, case in cases.items()}
 
 
 class Ragged(nn.Module):
@@ -476,16 +432,10 @@ def _message(case: Callable[[], Any]) -> str:
     return "no error"
 
 
-def _fit(model: nn.Module) -> None:
+def scored(model: nn.Module, **settings: Any) -> Any:
     made = attributor(model, None)
     made.featurize(data("mlp", 8))
-    made.score(data("mlp", 8), method="EKFAC")
-
-
-def _verify(model: nn.Module) -> None:
-    made = attributor(model, None)
-    made.featurize(data("mlp", 8))
-    verify(made.score(data("mlp", 8)), print, data("mlp", 8))
+    return made.score(data("mlp", 8), **settings)
 
 
 class RuledOuter(nn.Module):
@@ -516,7 +466,7 @@ def looked_at() -> dict[str, Any]:
     return {
         "training": {use.__name__: train_after(use) for use in uses},
         "gathered": gathered_at_once(),
-        "coverage": coverage(),
+        "coverage": (coverage(shard(mlp())), coverage(mlp())),
         "checkpoints": checkpoints_found(),
         "versions": versions_found(),
         "refused": refused(),

@@ -62,29 +62,20 @@ at_the_end: list[Callable[[], Any]] = []
 
 
 def as_rank(
-    answers: Any,
-    rank: int,
-    size: int,
-    ports: tuple[int, int],
-    job: Callable[..., Any],
-    arguments: Sequence[Any],
+    answers: Any, rank: int, size: int, ports: tuple[int, int], job: Callable[..., Any], given: Sequence[Any]
 ) -> None:
     """Do a job as torchrun would have it done, and answer with what it returns or raises."""
     quick_process()
     atexit.register = lambda call, *given: at_the_end.append(lambda: call(*given))
     if size > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(ports[0]),
-            "TORCHELASTIC_RUN_ID": "test",
-        }
-        os.environ["WORD_PORT"] = str(ports[1])
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "WORD_PORT": str(ports[1])}
+        os.environ["TORCHELASTIC_RUN_ID"] = "test"
     try:
-        answers.put((rank, "done", job(*arguments)))
+        answers.put((rank, ("done", job(*given))))
     except Exception as error:
         traceback.print_exc()
-        answers.put((rank, type(error).__name__, str(error)))
+        answers.put((rank, (type(error).__name__, str(error))))
 
 
 def own_rank() -> int:

@@ -6,28 +6,22 @@ The agents are those of torchrun. They and their ranks are forked off a process 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import random
 import stat
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import recorded_run
 from forked import forkserver
-from killed_ranks import (
-    MODES,
-    PHASES,
-    WORLDS,
+
+from benchmarks.scaling import recorded_run
+from benchmarks.scaling.killed_ranks import (
     Job,
     Round,
     Strike,
     Undisturbed,
     Violated,
-    drawn_strikes,
     on_disk,
     undisturbed,
 )
@@ -113,9 +107,10 @@ def test_killed_ranks_lose_nothing_and_other_numbers_of_ranks_go_on(
 class Copied:
     """In place of a start: the finished folder of another one, whose logs get the name of this one."""
 
+    pid = 0
+
     def __init__(self, finished: Path) -> None:
         self._finished = finished
-        self.pid = 0
 
     def __call__(self, _: int, folder: Path, __: Job, name: str) -> Copied:
         (folder / recorded_run.LOGS).mkdir()
@@ -124,57 +119,30 @@ class Copied:
         (folder / recorded_run.STORE).symlink_to(self._finished / recorded_run.STORE)
         return self
 
-    def wait(self, seconds: float) -> int:
-        return 0
+
+WRONG: dict[str, dict[str, Any]] = {
+    "rows of ckpt-1/features are wrong": {"name": "ckpt-1/features", "factor": 1 + 1e-7},
+    "Scores are off": {"name": "scores/targets/scores", "factor": 1.001},
+    "1 rows were computed twice": {"row": (1, 0)},
+    r"s0 computed rows that were on disk: .*1.*20": {"before": (1, 20)},
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "factor", "message"),
-    [
-        ("ckpt-1/features", 1 + 1e-7, "rows of ckpt-1/features are wrong"),
-        ("scores/targets/scores", 1.001, "Scores are off"),
-    ],
-)
-def test_a_round_notices_wrong_numbers(
-    tmp_path: Path, finished: tuple[Path, Undisturbed], name: str, factor: float, message: str
+@pytest.mark.parametrize("said", WRONG)
+def test_a_round_notices_wrong_numbers_and_rows_that_are_computed_again(
+    tmp_path: Path, finished: tuple[Path, Undisturbed], said: str
 ) -> None:
     folder, found = finished
-    wrong = {**found.contents, name: found.contents[name] * np.float32(factor)}
-    with pytest.raises(Violated, match=message):
-        Round(tmp_path, JOB, Undisturbed(wrong, 1, 1), Copied(folder)).run([], 1)
-
-
-@pytest.mark.parametrize(
-    ("row", "on_disk_before", "message"),
-    [
-        ((1, 20), None, "1 rows were computed twice"),
-        ((1, 0), None, "1 rows were computed twice"),
-        ((0, -1), None, None),
-        ((0, -1), (1, 20), r"s0 computed rows that were on disk: .*1.*20"),
-    ],
-)
-def test_a_round_counts_what_is_computed_again(
-    tmp_path: Path, finished: tuple[Path, Undisturbed], row: Any, on_disk_before: Any, message: str | None
-) -> None:
-    folder, found = finished
-    round_ = Round(tmp_path, JOB, found, Copied(folder))
+    wrong, expected = WRONG[said], dict(found.contents)
+    if "name" in wrong:
+        expected[wrong["name"]] = expected[wrong["name"]] * np.float32(wrong["factor"])
+    round_ = Round(tmp_path, JOB, Undisturbed(expected, 1, 1), Copied(folder))
     name, _ = round_.start(1)
-    assert not round_.starts[name].any()
     assert on_disk(tmp_path, JOB).all()
-    if on_disk_before is not None:
-        round_.starts[name][on_disk_before] = True
-    (tmp_path / recorded_run.LOGS / f"{name}.2").write_bytes(np.array(row, "<i4").tobytes())
-    with nullcontext() if message is None else pytest.raises(Violated, match=message):
-        round_.count_rows()
-
-
-def test_drawn_rounds_change_the_world_size_and_come_in_every_kind() -> None:
-    drawn = [drawn_strikes(random.Random(number), 2) for number in range(100)]
-
-    for strikes, last in drawn:
-        worlds = [*(strike.world for strike in strikes), last]
-        assert all(one != other for one, other in itertools.pairwise(worlds))
-    everything = [strike for strikes, _ in drawn for strike in strikes]
-    assert {strike.mode for strike in everything} == set(MODES)
-    assert {strike.phase for strike in everything} == set(PHASES)
-    assert {strike.world for strike in everything} == set(WORLDS)
+    if "before" in wrong:
+        round_.starts[name][wrong["before"]] = True
+    again = np.array(wrong.get("row", (0, -1)), "<i4")  # the latter is no row
+    (tmp_path / recorded_run.LOGS / f"{name}.2").write_bytes(again.tobytes())
+    check = round_.compare if "name" in wrong else round_.count_rows
+    with pytest.raises(Violated, match=said):
+        check()

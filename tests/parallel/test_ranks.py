@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import rank_cases as cases
 import torch
-from forked import forkserver
+from forked import answers_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import IMAGES, LM, N, contents, internals
@@ -42,23 +42,7 @@ def free_port() -> int:
 
 def on_ranks(size: int, job: Callable[..., Any], *arguments: Any) -> Answers:
     """Return what every rank answers, in order."""
-    processes = forkserver()
-    answers, ports = processes.SimpleQueue(), (free_port(), free_port())
-    started = [
-        processes.Process(target=cases.as_rank, args=(answers, rank, size, ports, job, arguments))
-        for rank in range(size)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(600)
-    for process in started:
-        process.kill()  # one that waits for ever must not keep the others waiting
-    assert [process.exitcode for process in started] == [0] * size
-    found = {}
-    while not answers.empty():
-        rank, *found[rank] = answers.get()
-    return [tuple(found[rank]) for rank in sorted(found)]
+    return answers_of(size, cases.as_rank, size, (free_port(), free_port()), job, arguments)
 
 
 @pytest.fixture
@@ -199,41 +183,31 @@ def test_ranks_that_do_not_do_the_same_are_told_before_any_writes(path: str, job
     assert not Path(path).exists()
 
 
-OF_RANK_1 = r"Rank 1 failed in .* \(LookupError: not there\)\. "
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        # A call after one that failed tells of errors like any other.
-        (
-            cases.fails_again_after_a_failure,
-            [[OF_RANK_1, "Rank 1 has the number '1', but another rank has '0'"], ["not there", "Rank 1 has"]],
-        ),
-        # An error after others are done ends the same call on all ranks.
-        (
-            cases.fails_when_others_are_done,
-            [["not there", "no error"], [OF_RANK_1.replace("1", "0"), "no error"]],
-        ),
-        # A rank that waits is told of an error while a third one computes.
-        (
-            cases.fails_beside_a_busy_rank,
-            [
-                [OF_RANK_1.replace("1", "2") + "Rank 0 therefore stops"],
-                [OF_RANK_1.replace("1", "2") + "Rank 1 therefore stops"],
-                ["not there"],
-            ],
-        ),
-    ],
-    ids=["again", "after", "beside"],
+OF_RANK_0, OF_RANK_1, OF_RANK_2 = (
+    rf"Rank {rank} failed in .* \(LookupError: not there\)\. " for rank in range(3)
 )
-def test_what_a_failed_call_ends_with_on_every_rank(job: Any, expected: list[list[str]]) -> None:
+STOPS_0, STOPS_1 = (f"{OF_RANK_2}Rank {rank} therefore stops" for rank in range(2))
+AFTER_FAILURES = {
+    # A call after one that failed tells of errors like any other.
+    cases.fails_again_after_a_failure: [
+        [OF_RANK_1, "Rank 1 has the number '1', but another rank has '0'"],
+        ["not there", "Rank 1 has"],
+    ],
+    # An error after others are done ends the same call on all ranks.
+    cases.fails_when_others_are_done: [["not there", "no error"], [OF_RANK_0, "no error"]],
+    # A rank that waits is told of an error while a third one computes.
+    cases.fails_beside_a_busy_rank: [[STOPS_0], [STOPS_1], ["not there"]],
+}
+
+
+@pytest.mark.parametrize("job", AFTER_FAILURES, ids=["again", "after", "beside"])
+def test_what_a_failed_call_ends_with_on_every_rank(job: Any) -> None:
+    expected = AFTER_FAILURES[job]
     found = on_ranks(len(expected), job)
 
     for (kind, messages), texts in zip(found, expected, strict=True):
         assert (kind, len(messages)) == ("done", len(texts))
-        for message, text in zip(messages, texts, strict=True):
-            assert re.match(text, message), found
+        assert all(map(re.match, texts, messages)), found
 
 
 def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
@@ -277,19 +251,6 @@ def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.Monk
 
     of_both = [what for what in told if what.startswith("checkpoint 'final'")]
     assert len(of_both) == 2, "every rank takes them up in an order of its own"
-
-
-def test_one_rank_by_itself_says_everything() -> None:
-    ranks, tensor = Ranks(), torch.ones(2)
-    ranks.watch()
-    ranks.agree("call", "anything")
-    ranks.add_up([tensor])
-    ranks.send_to_all(tensor)
-
-    assert tensor.tolist() == [1, 1]
-    assert ranks.broadcast("whether", lambda: "yes") == "yes"
-    assert ranks.merged("own", lambda low, high: low + high) == "own"
-    assert ranks.comes_first("table")
 
 
 class SilentStore:
@@ -401,21 +362,16 @@ def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch
         ("cuda:1", "2", 0, 4, "cuda:1"),  # the script has said so
         ("cuda:0", "2", 1, 4, "cuda:0"),
         ("cuda:0", "2", 0, 1, "cuda:0"),  # the launcher shows each rank its own one
-        ("cuda:0", None, 0, 4, "cuda:0"),
+        ("cuda:0", "", 0, 4, "cuda:0"),
         ("cpu", "2", 0, 4, "cpu"),
     ],
 )
 def test_every_rank_takes_its_own_gpu_unless_the_script_has_chosen(
-    given: str,
-    local_rank: str | None,
-    chosen: int,
-    count: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any, given: str, local_rank: str, chosen: int, count: int, expected: str
 ) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if not local_rank:
+        monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr("trak_lite.models.borrowing.model_device", lambda _: torch.device(given))

@@ -113,15 +113,6 @@ def test_processes_featurize_every_row_once_and_end_with_the_bits_of_one(
     check_same(path, alone(N))
 
 
-def test_after_a_kill_another_number_of_processes_goes_on(tmp_path: Path, alone: Any) -> None:
-    path = tmp_path / "a.zarr"
-    killed, other = (Started(cases.featurize_together, str(path)) for _ in range(2))
-    wait_for_rows(path)
-    killed.kill()  # the other one takes over
-    other.end()
-    check_same(path, alone(N))
-
-
 def test_nobody_waits_at_the_end_of_a_checkpoint_while_there_are_others(tmp_path: Path, alone: Any) -> None:
     path, chunks = tmp_path / "a.zarr", N // R + 1
     slow = Started(cases.held_up, str(path), BATCH + 1)
@@ -136,20 +127,6 @@ def test_nobody_waits_at_the_end_of_a_checkpoint_while_there_are_others(tmp_path
     found, expected = contents(path), alone(N)
     of_weights = [expected[f"ckpt-{number}/features"].tobytes() for number in range(2)]
     assert {found[f"ckpt-{number}/features"].tobytes() for number in range(2)} == set(of_weights)
-
-
-def test_processes_append_rows_together(tmp_path: Path, alone: Any) -> None:
-    path = tmp_path / "a.zarr"
-    all_ends(2, str(path))
-    before = contents(path)["ckpt-0/features"]
-
-    written = all_ends(3, str(path), N + R + 1)
-
-    assert sum(written) == 2 * (R + 1)
-    found, expected = contents(path), alone(N + R + 1)
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-3, atol=1e-4, err_msg=name)
-    np.testing.assert_array_equal(found["ckpt-0/features"][:N], before)
 
 
 # ------------------------------------------------------------------------ what others do beside a call

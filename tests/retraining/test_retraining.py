@@ -97,36 +97,29 @@ def test_a_name_of_ones_own_stands_for_both_functions(tmp_path):
 
 
 ONE_PER_TARGET = r"output_fn returned shape .* one number per target"
-REFUSED = [
-    (
-        {"output_fn": lambda total: [total / 0]},
-        RetrainingError,
-        r"subset 0, seed 0 .* failed \(ZeroDivisionErr",
-    ),
-    (
-        {"output_fn": lambda total: [0, np.nan]},
-        NonFiniteError,
-        "1 of 2 outputs .* subset 0, seed 0 .* target 1",
-    ),
-    *(
-        ({"output_fn": lambda total, one=one: one}, InvalidInputError, ONE_PER_TARGET)
-        for one in (1.0, [], [[1.0]])
-    ),
-    (
-        {"train": lambda rows, seed: seed, "output_fn": lambda seed: [1.0] * (seed + 1)},
-        InvalidInputError,
-        "output_fn returned 2 numbers for subset 0, seed 1",
-    ),
-    ({"train": lambda rows, seed: None}, InvalidInputError, "train_fn returned None"),
-    ({"train": lambda rows: None}, InvalidInputError, "cannot be called as train_fn"),
-    ({"masks": MASKS.astype(float)}, InvalidInputError, "masks must be a boolean matrix"),
-    ({"masks": np.zeros((1, 4), bool)}, InvalidInputError, "without an empty subset"),
-    *(({"seeds": seeds}, InvalidInputError, "one or more different integers") for seeds in ((), (1, 1))),
+UNEVEN = {"train": lambda rows, seed: seed, "output_fn": lambda seed: [1.0] * (seed + 1)}
+INVALID = [
+    *(({"output_fn": lambda total, one=one: one}, ONE_PER_TARGET) for one in (1.0, [], [[1.0]])),
+    (UNEVEN, "output_fn returned 2 numbers for subset 0, seed 1"),
+    ({"train": lambda rows, seed: None}, "train_fn returned None"),
+    ({"train": lambda rows: None}, "cannot be called as train_fn"),
+    ({"masks": MASKS.astype(float)}, "masks must be a boolean matrix"),
+    ({"masks": np.zeros((1, 4), bool)}, "without an empty subset"),
+    *(({"seeds": seeds}, "one or more different integers") for seeds in ((), (1, 1))),
 ]
+FAILED = r"subset 0, seed 0 .* failed \(ZeroDivisionErr"
+NAN = "1 of 2 outputs .* subset 0, seed 0 .* target 1"
 
 
-@pytest.mark.parametrize(("settings", "error", "seen"), REFUSED)
-def test_what_cannot_be_retrained_is_refused(settings, error, seen):
+@pytest.mark.parametrize(
+    ("settings", "seen", "error"),
+    [
+        ({"output_fn": lambda total: [total / 0]}, FAILED, RetrainingError),
+        ({"output_fn": lambda total: [0, np.nan]}, NAN, NonFiniteError),
+        *((*case, InvalidInputError) for case in INVALID),
+    ],
+)
+def test_what_cannot_be_retrained_is_refused(settings, seen, error):
     with pytest.raises(error, match=seen):
         retrained(**settings)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from held_scores import held_scores, scores_without_a_model
-from report_cases import Parsed
+from report_cases import VERDICT, Parsed, in_a_notebook
 from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,7 +24,6 @@ from trak_lite.evaluation import (
     subset_masks,
     summed_scores,
 )
-from trak_lite.evaluation.verdict import Baseline, Estimate
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
 from trak_lite.report import write_report
 from trak_lite.store import open_store
@@ -394,12 +393,13 @@ def test_a_calibration_that_is_not_better_is_not_stored(attributor):
 
 
 def test_a_verdict_says_in_a_sentence_what_follows():
+    estimate, (baseline,) = type(VERDICT.lds), VERDICT.baselines
+
     def verdict(lds, *leads):
-        baselines = tuple(
-            Baseline(f"baseline {k}", Estimate(0.3, 0.2, 0.4), Estimate(*lead))
-            for k, lead in enumerate(leads)
+        baselines = (
+            replace(baseline, name=f"baseline {k}", lead=estimate(*lead)) for k, lead in enumerate(leads)
         )
-        return Verdict(Estimate(*lds), baselines, 6, 1, 0.5, 4, 0, 0.95, None, None)
+        return replace(VERDICT, lds=estimate(*lds), baselines=tuple(baselines))
 
     ahead, level, behind = (0.2, 0.1, 0.3), (0.1, -0.1, 0.3), (-0.2, -0.3, -0.1)
     said = {
@@ -414,21 +414,4 @@ def test_a_verdict_says_in_a_sentence_what_follows():
     for text, found in said.items():
         assert text in found.conclusion
         assert str(found).endswith(found.conclusion)
-        assert found.conclusion in found._repr_html_()
-
-
-def test_scores_of_a_replay_say_which_verification_they_need():
-    from trak_lite.unrolled import SGD, Recipe, unrolled
-
-    data = TensorDataset(torch.randn(20, 4), torch.arange(20) % 3)
-    recipe = Recipe(
-        lambda seed: nn.Linear(4, 3),
-        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        data,
-        SGD(0.1),
-        batch_size=10,
-        epochs=1,
-    )
-    scores = unrolled(recipe.train(None, progress=False), data, "image_classification", progress=False)
-    with pytest.raises(StateError, match=r"verify_run\(scores, run, targets\).*methods.Unrolled\(run\)"):
-        verify(scores, recipe.train_fn, data, budget=2)
+        assert found.conclusion in in_a_notebook(found).text

@@ -1,6 +1,7 @@
 """Effects of sets and repairs, for ridge regressions whose changes are known in closed form."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from trak_lite.methods import GaussNewton
 from trak_lite.store import open_store
 
 N, M, D, RIDGE = 120, 14, 5, 2.0
+
+
+EVERYTHING = np.arange(N)
 
 
 def drawn(count, seed):
@@ -61,21 +65,14 @@ def output(rows, noise=0.0):
 
 
 def without(rows):
-    return np.setdiff1d(np.arange(N), rows)
+    return np.setdiff1d(EVERYTHING, rows)
 
 
 def scored(path=None):
     """Scores that are the influence of each row on the regression: one kernel, without projection."""
     damping = RIDGE * D / np.square(TRAIN[0]).sum()  # in units of the mean eigenvalue
-    made = Attributor(
-        model(weights(np.arange(N))),
-        "regression",
-        path,
-        layout="joint",
-        dtype="float32",
-        method=GaussNewton(damping=float(damping)),
-        progress=False,
-    )
+    settings = {"layout": "joint", "dtype": "float32", "method": GaussNewton(damping=float(damping))}
+    made = Attributor(model(weights(EVERYTHING)), "regression", path, progress=False, **settings)
     made.featurize(DATA, columns={"source": TRAIN[2]})
     return made.score(ASKED, "asked")
 
@@ -136,23 +133,22 @@ def test_new_labels_change_scores_as_if_the_rows_had_been_trained_with_them(scor
     rows = np.array([5, 80, 17])
     labels = torch.tensor([40.0, -3.0, 0.5])
     found = what_if(scores, relabel=(rows, TensorDataset(DATA.tensors[0][rows], labels)))
-    residuals = TRAIN[1] - TRAIN[0] @ weights(np.arange(N))  # q, to which scores are proportional
+    residuals = TRAIN[1] - TRAIN[0] @ weights(EVERYTHING)  # q, to which scores are proportional
     ratios = (labels.numpy() - TRAIN[1][rows]) / residuals[rows]
     np.testing.assert_allclose(found.predicted, ratios @ scores.numpy()[rows], rtol=1e-4, atol=1e-5)
     changed = TRAIN[1].copy()
     changed[rows] = labels
     # Of a ridge regression this is the change itself.
-    after = TARGETS[0].astype(float) @ weights(np.arange(N), values=changed)
-    np.testing.assert_allclose(found.predicted, after - output(np.arange(N)), rtol=0.05)
+    after = TARGETS[0].astype(float) @ weights(EVERYTHING, values=changed)
+    np.testing.assert_allclose(found.predicted, after - output(EVERYTHING), rtol=0.05)
     assert "with other labels 3 of 120" in found.change
     assert found.lower is None
-    np.testing.assert_allclose(
-        what_if(scores, relabel=(rows, Rows(DATA, indices=rows))).predicted, 0.0, atol=1e-5
-    )
+    same = Rows(DATA, indices=rows)
+    np.testing.assert_allclose(what_if(scores, relabel=(rows, same)).predicted, 0.0, atol=1e-5)
     with pytest.raises(InvalidInputError, match="relabel names 2 rows, but its data has 3 samples"):
-        what_if(scores, relabel=(rows[:2], Rows(DATA, indices=rows)))
+        what_if(scores, relabel=(rows[:2], same))
     with pytest.raises(StateError, match="not computed from stored rows"):
-        what_if(held_scores(np.ones((N, M))), relabel=(rows, Rows(DATA, indices=rows)))
+        what_if(held_scores(np.ones((N, M))), relabel=(rows, same))
 
 
 # ------------------------------------------------------------------------ with trials
@@ -160,14 +156,12 @@ def test_new_labels_change_scores_as_if_the_rows_had_been_trained_with_them(scor
 
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
-    trials = try_removals(
-        found, training, ASKED, budget=12, shares=(0.05, 0.1), groups="source", seeds=(0, 1)
-    )
+    settings = {"budget": 12, "shares": (0.05, 0.1), "groups": "source", "seeds": (0, 1)}
+    trials = try_removals(found, training, ASKED, **settings)
     assert len(training.calls) == 5 + 2 * 12
     assert [count for count, _ in training.calls[5::2]] == [N - 6] * 6 + [N - 12] * 6
     np.testing.assert_allclose(trials.shares, [0.05] * 6 + [0.1] * 6)
-    everything = np.arange(N)
-    before = np.array([output(everything, training.drawn(everything, seed)) for seed in range(5)])
+    before = np.array([output(EVERYTHING, training.drawn(EVERYTHING, seed)) for seed in range(5)])
     np.testing.assert_allclose(trials.outputs, before.mean(0), rtol=1e-5)
     np.testing.assert_allclose(trials.noise, before.std(0, ddof=1), rtol=1e-2, atol=1e-5)
 
@@ -175,7 +169,7 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
     opened = Attributor.open(tmp_path / "a.zarr", model(np.zeros(D))).scores("asked")
     np.testing.assert_array_equal(opened.trials.measured, trials.measured)
     again = Training()
-    same = try_removals(found, again, ASKED, budget=12, shares=(0.05, 0.1), groups="source", seeds=(0, 1))
+    same = try_removals(found, again, ASKED, **settings)
     np.testing.assert_array_equal(same.measured, trials.measured)
     assert len(again.calls) == 5 + 2, "one stored training per seed is repeated"
     # Every trial is one of a set whose scores sum to the prediction, and whose removal changes the outputs so.
@@ -195,7 +189,7 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
 def test_intervals_cover_removals_of_other_sets(tried):
     """Random sets, a source, the rows that are most helpful for a target; the noise of seeds is in them."""
     rng, training, covered = np.random.default_rng(5), Training(), []
-    matrix, before = tried.numpy(), output(np.arange(N))
+    matrix, before = tried.numpy(), output(EVERYTHING)
     for size in (3, 12, 24):
         orders = [rng.permutation(N) for _ in range(6)]
         orders += [np.argsort(-matrix[:, target]) for target in range(0, M, 2)]
@@ -231,7 +225,7 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
         rows = rng.permutation(N)[:24]
         effects = what_if(found, rows)
         if effects.lower is not None and effects.upper is not None:
-            change = output(without(rows), training.drawn(without(rows), 77)) - output(np.arange(N))
+            change = output(without(rows), training.drawn(without(rows), 77)) - output(EVERYTHING)
             covered.append(((effects.lower <= change) & (change <= effects.upper)).mean())
             assert "From 30 random subsets of the verdict" in effects.basis
     assert len(covered) > 15
@@ -246,51 +240,41 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
         assert "try_removals" in refused.basis
 
 
+FEW = "budget must be at least 9 and base_seeds at least 2 seeds, got "
+SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "seen"),
+    ("changes", "seen"),
     [
-        (
-            {"budget": 8},
-            InvalidInputError,
-            "budget must be at least 9 and base_seeds at least 2 seeds, got 8 and 5",
-        ),
-        ({"base_seeds": (0,)}, InvalidInputError, "at least 2 seeds, got 60 and 1"),
-        (
-            {"shares": (0.0, 0.1)},
-            InvalidInputError,
-            r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)",
-        ),
-        ({"shares": ()}, InvalidInputError, "shares must lie between 0 and 1"),
-        ({"groups": "author"}, UnknownNameError, "author"),
-        (
-            {"groups": [1, 2]},
-            InvalidInputError,
-            "The groups of train rows must hold one label for each of 120",
-        ),
+        ({"budget": 8}, f"{FEW}8 and 5"),
+        ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
+        ({"shares": (0.0, 0.1)}, SHARES),
+        ({"shares": ()}, "shares must lie between 0 and 1"),
+        ({"groups": "author"}, "author"),
+        ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
     ],
 )
-def test_trials_that_cannot_be_made_are_refused(scores, changes, error, seen):
+def test_trials_that_cannot_be_made_are_refused(scores, changes, seen):
     training = Training()
-    with pytest.raises(error, match=seen):
+    with pytest.raises(UnknownNameError if seen == "author" else InvalidInputError, match=seen):
         try_removals(scores, training, ASKED, **changes)
     assert training.calls == []
 
 
-def test_damaged_trials_are_told(tmp_path):
-    found = scored(tmp_path / "a.zarr")
-    with open_store(str(tmp_path / "a.zarr"), "r+") as store:
-        store.put_entry(
-            "trials/scores/asked", store.open_table("scores/asked").content_key(), np.zeros((3, 3))
-        )
-    with pytest.raises(CorruptStoreError, match=r"trials of shape \(3, 3\)\). Call try_removals again"):
-        what_if(found, [1])
+def stored_trials(path, values):
+    with open_store(str(path), "r+") as store:
+        store.put_entry("trials/scores/asked", store.open_table("scores/asked").content_key(), values)
 
 
-def test_trials_go_with_their_scores(tmp_path):
+def test_damaged_trials_are_told_and_trials_go_with_their_scores(tmp_path):
     found = scored(tmp_path / "a.zarr")
-    with open_store(str(tmp_path / "a.zarr"), "r+") as store:
-        key = store.open_table("scores/asked").content_key()
-        store.put_entry("trials/scores/asked", key, np.zeros((3, 1 + 3 * M)))
+    for shape in ((3, 3), (3, 5), (1, 4), (4,)):
+        stored_trials(tmp_path / "a.zarr", np.zeros(shape))
+        said = rf"trials of shape {re.escape(str(shape))}\). Call try_removals again"
+        with pytest.raises(CorruptStoreError, match=said):
+            what_if(found, [1])
+    stored_trials(tmp_path / "a.zarr", np.zeros((3, 1 + 3 * M)))
     assert found.trials is not None
     Attributor.open(tmp_path / "a.zarr", model(np.zeros(D))).drop_scores("asked")
     with open_store(str(tmp_path / "a.zarr")) as store:
@@ -313,7 +297,7 @@ def test_a_repair_is_the_smallest_set_whose_interval_reaches_the_goal(tried):
     assert what_if(tried, found.rows[:-1], level=0.6).upper[target] > goal
     assert repair(tried, target, goal, chance=0.9).rows.size > found.rows.size
     assert found.success is None
-    change = output(without(found.rows)) - output(np.arange(N))
+    change = output(without(found.rows)) - output(EVERYTHING)
     assert change[target] <= goal
     rise = repair(tried, target, 0.05)
     assert set(rise.rows) <= set(np.argsort(tried.numpy()[:, target])[:24])
@@ -335,12 +319,12 @@ def test_a_repair_without_retrainings_goes_by_the_prediction():
 def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     training = Training()
     found = repair(tried, 3, -0.2, train_fn=training, targets=ASKED, budget=4)
-    rows, everything = without(found.rows), np.arange(N)
+    rows = without(found.rows)
     assert sorted(training.calls) == sorted(
-        (len(part), seed) for part in (rows, everything) for seed in (1000, 1001)
+        (len(part), seed) for part in (rows, EVERYTHING) for seed in (1000, 1001)
     )
     changes = [
-        output(rows, training.drawn(rows, seed)) - output(everything, training.drawn(everything, seed))
+        output(rows, training.drawn(rows, seed)) - output(EVERYTHING, training.drawn(EVERYTHING, seed))
         for seed in (1000, 1001)
     ]
     np.testing.assert_allclose(found.measured, changes, rtol=1e-3, atol=1e-4)

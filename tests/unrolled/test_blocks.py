@@ -30,11 +30,6 @@ def test_blocks_and_memory_do_not_change_scores(run, settings):
     np.testing.assert_array_max_ulp(replayed(run, MANY, **settings), replayed(run, MANY, block=5), maxulp=1)
 
 
-@pytest.fixture(scope="module", params=[1, 2 << 30])
-def one_by_memory(run, request):
-    return request.param, replayed(run, MANY, block=3, max_bytes=request.param)
-
-
 SPACINGS = [
     ({"checkpoints": "sqrt"}, [0, 3, 6, 9]),
     ({"checkpoints": "log"}, [0, 1, 5, 7, 8, 9]),
@@ -45,12 +40,11 @@ SPACINGS = [
 ]
 
 
+@pytest.mark.parametrize("max_bytes", [1, 2 << 30])
 @pytest.mark.parametrize(("spacing", "numbers"), SPACINGS)
-def test_every_spacing_stores_its_states_and_gives_the_same_bits(
-    tmp_path, run, spacing, numbers, one_by_memory
-):
+def test_every_spacing_stores_its_states_and_gives_the_same_bits(tmp_path, run, spacing, numbers, max_bytes):
     """With the least memory, segments are halved down to two states."""
-    max_bytes, one = one_by_memory
+    one = replayed(run, MANY, block=3, max_bytes=max_bytes)
     made = recipe(**MADE)
     other = made.train(tmp_path, **spacing)
     assert other.num_steps == 9
@@ -130,11 +124,3 @@ def test_a_larger_budget_is_used_for_larger_blocks(monkeypatch):
         assert budget / 4 < used <= budget
 
     assert found[0] >= 3 * found[1] >= 3
-
-
-def test_chunks_are_the_same_in_every_replay():
-    """Bits depend on them."""
-    run = recipe(wide, data=halves(16, 0)).train()
-    data = halves(8, 1)
-    found = {replayed(run, data, max_bytes=1 << 20).tobytes() for _ in range(3)}
-    assert len(found) == 1

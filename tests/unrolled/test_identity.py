@@ -23,26 +23,6 @@ def network(activation, p=0.1):
     return build
 
 
-class Scaled(nn.Linear):
-    def __init__(self, scale):
-        super().__init__(WIDTH, CLASSES)
-        self.scale = scale
-
-    def forward(self, inputs):
-        return self.scale * super().forward(inputs)
-
-
-def squared():
-    class Scaled(nn.Linear):
-        scale = 1.0
-
-        def forward(self, inputs):
-            return super().forward(inputs) ** 2
-
-    return Scaled(WIDTH, CLASSES)
-
-
-SCALED = {"model_fn": lambda seed: Scaled(1.0).double()}
 BASE = {"model_fn": network(nn.GELU())}
 CHANGES = {
     "more data": {"data": TensorDataset(*vectors(N + 1, 0))},
@@ -59,17 +39,14 @@ CHANGES = {
     "setting of an activation": {"model_fn": network(nn.GELU(approximate="tanh"))},
     "dropout": {"model_fn": network(nn.GELU(), 0.2)},
     "mode": {"model_fn": lambda seed: network(nn.GELU())(seed).eval()},
-    "attribute of a module": (SCALED, {"model_fn": lambda seed: Scaled(2.0).double()}),
-    "forward pass of a class of the same name": (SCALED, {"model_fn": lambda seed: squared().double()}),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_training_at_the_same_path_is_refused(change, tmp_path):
-    base, changes = CHANGES[change] if isinstance(CHANGES[change], tuple) else (BASE, CHANGES[change])
-    recipe(**base).train(tmp_path)
+    recipe(**BASE).train(tmp_path)
     with pytest.raises(ManifestMismatchError, match="another folder"):
-        recipe(**{**base, **changes}).train(tmp_path)
+        recipe(**{**BASE, **CHANGES[change]}).train(tmp_path)
 
 
 @pytest.mark.quick
@@ -111,9 +88,7 @@ EDITS = {
         "Path(FOLDER, 'v').write_text(str(V))\n"
         "def loss(model, batch): return float(Path(FOLDER, 'v').read_text()) * entropy(model, batch)"
     ),
-    "late step of a schedule": "def schedule(step): return V if step == 11 else 1.0",
     "middle step of a schedule": "def schedule(step): return V if step == 5 else 1.0",
-    "setting of the optimizer": "optimizer = SGD(lr=0.2 * V)",
     "late step of the optimizer": (
         "class O(SGD):\n    def update(self, p, g, slots, *, lr, number):\n"
         "        return p - (V if number > 9 else 1.0) * lr * g, {}\noptimizer = O(0.2)"
@@ -149,10 +124,6 @@ EDITS = {
         "data = Rows(TensorDataset(*vectors(N, 0)), collate=collate)"
     ),
     "helper of the task": "def h(): return V\ndef task(model, batch): return h() * margin(model, batch)",
-    "file of the task": (
-        "Path(FOLDER, 'v').write_text(str(V))\n"
-        "def task(model, batch): return float(Path(FOLDER, 'v').read_text()) * margin(model, batch)"
-    ),
 }
 """Each is another part of a training or a task; that each is noticed whatever holds it, retraining tests."""
 
@@ -186,19 +157,10 @@ def test_stored_scores_of_another_training_or_task_are_not_returned(edit, tmp_pa
     assert scores_of(recipe_of(same).train(tmp_path / "run"), same).tobytes() == made.tobytes()
 
 
-READ_LATER = [
-    "global of the loss",
-    "late step of the optimizer",
-    "middle step of a schedule",
-    "base class of a module",
-    "hook of a module",
-    "transform of the data",
-    "collate function",
-    "helper of the task",
-]
-
-
-@pytest.mark.parametrize("edit", READ_LATER)
+@pytest.mark.parametrize(
+    "edit",
+    ["late step of the optimizer", "middle step of a schedule", "hook of a module", "helper of the task"],
+)
 def test_a_run_notices_changes_that_are_made_while_it_is_held(edit, tmp_path):
     own = edited(edit, 1.0, tmp_path)
     run = recipe_of(own).train(tmp_path / "run")
@@ -213,11 +175,10 @@ def test_a_run_notices_changes_that_are_made_while_it_is_held(edit, tmp_path):
 def test_a_name_of_the_training_stands_for_its_functions(tmp_path):
     """It repeats no step; another name is another training."""
     own = edited("global of the loss", 1.0, tmp_path)
-    made = scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own)
-    own["V"] = 0.5
-    assert (
-        scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own).tobytes() == made.tobytes()
-    )
+    made = []
+    for own["V"] in (1.0, 0.5):
+        made.append(scores_of(recipe_of(own, train_id="first").train(tmp_path / "run"), own).tobytes())
+    assert made[0] == made[1]
     with pytest.raises(ManifestMismatchError, match="train_id is 'first' there, 'second' here"):
         recipe_of(own, train_id="second").train(tmp_path / "run")
 
@@ -259,46 +220,39 @@ def test_other_targets_and_tasks_need_another_name(tmp_path):
 # --- Folders -------------------------------------------------------------------------------------------------
 
 
-def refusing(name, real):
-    """Return a function of files that is refused what it writes, as in a folder without write permission."""
-
-    def call(path, mode="r", *args, **settings):
-        if name == "open" and mode in ("r", "rb"):
-            return real(path, mode, *args, **settings)
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    return call
+def denied(path, *args, **settings):
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path / "run")
-    for name in ("open", "mkdir", "replace"):
-        monkeypatch.setattr(Path, name, refusing(name, getattr(Path, name)))
+    run, opened = recipe().train(tmp_path / "run"), Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", **more: (opened if mode in ("r", "rb") else denied)(path, mode, **more),
+    )
+    for name in ("mkdir", "replace"):
+        monkeypatch.setattr(Path, name, denied)
     for call in (lambda: recipe().train(tmp_path / "other"), lambda: replayed(run), run.metasmoothness):
         with pytest.raises(ReadOnlyStoreError, match=r"Permission denied\. Make the folder writable"):
             call()
     assert recipe().train(tmp_path / "run").digest == run.digest
 
 
-def test_files_of_a_run_have_the_usual_permissions(tmp_path):
+def test_files_of_a_run_have_the_usual_permissions_and_one_that_may_not_be_read_is_no_damaged_one(
+    tmp_path, monkeypatch
+):
     run = recipe().train(tmp_path / "run")
     run.metasmoothness()
-    plain = tmp_path / "plain"
-    plain.touch()
+    (tmp_path / "plain").touch()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "plain").stat().st_mode}
     assert len(files) >= 3
-
-
-def test_a_state_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
-    run = recipe().train(tmp_path / "run")
 
     real = os.open
 
-    def refuse(path, *args, **settings):
-        if str(path).endswith(".safetensors"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *args, **settings)
+    def refuse(path, *given, **more):
+        return (denied if str(path).endswith(".safetensors") else real)(path, *given, **more)
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(os, "access", lambda *args: False)

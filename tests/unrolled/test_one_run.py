@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from held_scores import held_scores, spoil_verdict
+from report_cases import in_a_notebook
 from torch import nn
 from torch.utils.data import TensorDataset
 from unrolled_cases import CLASSES, WIDTH, changed, loss, margin, mlp, recipe, vectors
 
 from trak_lite import Attributor, verify, verify_run
 from trak_lite.cli import main
-from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
 from trak_lite.unrolled import SGD, unrolled
 
@@ -120,7 +121,7 @@ def test_the_verdict_is_stored_with_the_scores(run, scores, verdict, tmp_path, c
     assert reopened.scores("few").one_run_verdict == expected
     assert reopened.scores("few").verdict == over_seeds
     assert repr(reopened.scores("few")).count("tested:") == 2
-    assert "the same run" in reopened.scores("few")._repr_html_()
+    assert "the same run" in in_a_notebook(reopened.scores("few")).text
     reopened.drop_scores("few")
     reopened.score(FEW, "few")
     assert reopened.scores("few").one_run_verdict is None
@@ -153,6 +154,8 @@ def test_arguments_are_checked(run, scores, settings, message):
         verify_run(scores, **{"run": run, "targets": FEW, "budget": 4, "task": margin, **settings})
     with pytest.raises(InvalidInputError, match="verified with verify_run"):
         verify(scores, run, FEW)
+    with pytest.raises(StateError, match=r"verify_run\(scores, run, targets\).*methods.Unrolled\(run\)"):
+        verify(scores, run.recipe.train_fn, FEW, budget=2)
 
 
 def test_the_task_of_the_scores_is_used(run, scores, verdict, attributor):
@@ -201,12 +204,9 @@ def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
         one(scores, run, task=lambda model, batch: margin(model, batch) * 2)
 
 
-def test_another_seed_of_the_run_is_accepted(run, scores):
+def test_another_seed_of_the_run_is_accepted_and_a_share_leaves_out_at_least_one_row(run, scores):
     """How well do the scores of one run predict another?"""
     assert one(scores, changed(run.recipe, seed=1).train(), budget=4).lds[0][1].mean < 1.0
-
-
-def test_a_share_leaves_out_at_least_one_row():
     small = recipe().train()
     found = one(unrolled(small, FEW, margin), small, budget=3)
     assert [share for share, _ in found.lds] == SHARES

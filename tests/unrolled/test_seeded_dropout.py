@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from unrolled_cases import CLASSES, WIDTH, N, dropping, loss, recipe, replayed, vectors
+from unrolled_cases import CLASSES, WIDTH, N, dropping, loss, recipe, replayed
 
 from trak_lite.errors import UnsupportedModelError
 
@@ -129,18 +129,6 @@ def test_trainings_side_by_side_have_the_masks_of_one_alone(keep):
         torch.testing.assert_close(
             function(rows, seed).state_dict(), many.state_dict(), rtol=1e-9, atol=1e-12
         )
-
-
-def test_losses_of_a_dropout_training_are_those_of_the_module():
-    """One full step against plain torch with the masks of its key."""
-    ((mask,),) = drawn(lambda: F.dropout(torch.ones(4, 9, dtype=torch.float64), 0.4))
-    made = recipe(dropping, epochs=None, steps=1)
-    inputs, labels = (part[made.order(0, num_rows=N, seed=0)] for part in vectors(N, 0))
-    torch.manual_seed(0)
-    model = dropping(0)
-    F.cross_entropy(model[3](mask * model[1](model[0](inputs))), labels).backward()
-    for found, p in zip(made.train().model().parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.detach(), p.detach() - 0.2 * p.grad, rtol=1e-12, atol=1e-14)
 
 
 def attention(p):

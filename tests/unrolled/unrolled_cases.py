@@ -33,12 +33,6 @@ def vectors(count, seed):
     return inputs, torch.randint(CLASSES, (count,), generator=generator)
 
 
-def images(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, 2, 6, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(CLASSES, (count,), generator=generator)
-
-
 def halves(count, seed):
     inputs, labels = vectors(count, seed)
     return TensorDataset(inputs.float(), labels)

@@ -4,7 +4,8 @@ A round starts ``recorded_run`` under torchrun, kills something at a drawn momen
 with another world size, and so on; its last start is left alone. Then every feature must have the bits of one
 undisturbed process, the scores must be equal to rounding, the store must be sound, and the logs of loaded rows must
 show that no row that was on disk when a start began was computed again, and of the others no more than the batches
-that killed ranks had in flight. ``benchmarks/scale_out.py`` runs the same rounds for as long as one likes.
+that killed ranks had in flight. ``tests/parallel/test_killed_ranks.py`` plays a few rounds, and
+``benchmarks.scale_out kills`` as many as one likes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from rank_cases import contents
-from recorded_run import ENDED, LOGS, SCORING, STORE, Job, last_row, read_log
 
+from benchmarks.scaling.recorded_run import ENDED, LOGS, SCORING, STORE, Job, last_row, read_log
 from trak_lite.errors import MissingStoreError
 from trak_lite.store import ZarrFeatureStore, check_store
 
@@ -251,6 +251,19 @@ def undisturbed(folder: Path, job: Job, launch: Launcher = Torchrun) -> Undistur
         raise Violated(f"One undisturbed rank ended with {status}.")
     end = at.get("end", time.monotonic() - begun)
     return Undisturbed(contents(folder / STORE), at.get("featurize", end), end - at.get("score", end))
+
+
+def alone(folder: Path, job: Job) -> Undisturbed:
+    """Return the results of one undisturbed rank, in a folder of its own."""
+    (folder / "alone").mkdir()
+    return undisturbed(folder / "alone", job)
+
+
+def contents(path: Path) -> dict[str, np.ndarray]:
+    """Return every column of a finished store."""
+    with ZarrFeatureStore.open(path) as store:
+        tables = [(name, store.open_table(name)) for name in store.table_names()]
+        return {f"{name}/{c.name}": table.read(c.name) for name, table in tables for c in table.spec.columns}
 
 
 def drawn_strikes(pick: random.Random, count: int) -> tuple[list[Strike], int]:

@@ -1,6 +1,6 @@
 """What every rank of the kill loop runs: an unchanged ``Attributor`` script, whose data write down who loads which row.
 
-Run:  torchrun --nproc-per-node=2 tests/parallel/recorded_run.py FOLDER [JSON OF A JOB]
+Run:  torchrun --nproc-per-node=2 benchmarks/scaling/recorded_run.py FOLDER [JSON OF A JOB]
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_cases import small_chunks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.featurizing.rows import RowWork
+from trak_lite.store import _grid
 
 STORE, LOGS = "run.zarr", "loads"
 BEGUN, SCORING, ENDED = -1, -2, -3
@@ -90,6 +90,7 @@ class RecordedRows(TensorDataset):
         self._log = log
 
     def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+        """Write down the row, and return it."""
         self._log.write(row)
         return super().__getitem__(row)
 
@@ -114,7 +115,7 @@ def model_of(job: Job) -> nn.Module:
 def run(folder: Path, job: Job) -> None:
     """Featurize and score, as any script would; only the rows are counted."""
     torch.set_num_threads(1)
-    small_chunks(job.chunk_rows)
+    _grid._FEWEST_ROWS_PER_COMMIT = job.chunk_rows
     if not job.sync:
         os.fsync = lambda fd: None
     log = LoadLog(folder)
