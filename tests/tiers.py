@@ -148,7 +148,6 @@ SOME: dict[str, int] = {
     "scoring/test_views.py::test_another_method_stores_no_gradient": 1,
     "scoring/test_views.py::test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same_bits": 1,
     "scoring/test_views.py::test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix": 1,
-    "serve/test_serve_hostile.py::test_marks_that_cannot_be_read_are_said_and_block_no_page": 1,
     "serve/test_serve_marks.py::test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks": 1,
     "serve/test_serve_tokens.py::test_preparation_makes_what_pages_need_and_changes_none": 1,
     "store/test_store_check.py::test_a_repair_costs_exactly_the_damaged_rows": 6,
