@@ -107,9 +107,13 @@ NO_MARKS = ["{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}
 
 
 def test_marks_of_other_rows_and_files_without_marks_are_refused_and_nothing_is_written(path):
+    unsealed = json.dumps({"format": 1, "dataset": DATASET, "marks": {"59": {"mark": "keep"}}})
+    path.write_text(unsealed)
+    assert marks(path).read() == {59: KEEP}
     marks(path).put(59, KEEP)
     sound = path.read_text()
-    for content in [*NO_MARKS, *(sound.replace('"59"', json.dumps(row)) for row in WRONG_ROWS)]:
+    wrong = [text.replace('"59"', json.dumps(row)) for row in WRONG_ROWS for text in (sound, unsealed)]
+    for content in [*NO_MARKS, *wrong]:
         path.write_text(content)
         for call in (marks(path).read, lambda: marks(path).put(1, DROP)):
             with pytest.raises(CorruptStoreError, match="does not hold marks of train rows"):
