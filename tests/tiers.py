@@ -95,6 +95,7 @@ SOME: dict[str, int] = {
     "attributor/test_unexpected_inputs.py::test_a_retrained_model_is_not_mixed_with_the_one_before": 1,
     "attributor/test_unexpected_inputs.py::test_layers_of_two_dtypes": 2,
     "cli/test_cli_commands.py": 2,
+    "cli/test_cli_configs.py::test_a_class_path_in_any_key_is_refused_and_imports_nothing": 1,
     "featurizing/kronecker/test_ekfac.py::test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues": 1,
     "featurizing/kronecker/test_ekfac.py::test_features_of_targets_are_projections_of_the_preconditioned_gradients": 1,
     "featurizing/kronecker/test_ekfac.py::test_scores_are_those_of_dense_matrices": 5,

@@ -92,7 +92,12 @@ WRONG_FIELDS = [
     ("/mark", "row", [*NO_NUMBERS, "40", "", None], "row must be a whole number from 0 to 39"),
     ("/mark", "mark", [*NO_NAMES, "burn", "", None], "mark must be one of"),
     ("/mark", "label", ["x" * 201], "at most 200 characters"),
-    ("/ask", "text", [*NO_TEXTS, None], r"text is|no sample|labels\[0\] is 9|failed on a batch of the targets"),
+    (
+        "/ask",
+        "text",
+        [*NO_TEXTS, None],
+        r"text is|no sample|labels\[0\] is 9|failed on a batch of the targets",
+    ),
 ]
 
 
@@ -117,7 +122,8 @@ def test_a_form_of_others_changes_nothing(client, ran, token):
     wrong = [fields, {**fields, "token": ""}, {**fields, "token": token[:-1]}, {**fields, "token": "é" * 43}]
     refused = [client.post("/mark", given) for given in wrong]
     refused += [client.post("/ask", {"text": "1 2 3 4 1"})]
-    headers = ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"})
+    cross_site = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    headers = ({"Origin": "http://evil.example"}, {"Origin": "null"}, cross_site)
     refused += [client.post("/mark", right, **given) for given in headers]
     assert [answer.status for answer in refused] == [403] * 8
     assert client.get("/mark", **right).status == 405

@@ -148,10 +148,18 @@ def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client, ran, 
 
     first, second, third = order[:3]
     for row, mark, label in ((first, "flip", "=2+2"), (second, "drop", "x"), (third, "keep", "")):
-        fields = {"token": client.token(), "row": row, "mark": mark, "label": label, "show": "all", "set": ""}
+        fields = {
+            "token": client.token(),
+            "row": row,
+            "mark": mark,
+            "label": label,
+            "show": "all",
+            "set": "held-out",
+        }
         moved = client.post("/mark", fields)
         assert moved.status == 303
-        assert moved.headers["location"].endswith(f"&done={row}#row-{row}")
+        expected = f"/review?set=held-out&show=all&done={row}#row-{row}"
+        assert sorted(re.split("[?&]", moved.headers["location"])) == sorted(re.split("[?&]", expected))
     assert f"Row {third}: keep." in client.page(moved.headers["location"]).text
     assert marks_in(ran)[str(first)] == {"mark": "flip", "label": "=2+2"}
 
@@ -184,13 +192,16 @@ def test_without_a_recipe_rows_are_numbers_and_no_text_is_scored(plain):
 
 
 def test_a_second_set_of_targets_of_other_data_is_not_shown_by_this_recipe(copy):
-    opened(copy).score(functions(copy)["train_data"](), "other")
+    opened(copy).score(functions(copy)["train_data"](24), "other")
     with served(pages_in(copy)) as client:
         found = [client.page("/", set=name).text.count("target 3") for name in ("held-out", "other")]
         assert found == [2, 1]  # what the recipe shows of it, and the link
-        other = client.page("/", set="other", target=39)
+        other = client.page("/", set="other", target=23)
         assert "These targets are not those of the recipe" in other.text
         assert other.rows()
+        last = client.page("/?set=other&from=1000")  # 24 are shown on one page
+        assert "Show target 23" in last.text
+        assert "Previous" not in last.text
 
 
 def test_a_recipe_of_other_data_or_weights_is_refused(copy):
