@@ -16,8 +16,9 @@ from trak_lite import cli
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 SMALL = ("--epochs", "5", "--proj-dim", "128", "--show", "2")
 KILLED = """
-import os, runpy
+import os, runpy, sys
 os.environ["TRAK_LITE_FAILPOINT"] = {moment!r}
+sys.path.insert(0, os.path.dirname({script!r}))
 runpy.run_path({script!r}, run_name="__main__")
 """
 
