@@ -175,36 +175,18 @@ def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
     assert "made no sample" in said(page)
 
 
-def test_rows_are_marked_by_keys_and_the_marks_are_on_disk(page: Page, url: str, ran: Path) -> None:
+def test_letters_in_the_field_of_a_label_are_no_keys_and_enter_flips(page: Page, url: str, ran: Path) -> None:
     page.open(f"{url}/review")
-    rows = reviewed(page)
-    focus(page, f"keep-{rows[0]}")
-
-    page.press("k")
-    wait_for(page, f"Row {rows[0]}: keep.")
-    assert focused(page) == f"keep-{rows[0]}"
-    assert page.run("document.activeElement.getAttribute('aria-pressed')") == "true"
-    assert marks_in(ran) == {rows[0]: {"mark": "keep", "label": ""}}
-
-    page.press("n")
-    assert focused_row(page) == rows[1]
-    page.press("d")
-    wait_for(page, f"Row {rows[1]}: drop.")
-    page.press("p")
-    assert focused_row(page) == rows[0]
-
-    focus(page, f"label-{rows[0]}")
-    page.type("kdu")  # letters in the field are no keys
-    assert page.run(f"document.getElementById('label-{rows[0]}').value") == "kdu"
+    row = reviewed(page)[0]
+    focus(page, f"label-{row}")
+    page.type("kdu")
+    assert page.run(f"document.getElementById('label-{row}').value") == "kdu"
     page.press("Enter")  # the first button of the form: a label is for a flip
-    wait_for(page, f"Row {rows[0]}: flip.")
-    drop, flip = {"mark": "drop", "label": ""}, {"mark": "flip", "label": "kdu"}
-    assert marks_in(ran) == {rows[0]: flip, rows[1]: drop}
-
-    for row in rows[:2]:
-        focus(page, f"keep-{row}")
-        page.press("u")
-        wait_for(page, f"Row {row}: no mark.")
+    wait_for(page, f"Row {row}: flip.")
+    assert marks_in(ran) == {row: {"mark": "flip", "label": "kdu"}}
+    focus(page, f"keep-{row}")
+    page.press("u")
+    wait_for(page, f"Row {row}: no mark.")
     assert marks_in(ran) == {}
 
 
@@ -242,6 +224,8 @@ def test_keys_that_are_faster_than_the_server_lose_no_mark(page: Page, url: str,
     assert focused_row(page) == rows[2]
     pressed = page.run("[...document.querySelectorAll('[aria-pressed=true]')].map(e => e.id)")
     assert pressed == [f"keep-{rows[0]}", f"drop-{rows[1]}", f"keep-{rows[2]}"]
+    found = marks_in(ran)
+    assert [found[row]["mark"] for row in rows[:3]] == ["keep", "drop", "keep"]
     for key in "upupu":
         page.press(key)
     wait_for(page, f"Row {rows[0]}: no mark.")
