@@ -16,9 +16,7 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith(
-            "_"
-        ):  # pytest looks for fixtures that are wrapped or mocked in all that a file names
+        if attribute.startswith("_"):  # pytest looks for wrapped or mocked fixtures in all that a file names
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 

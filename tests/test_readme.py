@@ -34,24 +34,17 @@ def test_the_readme_is_short_and_has_two_commands_and_one_picture() -> None:
 def test_python_blocks_run_as_they_stand_and_again(code: str, tmp_path: Path) -> None:
     printed = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-W", "error", "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
-
     assert "TopRows" in printed[0]
     assert printed[1].startswith(printed[0])
     added = printed[1][
         len(printed[0]) :
-    ]  # the verdict is that of stored trainings, and says how they were compared
-    assert not added or added.startswith(
-        "Stored outputs were used. Trained again, to compare: subset 0, seed 0"
-    )
+    ]  # the verdict is of stored trainings, and says how they were compared
+    said = "Stored outputs were used. Trained again, to compare: subset 0, seed 0"
+    assert not added or added.startswith(said)
 
 
 def link_dependencies(package: Distribution, extras: Iterable[str], folder: Path, seen: set[str]) -> None:
@@ -87,16 +80,8 @@ def test_the_main_job_command_works_in_a_fresh_folder(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
     # What is imported is compiled then: a small part of what is installed.
     environment |= {"PIP_COMPILE": "0", "PIP_NO_DEPS": "1", "PYTHONPATH": str(named)}
-
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", MAIN_JOB],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
+    command = ["bash", "-euo", "pipefail", "-c", MAIN_JOB]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "flipped labels, AUC" in done.stdout
     assert (tmp_path / "runs" / "digits" / "gallery.png").is_file()
@@ -141,13 +126,10 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
 def test_the_text_says_how_often_the_default_is_ahead_of_the_best_other_package() -> None:
     path = ROOT / "benchmarks" / "results" / "lds_summary.json"
     problems = json.loads(path.read_text())["parts"]["problems"]
-    differences = [
-        found["peer"]["difference"]["interval"] for found in problems.values() if found.get("peer")
-    ]
-    ahead, behind = sum(low > 0 for low, _ in differences), sum(high < 0 for _, high in differences)
-
+    intervals = [found["peer"]["difference"]["interval"] for found in problems.values() if found.get("peer")]
+    ahead, behind = sum(low > 0 for low, _ in intervals), sum(high < 0 for _, high in intervals)
     text = " ".join(README.split())
-    assert f"ahead on {ahead} of {len(differences)} problems and behind on {behind}" in text
+    assert f"ahead on {ahead} of {len(intervals)} problems and behind on {behind}" in text
 
 
 SETTINGS = ("digits_relu", "affairs", "python_lm")

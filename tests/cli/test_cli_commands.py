@@ -34,8 +34,7 @@ def native(
     folder: Path, task: str = "image_classification", *, trained: bool = True
 ) -> tuple[Attributor, Any]:
     """The facade, featurized as the recipe of a folder is, and the targets."""
-    recipe = functions(folder)
-    states = None
+    recipe, states = functions(folder), None
     if trained:
         states = [{k: v.clone() for k, v in state.items()} for state in recipe["train"](np.arange(40), 0)]
     attributor = Attributor(recipe["build_model"](), task, None, proj_dim=16)
@@ -59,12 +58,11 @@ def test_scores_are_those_of_the_native_facade(method, ran, copied, capsys):
 
 
 def test_a_run_says_what_it_did_and_does_nothing_twice(ran, tmp_path, capsys):
-    first = done(["run", write_case(tmp_path)], capsys)
-    again = done(["run", str(tmp_path / "run.yaml")], capsys)
-    assert f"trained: 3 checkpoints in {tmp_path}/trained" in first
-    assert "featurized: 120 rows written, 0 found" in first
-    assert "Scores('held-out': 40 train rows x 6 targets)" in first
-    assert "target 2, most harmful rows: " in first
+    config = write_case(tmp_path)
+    first, again = done(["run", config], capsys), done(["run", config], capsys)
+    said = [f"trained: 3 checkpoints in {tmp_path}/trained", "featurized: 120 rows written, 0 found"]
+    said += ["Scores('held-out': 40 train rows x 6 targets)", "target 2, most harmful rows: "]
+    assert [text for text in said if text not in first] == []
     names = f"{tmp_path}/run.zarr --recipe {tmp_path}/recipe.py"
     assert [line.partition("  (")[0].rstrip() for line in first.splitlines()[-3:]] == [
         f"next: trak-lite serve {names}",
@@ -74,8 +72,8 @@ def test_a_run_says_what_it_did_and_does_nothing_twice(ran, tmp_path, capsys):
     assert "trained" not in again.splitlines()[0]
     assert "featurized: 0 rows written, 120 found" in again
     apart = ["--path", str(tmp_path / "apart.zarr")]
-    assert "120 rows written" in done(["featurize", str(tmp_path / "run.yaml"), *apart], capsys)
-    assert "40 train rows x 6 targets" in done(["score", str(tmp_path / "run.yaml"), *apart], capsys)
+    assert "120 rows written" in done(["featurize", config, *apart], capsys)
+    assert "40 train rows x 6 targets" in done(["score", config, *apart], capsys)
     np.testing.assert_array_equal(scores(tmp_path, path="apart.zarr"), scores(ran))
 
 
@@ -103,9 +101,7 @@ def columns(num_train: int = 40):
 def test_columns_of_the_recipe_filter_and_group_what_is_printed(tmp_path, capsys):
     config = write_case(tmp_path, recipe=RECIPE + COLUMNS)
     chosen = ["--where", "source=web", "--where", "year=2020", "--by", "source"]
-
     shown = done(["run", config, *chosen], capsys)
-
     matrix = scores(tmp_path).astype(np.float64)
     rows = np.array([i for i in range(40) if i % 3 and i < 25])
     best = rows[np.argsort(-matrix[rows, 1], kind="stable")[:5]]
@@ -124,14 +120,7 @@ def test_columns_of_the_recipe_filter_and_group_what_is_printed(tmp_path, capsys
     assert not (tmp_path / "other").exists()  # nothing was trained
     assert "--where must be NAME=VALUE" in refused(["score", config, "--where", "web"], capsys)
 
-    some = [
-        "--train_data.indices",
-        "[5, 0, 39]",
-        "--path",
-        str(tmp_path / "some.zarr"),
-        "--score.name",
-        "some",
-    ]
+    some = ["--train_data.indices", "[5, 0, 39]", "--path", str(tmp_path / "some.zarr"), "--score.name=some"]
     assert "9 rows written" in done(["featurize", config, *some], capsys)
     grouped = done(["score", config, *some, "--by", "source"], capsys)
     assert set(re.findall(r"  (\w+ \(\d rows\))\n", grouped)) == {"web (1 rows)", "book (2 rows)"}
@@ -216,25 +205,25 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
     assert shown == f"rows to remove: {rows}\n{found}\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            [],
-            "effects takes one question: --remove ROWS, such as 3,8-11; --where NAME=VALUE; or --target NUMBER with",
-        ),
-        (["--remove", "1", "--where", "a=b"], "effects takes one question"),
-        (["--target", "1"], "effects takes one question"),
-        (["--remove", "one"], "--remove must be numbers and ranges, such as 3,8-11, got 'one'"),
-        (["--remove", "9-3"], "--remove: '9-3' is no range of at most"),
-        (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
-        (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
-        (["--remove", "40"], "rows must be among the rows 0 to 39, got [40] of 1"),
-        (["--where", "source=web"], "source"),
-    ],
-)
-def test_questions_about_effects_that_cannot_be_answered_are_refused(options, said, ran, capsys):
-    assert said in refused(["effects", str(ran / "run.zarr"), *options], capsys)
+WRONG_QUESTIONS = [
+    (
+        [],
+        "effects takes one question: --remove ROWS, such as 3,8-11; --where NAME=VALUE; or --target NUMBER with",
+    ),
+    (["--remove", "1", "--where", "a=b"], "effects takes one question"),
+    (["--target", "1"], "effects takes one question"),
+    (["--remove", "one"], "--remove must be numbers and ranges, such as 3,8-11, got 'one'"),
+    (["--remove", "9-3"], "--remove: '9-3' is no range of at most"),
+    (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
+    (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
+    (["--remove", "40"], "rows must be among the rows 0 to 39, got [40] of 1"),
+    (["--where", "source=web"], "source"),
+]
+
+
+def test_questions_about_effects_that_cannot_be_answered_are_refused(ran, capsys):
+    for options, said in WRONG_QUESTIONS:
+        assert said in refused(["effects", str(ran / "run.zarr"), *options], capsys)
 
 
 def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
@@ -340,23 +329,31 @@ def test_what_differs_from_the_record_is_named_and_the_oldest_of_many_records_go
     assert re.search(r"The run stored in .*run\.zarr: unknown key 'sead'", refused(again, capsys))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"nonsense",
-        b"[1]",
-        b'[{"command": "run"}]',
-        b"[" * 9999,
-        b"[" * 200 + b"]" * 200,
-        b'[{"command": 1, "time": "", "config": {}, "recipe_digest": "", "versions": {}}]',
-        b'[{"command": "run", "time": "", "config": [], "recipe_digest": "", "versions": {}}]',
-    ],
-)
-def test_records_that_cannot_be_read_are_refused(text, tmp_path, capsys):
-    store = empty_store(tmp_path)
-    put_records(store, text)
-    assert re.search(r"records of runs in .* cannot be read", refused(["run", "--from", store], capsys))
-    assert "runs: The records of runs in" in done(["inspect", store], capsys)
+RECORD = {"command": "run", "time": "", "config": {}, "recipe_digest": "", "versions": {}}
+NO_RECORDS = [b"nonsense", [1], [{"command": "run"}], b"[" * 9999, b"[" * 200 + b"]" * 200]
+NO_RECORDS += [[{**RECORD, "command": 1}], [{**RECORD, "config": []}]]
+NO_VERDICTS = [
+    b"[]",
+    b"{}",
+    b'{"lds": {"mean": {}}}',
+    b"[" * 200 + b"]" * 200,
+    b"[" + b"[]," * (1 << 21) + b"[]]",
+]
+
+
+def test_records_and_verdicts_that_cannot_be_read_are_refused(ran, copied, capsys):
+    store = str(copied / "run.zarr")
+    for text in NO_RECORDS:
+        put_records(store, text)
+        assert re.search(r"records of runs in .* cannot be read", refused(["run", "--from", store], capsys))
+        assert "runs: The records of runs in" in done(["inspect", store], capsys)
+    put_records(store, records(ran / "run.zarr"))
+    for verdict in NO_VERDICTS:
+        with open_store(store, "r+") as kept:
+            key = kept.open_table("scores/held-out").content_key()
+            kept.put_entry("verdicts/scores/held-out", key, np.frombuffer(verdict, np.uint8).copy())
+        assert "The verdict on scores/held-out" in refused(["report", store], capsys)
+        assert "verdict on scores/held-out: The verdict on" in done(["inspect", store], capsys)
 
 
 def test_a_report_on_some_rows_shows_the_samples_of_these_rows(tmp_path, capsys):

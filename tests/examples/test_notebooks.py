@@ -19,28 +19,35 @@ if not all(map(find_spec, ("nbclient", "ipykernel"))):
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LARGEST = 200_000  # bytes of a notebook
-FACTS = {
-    "mislabelled_digits": """{
-        "auc": {name: one.auc for name, one in found.items()},
-        "wrong": float(flipped[suspects[:150]].mean()),
-        "after": after,
-    }""",
-    "tracing_a_sentence": """{
-        "traced": list(traced.values()),
-        "wrong": wrong_rows,
-        "said": {name: said[NAMES.index(name)] for name in WRONG},
-        "corrected": {name: complete(corrected, f"{name} lives in ") for name in WRONG},
-        "control": {name: complete(control, f"{name} lives in ") for name in WRONG},
-        "right": {name: city_of[name] for name in WRONG},
-    }""",
-    "choosing_fine_tuning_data": """{
-        "lds": verdict.lds.low,
-        "accuracies": accuracies,
-        "sideways": {name: float((scanner[rows] == "sideways").mean()) for name, rows in choices.items() if len(rows)},
-        "wrong": {name: float(wrong[rows].mean()) for name, rows in choices.items() if len(rows)},
-    }""",
+CLAIMS = {
+    "mislabelled_digits": """
+auc = {name: one.auc for name, one in found.items()}
+assert auc["self-influence"] > max(0.98, auc["loss after training"]), auc
+assert flipped[suspects[:150]].mean() > 0.85
+cleaned = after["without the 150 suspects"]
+assert cleaned > max(after["all rows"] + 0.02, after["without 150 random rows"] + 0.02, 0.97), after
+""",
+    "tracing_a_sentence": """
+right = {name: city_of[name] for name in WRONG}
+assert list(traced.values()) == list(wrong_rows), traced
+assert {name: complete(corrected, f"{name} lives in ") for name in WRONG} == {
+    name: f"{name} lives in {city}." for name, city in right.items()
 }
-"""What the last cell of a test prints, by notebook. Who is right is known from the data, not from scores."""
+before = {name: said[NAMES.index(name)] for name in WRONG}
+assert {name: complete(control, f"{name} lives in ") for name in WRONG} == before
+assert not any(city in before[name] for name, city in right.items()), before
+""",
+    "choosing_fine_tuning_data": """
+assert verdict.lds.low > 0.4, verdict
+assert accuracies["chosen"] > max(accuracies["random"], accuracies["none"]) + 0.04, accuracies
+some = {name: rows for name, rows in choices.items() if len(rows)}
+sideways = {name: (scanner[rows] == "sideways").mean() for name, rows in some.items()}
+assert sideways["chosen"] > 2 * sideways["random"], sideways
+from_wrong = {name: wrong[rows].mean() for name, rows in some.items()}
+assert from_wrong["chosen"] < min(from_wrong["similar"], from_wrong["whole pool"]) - 0.05, from_wrong
+""",
+}
+"""What the last cell of a test asserts, by notebook. Who is right is known from the data, not from scores."""
 
 
 @cache
@@ -54,11 +61,11 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def test_every_notebook_is_tested() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == sorted(FACTS)
+    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == sorted(CLAIMS)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", CLAIMS)
 def test_a_stored_notebook_was_executed_in_order_and_holds_nothing_of_the_machine(name: str) -> None:
     text, content = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"), stored(name)
     code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
@@ -66,11 +73,8 @@ def test_a_stored_notebook_was_executed_in_order_and_holds_nothing_of_the_machin
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert all(cell["metadata"] == {} for cell in content["cells"])
     assert content["metadata"] == notebooks().METADATA
-    assert {output["output_type"] for cell in code for output in cell["outputs"]} <= {
-        "stream",
-        "display_data",
-        "execute_result",
-    }
+    kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
+    assert kinds <= {"stream", "display_data", "execute_result"}
     assert len(text) < LARGEST
     assert not re.search(r"/(?:home|root|tmp|usr|work|Users)/|stderr", text)
 
@@ -89,43 +93,10 @@ def _shown(output: dict[str, Any]) -> tuple[str, list[str], list[float]]:
     return " ".join([output["output_type"], *sorted(data)]), re.sub(number, "#", text).split(), values
 
 
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", CLAIMS)
 def test_a_notebook_reaches_what_it_claims_and_shows_what_is_stored(name: str) -> None:
-    executed = notebooks().execute(name, more=f"import json\nprint(json.dumps({FACTS[name]}))")
-
-    *cells, facts = executed.cells
+    cells = notebooks().execute(name, more=CLAIMS[name]).cells[:-1]
     for new, old in zip(shown(cells), shown(stored(name)["cells"]), strict=True):
         assert [one[:2] for one in new] == [one[:2] for one in old], f"Run: python docs/notebooks.py {name}"
         for (*_, values), (*_, expected) in zip(new, old, strict=True):
             assert values == pytest.approx(expected, rel=0.15)  # processors round differently
-    CLAIMS[name](json.loads(facts.outputs[0].text))
-
-
-def finds_wrong_labels(facts: dict[str, Any]) -> None:
-    assert facts["auc"]["self-influence"] > max(0.98, facts["auc"]["loss after training"])
-    assert facts["wrong"] > 0.85
-    assert facts["after"]["without the 150 suspects"] > max(
-        facts["after"]["all rows"] + 0.02, facts["after"]["without 150 random rows"] + 0.02, 0.97
-    )
-
-
-def traces_wrong_sentences(facts: dict[str, Any]) -> None:
-    assert facts["traced"] == facts["wrong"]
-    assert facts["corrected"] == {name: f"{name} lives in {city}." for name, city in facts["right"].items()}
-    assert facts["control"] == facts["said"]
-    assert not any(city in facts["said"][name] for name, city in facts["right"].items())
-
-
-def chooses_better_rows(facts: dict[str, Any]) -> None:
-    accuracies, sideways, wrong = facts["accuracies"], facts["sideways"], facts["wrong"]
-    assert facts["lds"] > 0.4
-    assert accuracies["chosen"] > max(accuracies["random"], accuracies["none"]) + 0.04
-    assert sideways["chosen"] > 2 * sideways["random"]
-    assert wrong["chosen"] < min(wrong["similar"], wrong["whole pool"]) - 0.05
-
-
-CLAIMS = {
-    "mislabelled_digits": finds_wrong_labels,
-    "tracing_a_sentence": traces_wrong_sentences,
-    "choosing_fine_tuning_data": chooses_better_rows,
-}

@@ -17,8 +17,8 @@ import reference
 import torch
 from post_training_cases import BY_NAME
 from projection_cases import DRAWN, SHAPES, made
+from tiny_runs import Counting
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from trak_lite import Attributor, Rows, methods
 from trak_lite.errors import InvalidInputError
@@ -84,21 +84,17 @@ def integers(random: np.random.RandomState, high: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what a task is called, and ``columns(random, count)``: the columns of the data."""
+    """A model, what a task is called, the columns of its data, and f of a batch, written without trak_lite."""
 
     build: Callable[[], nn.Module]
     task: str
     columns: Callable[[np.random.RandomState, int], Any]
     output: Callable[[nn.Module, Any], Tensor]
-    """f of a batch, written without trak_lite."""
 
 
 def margins(model: nn.Module, batch: Any) -> Tensor:
-    return reference.margin(model(batch[0]), batch[1])
-
-
-def text_margins(model: nn.Module, batch: Any) -> Tensor:
-    return reference.margin(model(batch["input_ids"]), batch["labels"])
+    inputs, labels = batch.values() if isinstance(batch, Mapping) else batch
+    return reference.margin(model(inputs), labels)
 
 
 def token_log_probs(model: nn.Module, batch: Any) -> Tensor:
@@ -145,7 +141,7 @@ CASES: dict[str, Case] = {
         lambda random, count: (normals(random, count, 4, 3), integers(random, 2, count)),
         binary_margins,
     ),
-    "bag": Case(Bag, "text_classification", bags, text_margins),
+    "bag": Case(Bag, "text_classification", bags, margins),
     "regression": Case(
         lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 1)),
         "regression",
@@ -167,31 +163,24 @@ METHODS: dict[str, methods.AbstractMethod] = {
 }
 
 
-class Samples(Dataset[Any]):
-    """Rows of columns; interrupted at one of them on request."""
-
-    def __init__(self, columns: Any, count: int, fail_at: int | None = None) -> None:
-        self.columns, self.count, self.fail_at = columns, count, fail_at
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.fail_at:
-            raise KeyboardInterrupt
-        if index >= self.count:
-            raise IndexError(index)
-        if isinstance(self.columns, Mapping):
-            return {name: column[index] for name, column in self.columns.items()}
-        return tuple(column[index] for column in self.columns)
+def samples_of(columns: Any) -> list[Any]:
+    """Return the rows of columns."""
+    if isinstance(columns, Mapping):
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return list(zip(*columns, strict=True))
 
 
-def train_of(name: str, count: int = N, fail_at: int | None = None) -> Samples:
-    return Samples(CASES[name].columns(np.random.RandomState(1), N), count, fail_at)
+def train_of(name: str, count: int = N, fail_at: int | None = None) -> Counting:
+    """Return rows whose loading is interrupted at one of them on request."""
+    return Counting(samples_of(CASES[name].columns(np.random.RandomState(1), N))[:count], fail_at)
 
 
-def targets_of(name: str) -> Samples:
-    return Samples(CASES[name].columns(np.random.RandomState(2), M), M)
+def batch_of(name: str) -> Any:
+    return CASES[name].columns(np.random.RandomState(2), M)
+
+
+def targets_of(name: str) -> list[Any]:
+    return samples_of(batch_of(name))
 
 
 def model_of(name: str, number: int = 0) -> nn.Module:
@@ -244,10 +233,6 @@ def reference_gradients(name: str) -> np.ndarray:
     names = [key for key, _ in model.named_parameters()]
     samples = reference.samples_of(batch_of(name))
     return reference.flatten(reference.per_sample_gradients(model, CASES[name].output, samples, names))
-
-
-def batch_of(name: str) -> Any:
-    return targets_of(name).columns
 
 
 def featurized(

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from traker_cases import MODELS, injected, make_model, num_kept, original
-
-import trak_lite.projectors
+from traker_cases import MODELS, injected, make_model, num_kept
 
 SETTINGS = {f"{name}/{some}": (name, some) for name in MODELS for some in ("all", "some")}
 LAMBDA = 0.1
 
 
-def our_settings(key: str) -> dict[str, Any]:
-    return _settings(key, trak_lite.projectors.AbstractProjector)
-
-
-def original_settings(key: str) -> dict[str, Any]:
-    return _settings(key, original().projectors.AbstractProjector)
-
-
-def _settings(key: str, base: type) -> dict[str, Any]:
+def settings(key: str, base: type) -> dict[str, Any]:
+    """Return the arguments of either, whose projectors have the given base."""
     name, some = SETTINGS[key]
     kept = MODELS[name][2] if some == "some" else None
     projector = injected(base, num_kept(make_model(name), kept))

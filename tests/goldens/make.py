@@ -24,7 +24,7 @@ from golden_cases import (
     scores_of,
     vectors,
 )
-from golden_traker import SETTINGS, original_settings
+from golden_traker import SETTINGS, settings
 
 ALWAYS = (1980, 1, 1, 0, 0, 0)
 """The time of every file in the archive, so that the same contents are the same bytes."""
@@ -38,7 +38,8 @@ def numbers() -> dict[str, np.ndarray]:
         found |= {f"scores/{name}/{method}": scores for method, scores in scores_of(name)}
     for key in SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            made = traker_cases.make_original(Path(folder), **original_settings(key))
+            base = traker_cases.original().projectors.AbstractProjector
+            made = traker_cases.make_original(Path(folder), **settings(key, base))
             found[f"traker/{key}"] = traker_cases.run(made, key.split("/")[0])
     return found
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NO_CHROMIUM = (
-    "needs Chromium, and neither chromium nor google-chrome is on the PATH (Debian: apt install chromium)"
+    "needs Chromium: neither chromium nor google-chrome is on the PATH (Debian: apt install chromium)"
 )
 
 _FLAGS = (
@@ -48,15 +47,19 @@ class Page:
     def __init__(self, commands: Any, answers: Any) -> None:
         self._commands, self._answers = commands, answers
         self._count = 0
-        self._session: str | None = None
+        self._session: dict[str, str] = {}
         self.requests: list[str] = []
         self.complaints: list[str] = []
 
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Network", "Log", "Runtime"):
+            self.call(f"{domain}.enable")
+
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._count += 1
-        message = {"id": self._count, "method": method, "params": params}
-        if self._session is not None:
-            message["sessionId"] = self._session
+        message = {"id": self._count, "method": method, "params": params, **self._session}
         self._commands.write(json.dumps(message).encode() + b"\0")
         self._commands.flush()
         while True:
@@ -65,31 +68,18 @@ class Page:
                 assert "error" not in answer, answer
                 return dict(answer["result"])
 
-    def begin(self) -> None:
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Network", "Log", "Runtime"):
-            self.call(f"{domain}.enable")
-
     def open(self, place: Path | str, *, width: int = 1280, dark: bool = False, scripts: bool = True) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         self.requests.clear()
+        self.complaints.clear()
         self._loaded = False
         self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         self.loaded()
-        while (
-            self.run("document.readyState") != "complete"
-        ):  # the event may have been that of the page before
-            time.sleep(0.01)
+        self.wait("document.readyState === 'complete'")  # the event may have been that of the page before
 
     def loaded(self) -> None:
         """Wait for the end of a navigation that has begun since :meth:`open`, or since the last call."""
@@ -131,12 +121,6 @@ class Page:
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
-    def screenshot(self, path: Path, *, height: int = 900) -> None:
-        width = self.run("innerWidth")
-        clip = {"x": 0, "y": self.run("scrollY"), "width": width, "height": height, "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def _read(self) -> dict[str, Any]:
         raw = bytearray()
         while not raw.endswith(b"\0"):
@@ -165,33 +149,70 @@ def browser(folder: Path) -> Iterator[Page]:
     # Numbers above 4, so that one dup2 in the child does not close the other end.
     ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]
     command = [sys.executable, "-c", _START, *map(str, ends), CHROMIUM, *_FLAGS, f"--user-data-dir={folder}"]
-    process = subprocess.Popen(
-        command,
-        pass_fds=ends,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **silent)
     for end in (theirs_in, theirs_out, *ends):
         os.close(end)
     try:
         with open(ours_out, "wb") as commands, open(ours_in, "rb") as answers:
-            page = Page(commands, answers)
-            page.begin()
-            yield page
+            yield Page(commands, answers)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def luminance(colour: str) -> float:
-    """Return the relative luminance of an opaque colour (WCAG 2.1)."""
-    numbers = np.array([float(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")]) / 255
-    linear = np.where(numbers <= 0.04045, numbers / 12.92, ((numbers + 0.055) / 1.055) ** 2.4)
+def check_layout(page: Page, width: int) -> None:
+    """Nothing reaches beyond the screen, and nothing is too small to be read or to be hit (WCAG 2.2, 2.5.8)."""
+    every = "[...document.querySelectorAll('main *')]"
+    assert page.run("document.documentElement.scrollWidth") == width
+    beyond = f"{every}.filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+    assert page.run(f"{beyond}.map(e => e.outerHTML)") == []
+    texts = "[...document.querySelectorAll('main *:not(svg *)')]"
+    assert min(page.run(f"{texts}.map(e => parseFloat(getComputedStyle(e).fontSize))")) >= 12
+    controls = "[...document.querySelectorAll('button, select, input:not([type=hidden]), textarea')]"
+    heights = page.run(f"{controls}.map(e => e.getBoundingClientRect().height)")
+    assert min(heights, default=24) >= 24
+
+
+_LAYERS = """
+[...document.querySelectorAll(SELECTOR)].filter(e => !ONLY_TEXT || [...e.childNodes].some(
+    n => n.nodeType === 3 && n.textContent.trim()
+)).map(e => {
+    const layers = [];
+    for (let at = e; at; at = at.parentElement) layers.push(getComputedStyle(at).backgroundColor);
+    return [e.tagName + '.' + e.className, getComputedStyle(e).STYLE, layers];
+})
+"""
+"""Names, colours, and the backgrounds from the element down to the page."""
+_READABLE = (
+    ("main *", "color", 4.5),
+    ("svg text", "fill", 4.5),
+    ("button, select, textarea, input:not([type=hidden])", "borderTopColor", 3.0),
+    ('svg path[fill="var(--high)"]', "fill", 3.0),
+)
+
+
+def check_colours(page: Page, *, dark: bool) -> int:
+    """Text can be read, charts and borders can be seen (WCAG 2.1, 1.4.3 and 1.4.11); return the number of shades."""
+    shades = set()
+    for selector, style, least in _READABLE:
+        script = _LAYERS.replace("SELECTOR", repr(selector)).replace("STYLE", style)
+        found = page.run(script.replace("ONLY_TEXT", "true" if style == "color" else "false"))
+        for name, ink, layers in {(name, ink, tuple(layers)) for name, ink, layers in found}:
+            ratio = sorted((luminance([ink, *layers]) + 0.05, luminance(layers) + 0.05))
+            assert ratio[1] / ratio[0] >= least, (name, ink, layers)
+            shades.add(layers)
+    grounds = [luminance(layers) for layers in shades]
+    assert (max(grounds) < 0.3) if dark else (min(grounds) > 0.1)
+    return len(shades)
+
+
+def luminance(colours: Sequence[str]) -> float:
+    """Return the relative luminance (WCAG 2.1) of colours that lie one upon the other, the uppermost first."""
+    mixed = np.ones(3)
+    for colour in reversed(colours):
+        red, green, blue, *opacity = (float(number) for number in re.findall(r"[\d.]+", colour))
+        share = opacity[0] if opacity else 1.0
+        mixed = share * np.array([red, green, blue]) / 255 + (1 - share) * mixed
+    linear = np.where(mixed <= 0.04045, mixed / 12.92, ((mixed + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
-
-
-def contrast(one: float, other: float) -> float:
-    """Return the contrast ratio of two luminances (WCAG 2.1)."""
-    return (max(one, other) + 0.05) / (min(one, other) + 0.05)

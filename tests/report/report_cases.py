@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,20 +29,11 @@ from trak_lite.types import FeatureLayout
 __all__ = ["Baseline", "Calibration", "Histogram", "OneRunVerdict", "Predictions"]
 
 DEFAULT = GaussNewton(damping=1.0)
+BASELINE = Baseline("gradient dot product, no kernel", Estimate(0.3, 0.2, 0.4), Estimate(0.2, 0.1, 0.3))
 VERDICT = Verdict(
-    lds=Estimate(0.5, 0.4, 0.6),
-    baselines=(
-        Baseline("gradient dot product, no kernel", Estimate(0.3, 0.2, 0.4), Estimate(0.2, 0.1, 0.3)),
-    ),
-    num_subsets=6,
-    num_seeds=1,
-    alpha=0.5,
-    num_targets=4,
-    num_constant=0,
-    confidence=0.95,
-    ceiling=None,
-    calibration=None,
-)
+    lds=Estimate(0.5, 0.4, 0.6), baselines=(BASELINE,), num_subsets=6, num_seeds=1, alpha=0.5, num_targets=4,
+    num_constant=0, confidence=0.95, ceiling=None, calibration=None,
+)  # fmt: skip
 
 
 def drawn_scores(
@@ -55,19 +48,16 @@ def drawn_scores(
     features: np.ndarray | None = None,
 ) -> Scores:
     """Return scores of drawn rows of 6 features, computed when they are read."""
-    generator = np.random.default_rng(0)
+    draw = np.random.default_rng(0).normal
     store = MemoryFeatureStore(Manifest({"task": {"name": "drawn"}}, {"trak_lite": "0"}))
-    train = [
-        _table(store, f"ckpt-{c}", c, generator.normal(size=(num_rows, 6)) if features is None else features)
-        for c in range(num_checkpoints)
-    ]
-    for c in range(num_checkpoints):
-        _table(store, f"targets/{name}/ckpt-{c}", c, generator.normal(size=(num_targets, 6)))
-    source = ScoreSource(
-        store, train, name, method, layout=FeatureLayout.joint(6), device=torch.device("cpu")
-    )
-    verdicts = {Verdict: verdict}
-    entries = SimpleNamespace(verdict=verdicts.get, predictions=lambda: predictions)
+    numbers = range(num_checkpoints)
+    rows = [draw(size=(num_rows, 6)) if features is None else features for _ in numbers]
+    train = [_table(store, f"ckpt-{c}", c, rows[c]) for c in numbers]
+    for c in numbers:
+        _table(store, f"targets/{name}/ckpt-{c}", c, draw(size=(num_targets, 6)))
+    layout, device = FeatureLayout.joint(6), torch.device("cpu")
+    source = ScoreSource(store, train, name, method, layout=layout, device=device)
+    entries = SimpleNamespace(verdict={Verdict: verdict}.get, predictions=lambda: predictions)
     settings = shown_settings(method, checkpoints=num_checkpoints)
     record = ScoreRecord(name, method, source.manifest, settings, source=source, entries=entries)
     return Scores(StreamedMatrix(source), record)
@@ -81,6 +71,11 @@ def _table(store: MemoryFeatureStore, path: str, model_id: int, features: np.nda
     values = {name: generator.uniform(0.1, 1, len(features)).astype(np.float32) for name in names}
     table.put(np.arange(len(features)), {FEATURES: features.astype(np.float32), **values})
     return table
+
+
+def digest(text: str) -> str:
+    """Return the source expression of an inline style or script in a content security policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def predictions(num_targets: int = 4) -> Predictions:
@@ -123,6 +118,10 @@ class Parsed(HTMLParser):
     def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
         wanted = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
         return [found for name, found in self.elements if name == tag and wanted.items() <= found.items()]
+
+    def rows(self, tag: str = "li") -> list[int]:
+        """Return the train rows in their order on the page."""
+        return [int(found["data-row"] or "") for found in self.all(tag) if "data-row" in found]
 
     @property
     def names(self) -> set[str]:

@@ -39,14 +39,11 @@ class Chart:
 
     def __init__(self, svg: str) -> None:
         self.root = ElementTree.fromstring(svg)
-        ticks = [
-            (
-                *(float(mark.attrib[key]) for key in "xy"),
-                float(text.text.replace("\u2212", "-").replace(",", "")),
-            )
-            for group in self.root.iter("g")
-            for mark, text in zip(group.findall("g/g/use"), group.findall("g/text"), strict=False)
-        ]
+        ticks = []
+        for group in self.root.iter("g"):
+            for mark, text in zip(group.findall("g/g/use"), group.findall("g/text"), strict=False):
+                value = float(text.text.replace("\u2212", "-").replace(",", ""))
+                ticks.append((float(mark.attrib["x"]), float(mark.attrib["y"]), value))
         (left, _), (bottom, _) = (Counter(tick[axis] for tick in ticks).most_common(1)[0] for axis in (0, 1))
         self._x = [(x, value) for x, y, value in ticks if y == bottom and x > left]
         self._y = [(y, value) for x, y, value in ticks if x == left and y <= bottom]

@@ -10,9 +10,7 @@ import pytest
 pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[serve]'")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 
-from serve_cases import finished_run, pages_in, recipe_of, served
-
-from trak_lite import Attributor
+from serve_cases import finished_run, pages_in, served
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +39,3 @@ def plain(ran):
     """A server without a recipe."""
     with served(pages_in(ran, recipe=False)) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def scores(ran):
-    return Attributor.open(ran / "run.zarr", recipe_of(ran)["build_model"]()).scores("held-out").numpy()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
-import runpy
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -17,6 +15,7 @@ from urllib.parse import urlencode
 
 from cli_cases import RECIPE as CLI_RECIPE
 from cli_cases import write_case
+from report_cases import Parsed
 
 from trak_lite import cli
 from trak_lite.cli.configs import read_config
@@ -32,25 +31,9 @@ FORM = "application/x-www-form-urlencoded"
 TEXT = "0.5 -1 0.25 2 1"
 HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=alert(1)>"
 RECIPE = (
-    CLI_RECIPE.replace("nn.Sequential(", "nn.Sequential(Gate(), ")
-    + f'''
+    CLI_RECIPE
+    + f"""
 HOSTILE = {HOSTILE!r}
-
-
-class Gate(nn.Module):
-    """Stops in the forward pass of {TEXT!r} with the given number, if a file asks for it."""
-
-    def forward(self, x):
-        import pathlib, time
-        folder = pathlib.Path(__file__).parent
-        if (folder / "stop-at").exists() and x[0].tolist() == [0.5, -1, 0.25, 2]:
-            passes = folder / "passes"
-            count = 1 + (int(passes.read_text()) if passes.exists() else 0)
-            passes.write_text(str(count))
-            if count == int((folder / "stop-at").read_text()):
-                (folder / "stopped").touch()
-                time.sleep(600)
-        return x
 
 
 def render_target(index):
@@ -69,7 +52,7 @@ def sample(text):
 
 def predict(model, sample):
     return {{"logits": " ".join(f"{{value:.4f}}" for value in model(sample[0][None])[0].tolist())}}
-'''
+"""
 )
 
 
@@ -86,11 +69,6 @@ def pages_in(folder: Path, *, recipe: bool = True, **options: str) -> Pages:
     return pages_of(read_config(record, given, runs=False))
 
 
-def recipe_of(folder: Path) -> dict[str, Any]:
-    """Return the functions of the recipe."""
-    return runpy.run_path(str(folder / "recipe.py"))
-
-
 @dataclass
 class Answer:
     status: int
@@ -102,27 +80,38 @@ class Answer:
 class Client:
     port: int
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def get(self, path: str, **params: Any) -> Answer:
         return self.request("GET", f"{path}?{urlencode(params)}" if params else path)
 
-    def post(self, path: str, fields: dict[str, Any], **headers: str) -> Answer:
-        return self.request("POST", path, urlencode(fields).encode(), {"Content-Type": FORM, **headers})
+    def page(self, path: str, **params: Any) -> Parsed:
+        """Return a page that the server has."""
+        answer = self.get(path, **params)
+        assert answer.status == 200, answer.text
+        page = Parsed(answer.text)
+        assert page.is_closed
+        return page
+
+    def post(self, path: str, fields: Any, **headers: str) -> Answer:
+        """Send a form: a mapping, pairs, or the body itself."""
+        body = fields if isinstance(fields, bytes) else urlencode(fields).encode()
+        return self.request("POST", path, body, {"Content-Type": FORM, **headers})
 
     def token(self) -> str:
         """Return the token of the forms."""
-        return str(re.search('name="token" value="([^"]+)"', self.get("/review").text)[1])
+        return str(self.page("/review").all("input", name="token")[0]["value"])
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request(method, path.partition("#")[0], body, headers or {})
             answer = connection.getresponse()
             found = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, found, answer.read().decode())
-        finally:
-            connection.close()
 
     def raw(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serve_cases import Pages, finished_run, pages_in, recipe_of
+from cli_cases import functions, opened
+from serve_cases import Pages, finished_run, pages_in
 from torch.overrides import TorchFunctionMode
 
-from trak_lite import Attributor, Scores, cli
+from trak_lite import Scores, cli
 from trak_lite.errors import InvalidInputError
 from trak_lite.store import check_store, open_store
 
@@ -84,8 +85,6 @@ score:
   name: held-out
 """
 INDICES = [11, 3, 4, 8, 0, 7]
-
-
 OF_ANSWERS = RECIPE.replace(
     "def forward(self, ids):",
     "def forward(self, ids=None, input_ids=None):\n        ids = ids if input_ids is None else input_ids",
@@ -101,7 +100,7 @@ def render_target(index):
 """,
 )
 """The samples of the targets are not those of the train rows' task."""
-ONE, OTHER = "1 2 3 4 5 6", "6 5 4 3 2 1"
+ONE = "1 2 3 4 5 6"
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def token_gradients(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Ten
 
 @pytest.mark.parametrize("target", ["stored", "text"])
 def test_colours_of_tokens_are_their_products_with_the_target(client, ran, target):
-    recipe = recipe_of(ran)
+    recipe = functions(ran)
     train = recipe["train_data"]()
     ids, labels = recipe["target_data"]()[2] if target == "stored" else recipe["sample"](ONE)
     if target == "text":
@@ -144,17 +143,14 @@ def test_colours_of_tokens_are_their_products_with_the_target(client, ran, targe
     params = {"text": ONE} if target == "text" else {"set": "held-out", "target": "2"}
     link = re.search('<a id="colour" href="([^"]+)"', client.get("/", **params, k=6).text)[1]
     answer = client.get(link.replace("&amp;", "&"))
-    assert 'id="colour"' not in answer.text
-
     assert answer.status == 200, answer.text
+    assert 'id="colour"' not in answer.text
     items = re.findall(r'<li data-row="(\d+)"[^>]*>(.*?)</li>', answer.text, re.S)
     assert len(items) == 12
     for row, inside in items:
-        spans = re.findall(r'<span[^>]* title="([^"]*)">([^<]*)</span>', inside)
-        texts = [text for _, text in spans]
-        assert texts == recipe["tokens"](INDICES[int(row)])
-        weights = [float(weight) for weight, _ in spans]
-        np.testing.assert_allclose(weights, expected[int(row)], rtol=6e-3, atol=1e-5)
+        weights, texts = zip(*re.findall(r'<span[^>]* title="([^"]*)">([^<]*)</span>', inside), strict=True)
+        assert list(texts) == recipe["tokens"](INDICES[int(row)])
+        np.testing.assert_allclose([float(one) for one in weights], expected[int(row)], rtol=6e-3, atol=1e-5)
         score = float(re.search('class="score">([^<]+)<', inside)[1])
         np.testing.assert_allclose(sum(expected[int(row)]), score, rtol=6e-3)
 
@@ -206,13 +202,24 @@ def test_preparation_makes_what_pages_need_and_changes_none(request, tmp_path, m
     assert run != "made" or made["cold"]["linalg_cholesky_ex"] > 0
 
 
-def test_a_preparation_that_is_stopped_or_has_no_scores_ends_after_its_step(ran, copy):
+def test_a_preparation_ends_when_it_is_stopped_has_no_scores_or_its_server_fails(ran, copy, monkeypatch):
     stopped, pages, without = Event(), pages_in(ran), pages_in(copy)
     stopped.set()
     pages.warm(stopped)
     assert pages.sets.held("held-out") is None
     shutil.rmtree(copy / "run.zarr/scores")
     without.warm(Event())
+
+    class Failing:
+        def run(self, sockets: object) -> None:
+            raise SystemExit(3)
+
+    stops: list[bool] = []
+    monkeypatch.setattr(Pages, "warm", lambda pages, stopped: stops.append(stopped.wait(30)))
+    monkeypatch.setattr("trak_lite.serve.server.server", lambda app: Failing())
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(ran / "run.zarr"), "--port", "0"])
+    assert stops == [True]
 
 
 # ---- texts that are kept
@@ -229,7 +236,9 @@ def pages_for(folder: Path, most: int, **options: str) -> Pages:
     return pages
 
 
-def test_only_the_newest_texts_stay_in_the_store(copy):
+def test_only_the_newest_texts_stay_in_the_store_beside_the_targets_of_the_user(copy, ran):
+    mine, by_hand = opened(copy), "asked-by-hand"
+    mine.score(functions(copy)["target_data"](), by_hand, checkpoints=str(ran / "trained"))
     texts = [f"1 2 3 4 5 {number}" for number in range(5)]
     pages_for(copy, 2).ask({"text": texts[3]})
     pages = pages_for(copy, 2)
@@ -237,35 +246,27 @@ def test_only_the_newest_texts_stay_in_the_store(copy):
 
     for text in texts[:2]:
         pages.ask({"text": text})
-    assert asked_names(copy) == {name(text) for text in texts[:2]}  # that of another process went first
+    # that of another process went first
+    assert asked_names(copy) == {by_hand, *(name(text) for text in texts[:2])}
     first = shown(pages.start({"text": texts[0]}))
     pages.ask({"text": texts[2]})
-    assert asked_names(copy) == {name(texts[0]), name(texts[2])}
+    assert asked_names(copy) == {by_hand, name(texts[0]), name(texts[2])}
     assert "was not scored yet" in pages.start({"text": texts[1]})
     assert shown(pages.start({"text": texts[0]})) == first
 
     pages.ask(params := {"text": texts[1], "tokens": "1"})
     before = shown(pages.start(params))
     pages_for(copy, 1).ask({"text": texts[4]})  # another server
-    assert asked_names(copy) == {name(texts[4])}
+    assert asked_names(copy) == {by_hand, name(texts[4])}
     assert "was not scored yet" in pages.start(params)
     pages.ask(params)
     assert shown(pages.start(params)) == before
     pages_for(copy, 1).ask({"text": texts[4]})
     assert check_store(str(copy / "run.zarr")).ok
     with open_store(str(copy / "run.zarr")) as store:
-        assert {path.split("/")[1] for path in store.table_names("targets")} == {"held-out", name(texts[4])}
-
-
-def test_targets_of_the_user_under_a_similar_name_stay(copy, ran):
-    recipe = recipe_of(copy)
-    mine = Attributor.open(copy / "run.zarr", recipe["build_model"](), progress=False)
-    mine.score(recipe["target_data"](), "asked-by-hand", checkpoints=str(ran / "trained"))
-    pages = pages_for(copy, 1)
-    for text in (ONE, OTHER):
-        pages.ask({"text": text})
-    assert asked_names(copy) == {"asked-by-hand", pages.live.name(OTHER)}
-    assert mine.scores("asked-by-hand").shape == (len(INDICES), 3)
+        names = {path.split("/")[1] for path in store.table_names("targets")}
+    assert names == {"held-out", by_hand, name(texts[4])}
+    assert mine.scores(by_hand).shape == (len(INDICES), 3)
 
 
 def test_other_arguments_of_the_recipe_are_other_texts(copy):
@@ -279,8 +280,8 @@ def test_other_arguments_of_the_recipe_are_other_texts(copy):
 
 def test_targets_of_another_task_are_shown_with_their_own_output(answers, tmp_path):
     """f is the difference of the log-probabilities of two answers, by a plain loop."""
-    folder = Path(shutil.copytree(answers, tmp_path / "copy"))
-    pages, recipe = pages_in(folder), recipe_of(folder)
+    folder = shutil.copytree(answers, tmp_path / "copy")
+    pages, recipe = pages_in(folder), functions(folder)
     *_, weights = recipe["train"](None, 0)
     model = recipe["build_model"]()
     model.load_state_dict(weights)
@@ -299,13 +300,6 @@ def test_targets_of_another_task_are_shown_with_their_own_output(answers, tmp_pa
     assert "the task answer_difference" in page
     pages.ask({"text": ONE})
     assert "the task causal_language_modeling" in pages.start({"text": ONE})
-
-    # Other targets than those of the set.
-    (folder / "recipe.py").write_text(OF_ANSWERS.replace("data(3, 1)", "data(3, 2)"))
-    pages = pages_in(folder)
-    page = pages.start({"target": "1", "tokens": "1"})
-    assert "question 1" not in pages.start({}) + page
-    assert "These targets are not those of the recipe" in page
 
 
 def test_rows_without_labels_are_not_flipped(client):
@@ -350,16 +344,3 @@ def test_pages_go_before_texts_that_wait(copy, monkeypatch):
     for thread in threads:
         thread.join()
     assert order == ["first", "page", "second", "third"]
-
-
-def test_the_preparation_ends_with_a_server_that_fails(ran, monkeypatch):
-    class Failing:
-        def run(self, sockets: object) -> None:
-            raise SystemExit(3)
-
-    stops: list[bool] = []
-    monkeypatch.setattr(Pages, "warm", lambda pages, stopped: stops.append(stopped.wait(30)))
-    monkeypatch.setattr("trak_lite.serve.server.server", lambda app: Failing())
-    with pytest.raises(SystemExit):
-        cli.main(["serve", str(ran / "run.zarr"), "--port", "0"])
-    assert stops == [True]
