@@ -88,7 +88,7 @@ def margin_of(call: Callable[..., Tensor], batch: Any) -> Tensor:
 def test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w(name: str, computer: Computer) -> None:
     model, batch = make(name)
     expected = by_loop(model, margin_of, batch)
-    made = computer(model, MARGIN)
+    made, blocks = computer(model, MARGIN), list[Tensor]()
 
     grads = collect_gradients(made, batch)
     assert_same(grads, expected)
@@ -98,25 +98,16 @@ def test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w(name: str, com
     part = collect_gradients(made, (batch[0][order], batch[1][order]))
     assert_same(part, {name: value[order] for name, value in expected.items()})
 
+    terms = made.stream_gradients((batch[0][:0], batch[1][:0]), lambda block: blocks.append(block.dense()))
+    assert terms.output.shape == (0,)
+    assert [block.shape for block in blocks] == [(0, p.numel()) for p in model.parameters()]
+
     terms, logits = made.stream_gradients(batch, lambda _: None), model(batch[0])
     np.testing.assert_allclose(terms.output, margin_of(model, batch).detach(), rtol=1e-12)
     np.testing.assert_allclose(
         terms.out_to_loss_grad, reference.out_to_loss_grad(logits, batch[1]), rtol=1e-10
     )
     np.testing.assert_allclose(terms.loss_curvature, reference.loss_curvature(logits, batch[1]), rtol=1e-10)
-
-
-@every_computer
-def test_an_empty_batch_gives_empty_blocks(computer: Computer) -> None:
-    model, (images, labels) = make()
-    blocks: list[Any] = []
-
-    terms = computer(model, MARGIN).stream_gradients((images[:0], labels[:0]), blocks.append)
-
-    assert terms.output.shape == (0,)
-    assert {block.name: tuple(block.grad.shape) for block in blocks} == {
-        name: (0, *p.shape) for name, p in model.named_parameters()
-    }
 
 
 @every_computer
@@ -235,36 +226,27 @@ def test_gradients_have_no_graph_where_a_parameter_that_is_not_kept_is_read(comp
 
 
 @every_computer
-def test_flags_and_gradients_of_the_model_are_untouched_also_after_an_error(computer: Computer) -> None:
-    model, (images, labels) = make("cnn with eval batch norm and dropout")
+def test_errors_of_model_and_sink_come_through_and_leave_the_model_untouched(computer: Computer) -> None:
+    model, (images, labels) = make(CNN)
     model[0].weight.requires_grad_(False)
     flags = [p.requires_grad for p in model.parameters()]
-    made = computer(model, MARGIN, grad_wrt=["0.weight"])
-
-    collect_gradients(made, (images, labels))
-    with pytest.raises(RuntimeError) as caught:
-        collect_gradients(made, (images[:, :, :2], labels))
-
-    assert not isinstance(caught.value, UnsupportedModelError)  # the model's own error
-    assert [p.requires_grad for p in model.parameters()] == flags
-    assert all(p.grad is None for p in model.parameters())
-
-
-@every_computer
-def test_an_error_of_the_sink_comes_through_as_it_is_and_leaves_nothing(computer: Computer) -> None:
-    model, batch = make()
-    made, error = computer(model, MARGIN), ValueError("no room")
+    made, error = computer(model, MARGIN, grad_wrt=["0.weight"]), ValueError("no room")
 
     def full(_: GradientBlock) -> None:
         raise error
 
     with pytest.raises(ValueError, match="no room") as caught:
-        made.stream_gradients(batch, full)
-
+        made.stream_gradients((images, labels), full)
     assert caught.value is error
+    with pytest.raises(RuntimeError) as of_model:
+        collect_gradients(made, (images[:, :, :2], labels))
+    assert not isinstance(of_model.value, UnsupportedModelError)
+
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert_same(collect_gradients(made, batch), by_loop(model, margin_of, batch))
+    assert all(p.grad is None for p in model.parameters())
+    expected = by_loop(model, margin_of, (images, labels), ["0.weight"])
+    assert_same(collect_gradients(made, (images, labels)), expected)
+    assert [p.requires_grad for p in model.parameters()] == flags
 
 
 @every_computer
@@ -406,27 +388,7 @@ class Layer(Model):
         self.double()
 
 
-def squares(call: Forward, batch: Any) -> Tensor:
-    return call(*batch).square().sum(1)
-
-
-SQUARES = resolve_task(squares)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "after",
-    [lambda y: y.sin() if y.sum() > 0 else y.exp(), lambda y: y.view(1, 4)],
-    ids=["a branch on the batch", "one sample at a time"],
-)
-def test_the_iterative_computer_runs_each_sample_alone(after: Forward) -> None:
-    """One forward pass over the batch would take one branch for all samples."""
-    model = Layer(after)
-    assert {bool(model.linear(row).sum() > 0) for row in IMAGES} == {True, False}
-
-    found = collect_gradients(IterativeGradientComputer(model, SQUARES), (IMAGES,))
-
-    assert_same(found, by_loop(model, squares, (IMAGES,)))
+SQUARES = resolve_task(lambda call, batch: call(*batch).square().sum(1))
 
 
 def of_cnn(change: Callable[[nn.Module], nn.Module]) -> Any:
@@ -520,6 +482,7 @@ def test_the_functional_computer_is_next_and_the_iterative_one_last() -> None:
     name, reason, _ = choose_gradient_computer(model, resolve_task(loop), batch, "weight")
     assert name == "functional"
     assert reason.startswith("hook: The model runs")
+    assert "without a loop over samples" in reason
     name, reason, computer = choose_gradient_computer(model, resolve_task(branch), batch)
     assert name == "iterative"
     assert "functional: torch.func.vmap cannot transform" in reason
