@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
-from zoo_cases import Architecture
-from zoo_path import gradients_by_precision, run_whole_path
-from zoo_published import PUBLISHED
 
 import trak_lite.errors
+from benchmarks.architectures import Architecture
+from benchmarks.architectures.published import PUBLISHED
+from benchmarks.whole_path import gradients_by_precision, run_whole_path
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads((ROOT / "benchmarks" / "results" / "zoo.json").read_text(encoding="utf-8"))["models"]
@@ -37,7 +37,7 @@ def hub() -> list[Architecture]:
     """Return the entries that need transformers and peft, which are imported for them only."""
     for package in ("transformers", "peft"):
         pytest.importorskip(package, reason=WHY)
-    from zoo_hub import HUB
+    from benchmarks.architectures.hub import HUB
 
     return HUB
 
@@ -71,7 +71,7 @@ def test_a_published_architecture_is_right_from_featurize_to_report(name: str, t
 
 def test_gradients_of_a_mixture_are_right_in_every_precision_and_length() -> None:
     hub()
-    from zoo_mixtures import mixtures
+    from benchmarks.architectures.mixtures import mixtures
 
     entry = next(entry for entry in mixtures() if entry.name.startswith("mixtral"))
     found = gradients_by_precision(entry.make(), entry.task, entry.output, entry.samples(2, 1))
