@@ -30,8 +30,7 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     ),
     "the stand-in accelerator": (
         "device/test_gpu_benchmark.py::test_a_case_that_crashes_or_hangs_costs_only_itself",
-        "device/test_gpu_benchmark.py::test_the_parts_are_rehearsed_and_not_measured_twice",
-        "device/test_gpu_benchmark.py::test_every_part_is_rehearsed",
+        "device/test_gpu_benchmark.py::test_every_part_is_rehearsed_and_not_measured_twice",
         "device/test_stand_in.py::test_the_product_runs_on_an_accelerator",
     ),
     "rounds of faults and kills": (

@@ -281,14 +281,6 @@ def backward_passes(model: nn.Module, batch: Any, output: Any = wavy) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize(("build", "passes"), [(DenseMixture, 1), (RoutedMixture, 2)])
-def test_only_models_that_route_pay_for_more_backward_passes(build: Any, passes: int) -> None:
-    """Up to 64 samples have numbers of one digit, so there is one weighted pass and the plain one."""
-    model, batch = mixture(build, 20, 4)
-
-    assert backward_passes(model, batch, classify) == passes
-
-
 def recurrent(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
     found = pack_padded_sequence(s.a(x), lengths, batch_first=True, enforce_sorted=False)
     return s.c(s.rnn(found)[1][0][-1])
@@ -327,6 +319,9 @@ def test_an_index_that_moves_no_samples_costs_nothing(forward: Forward, output: 
 
     assert backward_passes(model, batch, output) == 1
     assert_exact(model, batch, output)
+    # Up to 64 samples have numbers of one digit, so there is one weighted pass and the plain one.
+    for build, passes in ((DenseMixture, 1), (RoutedMixture, 2)):
+        assert backward_passes(*mixture(build, 20, 4), classify) == passes
 
 
 # What is refused
