@@ -175,7 +175,6 @@ EACH_VALUE: tuple[str, ...] = (
     "gradient_computers/test_hook_models.py",
     "gradient_computers/test_hook_routing.py",
     "gradient_computers/test_hook_rules.py::test_complex_operands",
-    "gradient_computers/test_hook_rules.py::test_layers_at_given_options_equal_the_loop",
     "gradient_computers/test_hook_safety.py",
     "gradient_computers/test_normalization.py",
     "gradient_computers/test_self_check.py",
