@@ -248,6 +248,18 @@ def test_errors_of_model_and_sink_come_through_and_leave_the_model_untouched(com
     assert [p.requires_grad for p in model.parameters()] == flags
 
 
+@every_computer
+def test_weights_loaded_after_construction_are_the_ones_differentiated(computer: Computer) -> None:
+    model, batch = make()
+    made = computer(model, MARGIN)
+    collect_gradients(made, batch)
+    model.encode.weight = model.decode.weight = nn.Parameter(model.encode.weight * 2)
+
+    made.load_model_params(model)
+
+    assert_same(collect_gradients(made, batch), by_loop(model, margin_of, batch))
+
+
 @pytest.mark.parametrize("name", ["hook", "iterative"])
 def test_running_statistics_do_not_move(name: str) -> None:
     torch.manual_seed(0)
