@@ -421,7 +421,7 @@ def in_order(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
 
 def packed(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
     found = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    found = found._replace(data=mapped(s, found.data))
+    found = PackedSequence(mapped(s, found.data), *found[1:])
     return pad_packed_sequence(found, batch_first=True, total_length=5)[0]
 
 
