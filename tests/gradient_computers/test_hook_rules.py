@@ -423,6 +423,7 @@ def test_a_layer_at_many_options_equals_the_loop(layer: str, data: st.DataObject
 
 FIXED: dict[str, tuple[Build, tuple[int, ...]]] = {
     "convolution, unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
+    "convolution, evenly padded": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (2, 5, 6)),
     "convolution, not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
     "convolution, reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
     "convolution, in a circle": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
