@@ -184,12 +184,6 @@ def drawn(length: int, *counts: int) -> list[Any]:
     return [partial(tokens(length), count) for count in counts]
 
 
-def all_to_one(build: Build) -> nn.Module:
-    model = build()
-    send_everything_to(model, 1)
-    return model
-
-
 def above_a_recurrent_layer(kind: type[nn.RNNBase]) -> nn.Module:
     """A layer that is differentiated more than once."""
     model = Mixture()
@@ -198,9 +192,6 @@ def above_a_recurrent_layer(kind: type[nn.RNNBase]) -> nn.Module:
     return model
 
 
-# torch's recurrent layers take no empty batch
-FITTING = [(name, ByMask) for name in EXPERTS if name[:3] not in ("GRU", "LST")]
-FITTING += [(name, Mixture) for name in EXPERTS]
 ONE_TOKEN = (torch.full((5, 5), 3), torch.arange(25).view(5, 5) % 11)
 EXACT: dict[str, Exact] = {name: given(build, *drawn(5, 6, 1, 19)) for name, build in MIXTURES.items()}
 EXACT |= {
@@ -210,10 +201,6 @@ EXACT |= {
     for kind in (Mixture, ByMask)
     for counts in [(5, 5, 5, 5), (5, 3, 5, 1)]
 }
-for name, kind in FITTING:
-    build = partial(kind, EXPERTS[name])
-    EXACT[f"{kind.__name__} of {name}"] = given(build, *drawn(3, 4))
-    EXACT[f"{kind.__name__} of {name}, all to one"] = given(partial(all_to_one, build), *drawn(3, 4))
 for kind in (nn.LSTM, nn.GRU):
     build = partial(above_a_recurrent_layer, kind)
     EXACT[f"above {kind.__name__}"] = given(build, *drawn(4, 5))
@@ -223,6 +210,20 @@ for kind in (nn.LSTM, nn.GRU):
 def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(case: Exact) -> None:
     """Of other sizes and routes than those examined, and of experts that the examined samples never reached."""
     assert_exact_in_every_batch(case)
+
+
+# torch's recurrent layers take no empty batch
+FITTING = [(name, ByMask) for name in EXPERTS if name[:3] not in ("GRU", "LST")]
+FITTING += [(name, Mixture) for name in EXPERTS]
+
+
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_experts_of_any_kind_are_exact(name: str, kind: Any) -> None:
+    model, batch = mixture(lambda: kind(EXPERTS[name]), 4, 3)
+
+    assert_exact(model, batch, classify)
+    send_everything_to(model, 1)
+    assert_exact(model, batch, classify)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

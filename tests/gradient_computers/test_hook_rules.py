@@ -459,12 +459,12 @@ def trained(build: Build) -> nn.Module:
 
 @pytest.mark.parametrize(("layer", "shape"), FIXED.values(), ids=FIXED)
 def test_layers_at_given_options_equal_the_loop(layer: Build, shape: tuple[int, ...]) -> None:
-    for layout, frames in (("samples first", ()), ("rows of positions", (2,))):
-        model = partial(laid_out, partial(above, shape[-1], trained, layer), layout)
-        for count, only in ((0, None), (3, None), (2, 2)):  # the last one for the bias alone
-            check(Drawn(model, (normal(count, *frames, *shape),)), only)
-        with torch.autocast("cpu", torch.bfloat16):  # which casts nothing in float64
-            check(Drawn(model, (normal(3, *frames, *shape),)))
+    model = partial(above, shape[-1], trained, layer)
+    for count, only in ((0, None), (3, None), (2, 2)):  # the last one for the bias alone
+        check(Drawn(model, (normal(count, *shape),)), only)
+    check(Drawn(partial(laid_out, model, "rows of positions"), (normal(3, 2, *shape),)))
+    with torch.autocast("cpu", torch.bfloat16):  # which casts nothing in float64
+        check(Drawn(model, (normal(3, *shape),)))
 
 
 class InPlace(Recurrent):
