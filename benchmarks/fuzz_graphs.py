@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.architectures import class_margin, next_token_log_prob
 from benchmarks.drawn_graphs import (
     KINDS,
     MIXING,
@@ -48,18 +49,7 @@ from benchmarks.drawn_graphs import (
     drawn_sample,
 )
 from benchmarks.measuring import RESULTS, surroundings
-from trak_lite import Attributor, Rows, clip
-from trak_lite.errors import TrakLiteError
-from trak_lite.gradient_computers import GRADIENT_COMPUTERS, choose_gradient_computer, select_parameters
-from trak_lite.methods import TRAK
-from trak_lite.modelout_functions import resolve_task
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
-
-import reference  # noqa: E402  (found through the line above)
-from zoo_cases import class_margin, next_token_log_prob  # noqa: E402
-from zoo_path import (  # noqa: E402
+from benchmarks.whole_path import (
     COLUMNS,
     Samples,
     Wrong,
@@ -73,11 +63,17 @@ from zoo_path import (  # noqa: E402
     in_float64,
     left_as_it_was,
     loop_gradients,
+    reference,
     relative_errors,
     require,
     resumed,
     stored_table,
 )
+from trak_lite import Attributor, Rows, clip
+from trak_lite.errors import TrakLiteError
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS, choose_gradient_computer, select_parameters
+from trak_lite.methods import TRAK
+from trak_lite.modelout_functions import resolve_task
 
 Array = np.ndarray
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

@@ -2,7 +2,7 @@
 
 Each architecture is featurized, scored, interrupted and resumed, ranked and reported. Its per-sample gradients are
 compared with a loop over samples in float64, its rows with the projected gradients of that loop, its scores with
-dense NumPy (tests/zoo/zoo_path.py). The exit status is 1 unless each is right or refused by a named error. Requires
+dense NumPy (benchmarks/whole_path.py). The exit status is 1 unless each is right or refused by a named error. Requires
 transformers and peft (extra zoo); timm's models run if timm is installed. Each runs in a separate process.
 
 ``--gradients`` compares per-sample gradients alone, but in float64, float32 and bfloat16 and, where samples are tokens,
@@ -37,19 +37,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.architectures import CLASSES, Architecture, classifier, image
+from benchmarks.architectures.published import PUBLISHED
 from benchmarks.measuring import RESULTS, surroundings
+from benchmarks.whole_path import (
+    Samples,
+    Wrong,
+    every_pass_recorded,
+    gradients_by_precision,
+    run_whole_path,
+    stored_table,
+)
 from trak_lite import Attributor, Rows
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers import HookGradientComputer, choose_gradient_computer
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.store import ZarrFeatureStore
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
-
-from zoo_cases import CLASSES, Architecture, classifier, image  # noqa: E402  (found through the line above)
-from zoo_path import Samples, Wrong, every_pass_recorded, gradients_by_precision, run_whole_path, stored_table  # noqa: E402
-from zoo_published import PUBLISHED  # noqa: E402
 
 TRAIN_ROWS, TARGETS = 4, 2
 REPLAYED_ROWS = 22
@@ -124,7 +127,7 @@ def cost_against_plain(model: torch.nn.Module, task: Any, samples: Samples, repe
 def architectures() -> dict[str, Architecture]:
     """Return every entry of the table by name; timm's only if it is installed."""
     let_torchvision_import()
-    from zoo_hub import HUB
+    from benchmarks.architectures.hub import HUB
 
     timm = timm_models() if importlib.util.find_spec("timm") else []
     found = [*HUB, *PUBLISHED, *timm]
@@ -137,7 +140,7 @@ def architectures() -> dict[str, Architecture]:
 def all_architectures() -> dict[str, Architecture]:
     """Return the entries of the table and the mixtures whose gradients alone are compared."""
     by_name = architectures()
-    from zoo_mixtures import mixtures  # after the declarations that transformers needs
+    from benchmarks.architectures.mixtures import mixtures  # after the declarations that transformers needs
 
     return {**{entry.name: entry for entry in mixtures()}, **by_name}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import reference
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients, register_gradient_rule
 from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.types import GradientBlock
 
 Output = Callable[[ModelCall, Any], Tensor]
 Build = Callable[[], nn.Module]
@@ -380,3 +382,66 @@ def assert_exact(
     computer = computer or HookGradientComputer(model, resolve_task(output), **settings)
     assert_same(collect_gradients(computer, batch), by_loop(model, output, batch, names))
     return computer
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A model, and the batches that one computer of it gets one after the other; a single one twice."""
+
+    build: Build
+    batches: Sequence[Any]
+    output: Output = wavy
+    why: Mapping[str, str] = field(default_factory=dict)
+    """How the reason in the coverage of some parameters begins."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def net(
+    forward: Forward,
+    *batches: Any,
+    why: Mapping[str, str] | None = None,
+    output: Output = wavy,
+    unchecked: bool = False,
+    **held: Any,
+) -> Exact:
+    """A :class:`Net` with this forward pass, and what ``held`` makes."""
+
+    def build() -> nn.Module:
+        model = Net(forward)
+        for name, one in held.items():
+            setattr(model, name, one())
+        return model
+
+    inputs = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    settings = {"self_check": False} if unchecked else {}
+    return Exact(build, inputs, output, why or {}, settings)
+
+
+def assert_exact_in_every_batch(case: Exact) -> None:
+    """In the first pass, in which the model is examined, and in later ones."""
+    torch.manual_seed(0)
+    model = case.build().double().eval()
+    computer = HookGradientComputer(model, resolve_task(case.output), **case.settings)
+
+    batches = [cast(batch() if callable(batch) else batch, torch.float64) for batch in case.batches]
+    for batch in batches if len(batches) > 1 else batches * 2:
+        assert_exact(model, copy.deepcopy(batch), case.output, computer=computer)
+    assert_steady(computer, batches[-1])
+    for name, why in case.why.items():
+        new = HookGradientComputer(model, resolve_task(case.output))
+        assert new.explain(batches[-1])[name].why.startswith(why)
+
+
+def assert_steady(computer: Any, batch: Any) -> None:
+    """A pass gives each block once, and the next one the same bits in the same order."""
+    first, later = list[GradientBlock](), list[GradientBlock]()
+    for found in (first, later):
+        computer.stream_gradients(
+            copy.deepcopy(batch), lambda block, found=found: found.append(block.samples(slice(None)))
+        )
+    places = [(block.name, block.start) for block in first]
+    if not isinstance(computer.model, nn.Conv2d):  # whose large blocks come in pieces
+        assert len({*places}) == len(places)
+    assert [(block.name, block.start) for block in later] == places
+    for block, other in zip(later, first, strict=True):
+        assert torch.equal(block.dense(), other.dense()), block.name

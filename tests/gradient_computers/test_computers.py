@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,8 +29,9 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.store import ZarrFeatureStore
 from trak_lite.testing import GradientComputerTests, GradientRuleTests
-from trak_lite.types import DenseBlock, GradientBlock
+from trak_lite.types import GradientBlock
 
 Computer = Callable[..., AbstractGradientComputer]
 MARGIN = resolve_task("image_classification")
@@ -88,7 +87,7 @@ def margin_of(call: Callable[..., Tensor], batch: Any) -> Tensor:
 def test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w(name: str, computer: Computer) -> None:
     model, batch = make(name)
     expected = by_loop(model, margin_of, batch)
-    made = computer(model, MARGIN)
+    made, blocks = computer(model, MARGIN), list[Tensor]()
 
     grads = collect_gradients(made, batch)
     assert_same(grads, expected)
@@ -98,25 +97,16 @@ def test_row_i_is_the_gradient_of_sample_i_alone_beside_f_q_and_w(name: str, com
     part = collect_gradients(made, (batch[0][order], batch[1][order]))
     assert_same(part, {name: value[order] for name, value in expected.items()})
 
+    terms = made.stream_gradients((batch[0][:0], batch[1][:0]), lambda block: blocks.append(block.dense()))
+    assert terms.output.shape == (0,)
+    assert [block.shape for block in blocks] == [(0, p.numel()) for p in model.parameters()]
+
     terms, logits = made.stream_gradients(batch, lambda _: None), model(batch[0])
     np.testing.assert_allclose(terms.output, margin_of(model, batch).detach(), rtol=1e-12)
     np.testing.assert_allclose(
         terms.out_to_loss_grad, reference.out_to_loss_grad(logits, batch[1]), rtol=1e-10
     )
     np.testing.assert_allclose(terms.loss_curvature, reference.loss_curvature(logits, batch[1]), rtol=1e-10)
-
-
-@every_computer
-def test_an_empty_batch_gives_empty_blocks(computer: Computer) -> None:
-    model, (images, labels) = make()
-    blocks: list[Any] = []
-
-    terms = computer(model, MARGIN).stream_gradients((images[:0], labels[:0]), blocks.append)
-
-    assert terms.output.shape == (0,)
-    assert {block.name: tuple(block.grad.shape) for block in blocks} == {
-        name: (0, *p.shape) for name, p in model.named_parameters()
-    }
 
 
 @every_computer
@@ -235,36 +225,27 @@ def test_gradients_have_no_graph_where_a_parameter_that_is_not_kept_is_read(comp
 
 
 @every_computer
-def test_flags_and_gradients_of_the_model_are_untouched_also_after_an_error(computer: Computer) -> None:
-    model, (images, labels) = make("cnn with eval batch norm and dropout")
+def test_errors_of_model_and_sink_come_through_and_leave_the_model_untouched(computer: Computer) -> None:
+    model, (images, labels) = make(CNN)
     model[0].weight.requires_grad_(False)
     flags = [p.requires_grad for p in model.parameters()]
-    made = computer(model, MARGIN, grad_wrt=["0.weight"])
-
-    collect_gradients(made, (images, labels))
-    with pytest.raises(RuntimeError) as caught:
-        collect_gradients(made, (images[:, :, :2], labels))
-
-    assert not isinstance(caught.value, UnsupportedModelError)  # the model's own error
-    assert [p.requires_grad for p in model.parameters()] == flags
-    assert all(p.grad is None for p in model.parameters())
-
-
-@every_computer
-def test_an_error_of_the_sink_comes_through_as_it_is_and_leaves_nothing(computer: Computer) -> None:
-    model, batch = make()
-    made, error = computer(model, MARGIN), ValueError("no room")
+    made, error = computer(model, MARGIN, grad_wrt=["0.weight"]), ValueError("no room")
 
     def full(_: GradientBlock) -> None:
         raise error
 
     with pytest.raises(ValueError, match="no room") as caught:
-        made.stream_gradients(batch, full)
-
+        made.stream_gradients((images, labels), full)
     assert caught.value is error
+    with pytest.raises(RuntimeError) as of_model:
+        collect_gradients(made, (images[:, :, :2], labels))
+    assert not isinstance(of_model.value, UnsupportedModelError)
+
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert_same(collect_gradients(made, batch), by_loop(model, margin_of, batch))
+    assert all(p.grad is None for p in model.parameters())
+    expected = by_loop(model, margin_of, (images, labels), ["0.weight"])
+    assert_same(collect_gradients(made, (images, labels)), expected)
+    assert [p.requires_grad for p in model.parameters()] == flags
 
 
 @every_computer
@@ -326,29 +307,16 @@ def test_sparse_gradients_come_dense(name: str) -> None:
 
 
 class OneTensor(FunctionalGradientComputer):
-    """Returns one (B, P) tensor, as the original's documentation has it, or a part of it."""
-
-    first = 0
+    """Returns one (B, P) tensor, as the original's documentation has it, without its first column."""
 
     def compute_per_sample_grad(self, batch: Any) -> Any:
-        return torch.cat([g.flatten(1) for g in super().compute_per_sample_grad(batch).values()], 1)[
-            :, self.first :
-        ]
+        return torch.cat([g.flatten(1) for g in super().compute_per_sample_grad(batch).values()], 1)[:, 1:]
 
 
-def test_one_tensor_of_an_original_method_is_streamed_as_blocks_and_its_width_is_checked() -> None:
+def test_the_width_of_one_tensor_of_an_original_method_is_checked() -> None:
     model, batch = make()
-    computer = OneTensor(model, MARGIN)
-    blocks: list[DenseBlock] = []
-
-    terms = computer.stream_gradients(batch, blocks.append)
-
-    assert_same({block.name: block.grad for block in blocks}, by_loop(model, margin_of, batch))
-    expected = reference.out_to_loss_grad(model(batch[0]), batch[1])
-    np.testing.assert_allclose(terms.out_to_loss_grad, expected, rtol=1e-10)
-    computer.first = 1
     with pytest.raises(InvalidInputError, match=r"returned shape \(5, 34\), expected \(B, 35\)"):
-        computer.stream_gradients(batch, lambda _: None)
+        OneTensor(model, MARGIN).stream_gradients(batch, lambda _: None)
 
 
 def test_a_functional_computer_that_assigns_its_weights_as_the_originals_does_uses_them() -> None:
@@ -369,29 +337,6 @@ def test_a_functional_computer_that_assigns_its_weights_as_the_originals_does_us
     assert_same(grads, by_loop(model, margin_of, batch))
 
 
-@every_computer
-def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer: Any) -> None:
-    class Tripled(computer):
-        def compute_per_sample_grad(self, batch: Any) -> Any:
-            return {name: 3 * grad for name, grad in super().compute_per_sample_grad(batch).items()}
-
-        def compute_loss_grad(self, batch: Any) -> Tensor:
-            return 5 * super().compute_loss_grad(batch)
-
-    model, batch = nn.Linear(3, 1), (torch.randn(2, 3), torch.randn(2))
-    blocks: dict[str, Tensor] = {}
-
-    def keep(block: GradientBlock) -> None:
-        blocks[block.name] = block.dense()
-
-    plain = computer(model, resolve_task("regression")).stream_gradients(batch, keep)
-    once = dict(blocks)
-    terms = Tripled(model, resolve_task("regression")).stream_gradients(batch, keep)
-
-    torch.testing.assert_close(blocks["weight"], 3 * once["weight"])
-    torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)
-
-
 # What a model or a batch does not allow
 
 IMAGES = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
@@ -406,27 +351,7 @@ class Layer(Model):
         self.double()
 
 
-def squares(call: Forward, batch: Any) -> Tensor:
-    return call(*batch).square().sum(1)
-
-
-SQUARES = resolve_task(squares)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "after",
-    [lambda y: y.sin() if y.sum() > 0 else y.exp(), lambda y: y.view(1, 4)],
-    ids=["a branch on the batch", "one sample at a time"],
-)
-def test_the_iterative_computer_runs_each_sample_alone(after: Forward) -> None:
-    """One forward pass over the batch would take one branch for all samples."""
-    model = Layer(after)
-    assert {bool(model.linear(row).sum() > 0) for row in IMAGES} == {True, False}
-
-    found = collect_gradients(IterativeGradientComputer(model, SQUARES), (IMAGES,))
-
-    assert_same(found, by_loop(model, squares, (IMAGES,)))
+SQUARES = resolve_task(lambda call, batch: call(*batch).square().sum(1))
 
 
 def of_cnn(change: Callable[[nn.Module], nn.Module]) -> Any:
@@ -520,6 +445,7 @@ def test_the_functional_computer_is_next_and_the_iterative_one_last() -> None:
     name, reason, _ = choose_gradient_computer(model, resolve_task(loop), batch, "weight")
     assert name == "functional"
     assert reason.startswith("hook: The model runs")
+    assert "without a loop over samples" in reason
     name, reason, computer = choose_gradient_computer(model, resolve_task(branch), batch)
     assert name == "iterative"
     assert "functional: torch.func.vmap cannot transform" in reason
@@ -552,26 +478,13 @@ def test_the_last_resort_is_tried_under_autocast_and_on_one_sample_at_a_time() -
     assert choose_gradient_computer(images[0], MARGIN, images[1], nn.BatchNorm2d)[0] == "hook"
 
 
-def test_manifest_and_log_hold_the_reason_of_a_choice(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
+def test_the_manifest_holds_the_reason_of_a_choice(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
-    for choice in ("auto", "hook"):
-        path = tmp_path / f"{choice}.zarr"
-        made = Attributor(
-            model, task="image_classification", path=path, proj_dim=4, gradient_computer=choice, device="cpu"
-        )
-        with caplog.at_level(logging.INFO, "trak_lite"):
-            made.featurize(data)
-        stored = json.loads((path / "zarr.json").read_text())["attributes"]["trak_lite"]["made_with"]
-
-        expected = "every kept parameter is covered" if choice == "auto" else None
-        assert stored.get("gradient_computer_reason") == expected
-        assert stored["settings"]["gradient_computer"] == "hook"
-        Attributor.open(path, model, device="cpu").featurize(data)
-    assert "'hook'" in caplog.text
+    for choice, reason in (("auto", "every kept parameter is covered"), ("hook", None)):
+        settings = {"proj_dim": 4, "gradient_computer": choice, "device": "cpu"}
+        Attributor(nn.Linear(4, 3), "image_classification", tmp_path / choice, **settings).featurize(data)
+        with ZarrFeatureStore.open(tmp_path / choice) as store:
+            assert store.manifest.made_with.get("gradient_computer_reason") == reason
 
 
 class _Unknown(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from models import (
     Build,
     Case,
     DenseMixture,
+    Exact,
     Forward,
     Model,
     Net,
     RoutedMixture,
     assert_exact,
+    assert_exact_in_every_batch,
     by_loop,
     classify,
     hooked,
@@ -97,12 +100,6 @@ def send_everything_to(model: nn.Module, expert: int) -> None:
         model.router.bias.copy_(F.one_hot(torch.tensor(expert), len(model.router.bias)))
 
 
-@pytest.mark.parametrize("count", [6, 1, 19])
-@pytest.mark.parametrize("build", MIXTURES.values(), ids=MIXTURES)
-def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(build: Build, count: int) -> None:
-    assert_exact(*mixture(build, count), classify)
-
-
 @pytest.mark.parametrize("build", [lambda: Mixture(best=1), ByMask], ids=["left out", "run on no rows"])
 def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build: Build) -> None:
     model, batch = mixture(build)
@@ -120,18 +117,6 @@ def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build: Build) -
     if build is not ByMask:
         assert coverage["experts.0.up.weight"].how == "zero"
         assert coverage["experts.0.up.weight"].why.startswith("no row of these samples reaches it")
-
-
-@pytest.mark.parametrize("counts", [(5, 5, 5, 5), (5, 3, 5, 1)], ids=str)
-@pytest.mark.parametrize("build", [Mixture, ByMask])
-def test_later_batches_with_other_routes_are_exact(build: Any, counts: tuple[int, ...]) -> None:
-    """Of other sizes or not, with experts that the examined samples never reached."""
-    model, batch = mixture(build)
-    computer = HookGradientComputer(model, resolve_task(classify), self_check=False)
-    collect_gradients(computer, (torch.full((5, 5), 3), batch[1]))
-
-    for count in counts:
-        assert_exact(model, tokens(5)(count), classify, computer=computer)
 
 
 def odd_expert() -> nn.Module:
@@ -191,29 +176,54 @@ EXPERTS: dict[str, Build] = {
 }
 
 
+def given(build: Build, *batches: Any, **settings: Any) -> Exact:
+    return Exact(build, batches, classify, settings=settings)
+
+
+def drawn(length: int, *counts: int) -> list[Any]:
+    return [partial(tokens(length), count) for count in counts]
+
+
+def above_a_recurrent_layer(kind: type[nn.RNNBase]) -> nn.Module:
+    """A layer that is differentiated more than once."""
+    model = Mixture()
+    rnn = kind(6, 6, batch_first=True)
+    model.embed = Model(lambda s, ids: s.rnn(s.words(ids))[0], words=model.embed, rnn=rnn)
+    return model
+
+
+ONE_TOKEN = (torch.full((5, 5), 3), torch.arange(25).view(5, 5) % 11)
+EXACT: dict[str, Exact] = {name: given(build, *drawn(5, 6, 1, 19)) for name, build in MIXTURES.items()}
+EXACT |= {
+    f"{kind.__name__}, after samples of one token, then {counts}": given(
+        kind, ONE_TOKEN, *drawn(5, *counts), self_check=False
+    )
+    for kind in (Mixture, ByMask)
+    for counts in [(5, 5, 5, 5), (5, 3, 5, 1)]
+}
+for kind in (nn.LSTM, nn.GRU):
+    build = partial(above_a_recurrent_layer, kind)
+    EXACT[f"above {kind.__name__}"] = given(build, *drawn(4, 5))
+
+
+@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
+def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(case: Exact) -> None:
+    """Of other sizes and routes than those examined, and of experts that the examined samples never reached."""
+    assert_exact_in_every_batch(case)
+
+
 # torch's recurrent layers take no empty batch
 FITTING = [(name, ByMask) for name in EXPERTS if name[:3] not in ("GRU", "LST")]
 FITTING += [(name, Mixture) for name in EXPERTS]
 
 
-@pytest.mark.parametrize(("name", "build"), FITTING)
-def test_experts_of_any_kind_are_exact(name: str, build: Any) -> None:
-    model, batch = mixture(lambda: build(EXPERTS[name]), 4, 3)
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_experts_of_any_kind_are_exact(name: str, kind: Any) -> None:
+    model, batch = mixture(lambda: kind(EXPERTS[name]), 4, 3)
 
     assert_exact(model, batch, classify)
     send_everything_to(model, 1)
     assert_exact(model, batch, classify)
-
-
-@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU])
-def test_a_recurrent_layer_below_the_experts_is_differentiated_more_than_once(recurrent: Any) -> None:
-    def build() -> nn.Module:
-        model = Mixture()
-        rnn = recurrent(6, 6, batch_first=True)
-        model.embed = Model(lambda s, ids: s.rnn(s.words(ids))[0], words=model.embed, rnn=rnn)
-        return model
-
-    assert_exact(*mixture(build, length=4), classify)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -272,14 +282,6 @@ def backward_passes(model: nn.Module, batch: Any, output: Any = wavy) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize(("build", "passes"), [(DenseMixture, 1), (RoutedMixture, 2)])
-def test_only_models_that_route_pay_for_more_backward_passes(build: Any, passes: int) -> None:
-    """Up to 64 samples have numbers of one digit, so there is one weighted pass and the plain one."""
-    model, batch = mixture(build, 20, 4)
-
-    assert backward_passes(model, batch, classify) == passes
-
-
 def recurrent(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
     found = pack_padded_sequence(s.a(x), lengths, batch_first=True, enforce_sorted=False)
     return s.c(s.rnn(found)[1][0][-1])
@@ -318,6 +320,9 @@ def test_an_index_that_moves_no_samples_costs_nothing(forward: Forward, output: 
 
     assert backward_passes(model, batch, output) == 1
     assert_exact(model, batch, output)
+    # Up to 64 samples have numbers of one digit, so there is one weighted pass and the plain one.
+    for build, passes in ((DenseMixture, 1), (RoutedMixture, 2)):
+        assert backward_passes(*mixture(build, 20, 4), classify) == passes
 
 
 # What is refused

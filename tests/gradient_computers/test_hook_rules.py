@@ -132,47 +132,30 @@ def per_axis(draw: st.DrawFn, dims: int, low: int, high: int) -> tuple[int, ...]
 
 
 @st.composite
-def convolutions(draw: st.DrawFn) -> Drawn:
+def convolutions(draw: st.DrawFn, transposed: bool) -> Drawn:
     """Every option of a convolution, each spatial axis on its own."""
     dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     channels, out = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
-    kernel, dilation = per_axis(draw, dims, 1, 3), per_axis(draw, dims, 1, 2)
-    padding = draw(st.sampled_from(["same", "valid", per_axis(draw, dims, 0, 2)]))
-    # Reflection takes less than the whole axis: at most 2 entries on a side.
-    reach = [max(d * (k - 1) + 1, 3) for k, d in zip(kernel, dilation, strict=True)]
-    sizes = [need + draw(st.integers(0, 2)) for need in reach]
-    options = {
-        "stride": (1,) * dims if padding == "same" else per_axis(draw, dims, 1, 3),
-        "padding": padding,
-        "dilation": dilation,
-        "groups": groups,
-        "bias": draw(st.booleans()),
-        "padding_mode": draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"])),
-    }
-    model = partial(above, sizes[-1], CONVOLUTIONS[dims], channels, out, kernel, **options)
-    return with_frames(draw, model, channels, *sizes)
-
-
-@st.composite
-def transposed_convolutions(draw: st.DrawFn) -> Drawn:
-    dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    channels, out = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
-    kernel, dilation = per_axis(draw, dims, 1, 3), per_axis(draw, dims, 1, 2)
-    stride, padding = per_axis(draw, dims, 1, 3), per_axis(draw, dims, 0, 2)
-    # The padding is cut off the result, of which something has to be left.
-    sizes = [1 + math.ceil(2 * p / s) + draw(st.integers(0, 2)) for p, s in zip(padding, stride, strict=True)]
-    options = {
-        "stride": stride,
-        "padding": padding,
-        "output_padding": tuple(
-            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
-        ),
-        "dilation": dilation,
-        "groups": groups,
-        "bias": draw(st.booleans()),
-    }
-    model = partial(above, sizes[-1], TRANSPOSED[dims], channels, out, kernel, **options)
-    return with_frames(draw, model, channels, *sizes)
+    kernel, dilation, stride = (per_axis(draw, dims, 1, most) for most in (3, 2, 3))
+    padding: Any = per_axis(draw, dims, 0, 2)
+    options = {"dilation": dilation, "groups": groups, "bias": draw(st.booleans())}
+    if transposed:
+        larger = map(max, stride, dilation)
+        options["output_padding"] = tuple(draw(st.integers(0, most - 1)) for most in larger)
+        # The padding is cut off the result, of which something has to be left.
+        least = [1 + math.ceil(2 * p / s) for p, s in zip(padding, stride, strict=True)]
+    else:
+        padding = draw(st.sampled_from(["same", "valid", padding]))
+        stride = (1,) * dims if padding == "same" else stride
+        options["padding_mode"] = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+        # Reflection takes less than the whole axis: at most 2 entries on a side.
+        least = [max(d * (k - 1) + 1, 3) for k, d in zip(kernel, dilation, strict=True)]
+    sizes = [need + draw(st.integers(0, 2)) for need in least]
+    layer = (TRANSPOSED if transposed else CONVOLUTIONS)[dims]
+    options |= {"stride": stride, "padding": padding}
+    return with_frames(
+        draw, partial(above, sizes[-1], layer, channels, out, kernel, **options), channels, *sizes
+    )
 
 
 @st.composite
@@ -326,14 +309,92 @@ def shared_weights(draw: st.DrawFn) -> Drawn:
     return Drawn(partial(shared, width, tuple(uses)), (normal(draw(COUNTS), *middle, width),), BY_ANY)
 
 
+# Recurrent layers
+
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "RNN with tanh": partial(nn.RNN, nonlinearity="tanh"),
+    "RNN with ReLU": partial(nn.RNN, nonlinearity="relu"),
+}
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over ``(B, T, d)``, all or some of whose results count."""
+
+    def __init__(
+        self,
+        kind: Callable[..., nn.RNNBase],
+        packing: str = "no",
+        start: str = "zero",
+        reads: str = "everything",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.rnn = kind(**{"input_size": 4, "hidden_size": 3, "batch_first": True, **options})
+        self.scale = nn.Parameter(torch.ones(self.rnn.input_size))
+        self.packing, self.start, self.reads = packing, start, reads
+        states = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
+        self.first = nn.Parameter(torch.ones(states, 1, self.rnn.hidden_size)) if start == "learned" else None
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+        axis, first = self.rnn.batch_first, self.first_state(x, state)
+        x, total = x * self.scale, x.shape[1]
+        x = x if axis else x.transpose(0, 1)
+        if self.packing != "no":
+            ends = torch.full_like(lengths, total) if self.packing == "sorted" else lengths.clamp(max=total)
+            x = pack_padded_sequence(x, ends, axis, enforce_sorted=self.packing == "sorted")
+        out, last = self.call(x, first)
+        if self.packing != "no":
+            out = pad_packed_sequence(out, axis, total_length=total)[0]
+        states = [value.transpose(0, 1) for value in (last if isinstance(last, tuple) else (last,))]
+        out = out if axis else out.transpose(0, 1)
+        found = {"everything": [out, *states], "outputs": [out], "last": states[-1:]}[self.reads]
+        return torch.cat([value.flatten(1) for value in found], 1)
+
+    def call(self, x: Any, first: Any) -> Any:
+        return self.rnn(x, first)
+
+    def first_state(self, x: Tensor, state: Tensor | None) -> Any:
+        if self.start == "zero":
+            return None
+        first = state.transpose(0, 1) if self.first is None else self.first.expand(-1, len(x), -1)
+        first = (first * self.scale[0]).contiguous()  # depends on a parameter, and if given on the sample
+        return (first, first.sin()) if isinstance(self.rnn, nn.LSTM) else first
+
+
+@st.composite
+def recurrent_layers(draw: st.DrawFn, kind: str) -> Drawn:
+    bidirectional, start = draw(st.booleans()), draw(st.sampled_from(["zero", "given", "learned"]))
+    layers, hidden, width = (draw(st.integers(1, 3)) for _ in range(3))
+    count, length = draw(COUNTS), draw(st.integers(1, 4))
+    model = partial(
+        Recurrent,
+        KINDS[kind],
+        packing=draw(st.sampled_from(["no", "sorted", "unsorted"])),
+        start=start,
+        reads=draw(st.sampled_from(["everything", "everything", "outputs", "last"])),
+        input_size=width,
+        hidden_size=hidden,
+        num_layers=layers,
+        bias=draw(st.booleans()),
+        batch_first=draw(st.booleans()),
+        bidirectional=bidirectional,
+    )
+    lengths = partial(torch.randint, 1, length + 1, (count,))
+    state = (normal(count, layers * (2 if bidirectional else 1), hidden),) if start == "given" else ()
+    return Drawn(model, (normal(count, length, width), lengths, *state))
+
+
 LAYERS = {
     "linear": linear_layers(),
-    "convolution": convolutions(),
-    "transposed convolution": transposed_convolutions(),
+    "convolution": convolutions(transposed=False),
+    "transposed convolution": convolutions(transposed=True),
     "embedding": embeddings(),
     "embedding bag": embedding_bags(),
     "multi-head attention": attentions(),
     "one weight in several uses": shared_weights(),
+    **{kind: recurrent_layers(kind) for kind in KINDS},
 }
 every_layer = pytest.mark.parametrize("layer", LAYERS)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -352,7 +413,7 @@ def test_a_layer_at_any_options_equals_the_loop(layer: str, data: st.DataObject)
 
 
 @every_layer
-@drawn(max_examples=MANY)
+@drawn(max_examples=2 * MANY)
 @given(data=st.data())
 def test_a_layer_at_many_options_equals_the_loop(layer: str, data: st.DataObject) -> None:
     check_drawn(layer, data)
@@ -361,63 +422,128 @@ def test_a_layer_at_many_options_equals_the_loop(layer: str, data: st.DataObject
 # What is not left to chance
 
 FIXED: dict[str, tuple[Build, tuple[int, ...]]] = {
-    "unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
-    "not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
-    "reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
-    "in a circle": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
+    "convolution, unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
+    "convolution, evenly padded": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (2, 5, 6)),
+    "convolution, not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
+    "convolution, reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
+    "convolution, in a circle": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
     "kernels of one entry": (lambda: nn.Conv2d(4, 6, 1), (4, 7, 7)),
     "kernels of one entry, strided": (lambda: nn.Conv2d(4, 6, 1, 2), (4, 7, 7)),
     "kernels of one entry, in groups": (lambda: nn.Conv2d(4, 6, 1, groups=2), (4, 7, 7)),
     "kernels of one entry, strided, in groups": (lambda: nn.Conv2d(4, 6, 1, 2, groups=2), (4, 7, 7)),
+    "layer norm": (lambda: nn.LayerNorm(6), (4, 6)),
+    "layer norm, two axes": (lambda: nn.LayerNorm((4, 6), eps=1e-2), (2, 4, 6)),
+    "layer norm without bias": (lambda: nn.LayerNorm(6, bias=False), (6,)),
+    "layer norm without parameters": (lambda: nn.LayerNorm(6, elementwise_affine=False), (4, 6)),
+    "RMS norm": (lambda: nn.RMSNorm(6), (4, 6)),
+    "RMS norm, two axes": (lambda: nn.RMSNorm((4, 6), eps=1e-3), (4, 6)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 6)),
+    "group norm, one entry per channel": (lambda: nn.GroupNorm(2, 6), (6,)),
+    "instance norm": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 6)),
+    "instance norm with statistics": (lambda: nn.InstanceNorm2d(4, 1e-5, 0.1, True, True), (4, 3, 6)),
+    "batch norm": (lambda: nn.BatchNorm1d(6), (6,)),
+    "batch norm, one axis": (lambda: nn.BatchNorm1d(4), (4, 6)),
+    "batch norm, three axes": (lambda: nn.BatchNorm3d(4), (4, 2, 3, 6)),
+    "batch norm without parameters": (lambda: nn.BatchNorm2d(4, affine=False), (4, 3, 6)),
 }
 
 
-@pytest.mark.parametrize(("layer", "shape"), FIXED.values(), ids=FIXED)
-def test_convolutions_that_pad_unevenly_or_read_one_entry(layer: Any, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model, batch = layer().double(), (torch.randn(3, *shape, dtype=torch.float64),)
-    expected = by_loop(model, wavy, batch)
-
-    computer = assert_exact(model, batch)
-
-    with torch.autocast("cpu", torch.bfloat16):  # which casts no float64 convolution
-        assert_same(collect_gradients(computer, batch), expected)
-
-
-NORMS: dict[str, tuple[Build, tuple[int, ...]]] = {
-    "layer": (lambda: nn.LayerNorm(6), (4, 6)),
-    "layer, two axes": (lambda: nn.LayerNorm((4, 6), eps=1e-2), (2, 4, 6)),
-    "layer without bias": (lambda: nn.LayerNorm(6, bias=False), (6,)),
-    "layer without parameters": (lambda: nn.LayerNorm(6, elementwise_affine=False), (4, 6)),
-    "RMS": (lambda: nn.RMSNorm(6), (4, 6)),
-    "RMS, two axes": (lambda: nn.RMSNorm((4, 6), eps=1e-3), (4, 6)),
-    "group": (lambda: nn.GroupNorm(2, 4), (4, 6)),
-    "group, one entry per channel": (lambda: nn.GroupNorm(2, 6), (6,)),
-    "instance": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 6)),
-    "instance with statistics": (lambda: nn.InstanceNorm2d(4, 1e-5, 0.1, True, True), (4, 3, 6)),
-    "batch": (lambda: nn.BatchNorm1d(6), (6,)),
-    "batch, one axis": (lambda: nn.BatchNorm1d(4), (4, 6)),
-    "batch, three axes": (lambda: nn.BatchNorm3d(4), (4, 2, 3, 6)),
-    "batch without parameters": (lambda: nn.BatchNorm2d(4, affine=False), (4, 3, 6)),
-}
-
-
-def trained(norm: Build) -> nn.Module:
-    """Return a norm with running statistics that are not those of a new layer."""
-    layer = norm()
+def trained(build: Build) -> nn.Module:
+    """Return a layer; running statistics are not those of a new one."""
+    layer = build()
     if getattr(layer, "running_mean", None) is not None:
         layer.running_mean.normal_()
         layer.running_var.uniform_(0.5, 2)
     return layer
 
 
-@pytest.mark.parametrize("layout", ["rows of positions", "samples first"])
-@pytest.mark.parametrize(("norm", "shape"), NORMS.values(), ids=NORMS)
-def test_norms(norm: Build, shape: tuple[int, ...], layout: str) -> None:
-    frames = () if layout == "samples first" else (2,)
-    model = partial(laid_out, partial(above, 6, trained, norm), layout)
+@pytest.mark.parametrize(("layer", "shape"), FIXED.values(), ids=FIXED)
+def test_layers_at_given_options_equal_the_loop(layer: Build, shape: tuple[int, ...]) -> None:
+    model = partial(above, shape[-1], trained, layer)
     for count, only in ((0, None), (3, None), (2, 2)):  # the last one for the bias alone
-        check(Drawn(model, (normal(count, *frames, *shape),)), only)
+        check(Drawn(model, (normal(count, *shape),)), only)
+    check(Drawn(partial(laid_out, model, "rows of positions"), (normal(3, 2, *shape),)))
+    with torch.autocast("cpu", torch.bfloat16):  # which casts nothing in float64
+        check(Drawn(model, (normal(3, *shape),)))
+
+
+class InPlace(Recurrent):
+    """Changes what the layer read, or what it returned, in place; or returns a slope of it."""
+
+    changed = "output"
+
+    def call(self, x: Any, first: Any) -> Any:
+        if self.changed == "differentiated":
+            x = x.detach().requires_grad_()
+        outputs, state = self.rnn(x)
+        if self.changed == "differentiated":
+            (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+            return slope, state
+        (x if self.changed == "input" else outputs).mul_(2)
+        return outputs, state
+
+
+def with_shared_weights() -> nn.Module:
+    model = Recurrent(nn.GRU, hidden_size=4, num_layers=2)
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(model.rnn, f"{name}_l1", getattr(model.rnn, f"{name}_l0"))
+    return model
+
+
+TWO_WAYS = {"num_layers": 2, "bidirectional": True}
+RECURRENT: dict[str, tuple[Build, frozenset[str]]] = {
+    **{
+        f"{kind}, the last state of two layers and directions, {packing} packed": (
+            partial(Recurrent, layer, packing, reads="last", **TWO_WAYS),
+            BY_RULE,
+        )
+        for kind, layer in KINDS.items()
+        for packing in ("unsorted", "no")
+    },
+    **{
+        f"{kind}, outputs are changed in place": (partial(InPlace, layer, reads="outputs"), BY_RULE)
+        for kind, layer in KINDS.items()
+    },
+    "LSTM with projections": (partial(Recurrent, nn.LSTM, proj_size=2, **TWO_WAYS), BY_ANY),
+    "GRU of layers that share their weights": (with_shared_weights, BY_RULE),
+}
+
+
+@pytest.mark.parametrize(("build", "ways"), RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_of_given_options_equal_the_loop(build: Build, ways: frozenset[str]) -> None:
+    check(Drawn(build, (normal(4, 5, 4), partial(torch.tensor, [3, 5, 1, 4])), ways))
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [("input", "changed in place after the layer read it"), ("differentiated", "create_graph=True")],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_recurrent_layers_are_not_changed_nor_derived_twice(
+    kind: str, changed: str, message: str, self_check: bool
+) -> None:
+    model = InPlace(KINDS[kind], reads="outputs").double()
+    model.changed = changed
+    with pytest.raises(UnsupportedModelError, match=message):
+        collect_gradients(
+            HookGradientComputer(model, resolve_task(wavy), self_check=self_check), (rows(3, 4),)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_changes_recurrent_gradients_little(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN's LSTM in bfloat16 needs AVX-512
+    torch.manual_seed(0)
+    model, batch = Recurrent(KINDS[kind]), (rows(3, 5).float(),)
+
+    half = collect_gradients(
+        HookGradientComputer(model, resolve_task(wavy), autocast_dtype=torch.bfloat16), batch
+    )
+
+    for name, value in by_loop(model, wavy, batch).items():
+        assert half[name].dtype == torch.float32
+        assert (half[name] - value).norm() < 0.05 * value.norm(), name
 
 
 def scaled(operation: Forward, shape: tuple[int, ...]) -> nn.Module:
@@ -600,171 +726,7 @@ def test_complex_operands(name: str, plain: bool) -> None:
     assert_exact(model, batch, computer=computer)  # a later pass may take another way
 
 
-# Recurrent layers
-
-KINDS: dict[str, Callable[..., nn.RNNBase]] = {
-    "LSTM": nn.LSTM,
-    "GRU": nn.GRU,
-    "RNN with tanh": partial(nn.RNN, nonlinearity="tanh"),
-    "RNN with ReLU": partial(nn.RNN, nonlinearity="relu"),
-}
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer over ``(B, T, d)``, all or some of whose results count."""
-
-    def __init__(
-        self,
-        kind: Callable[..., nn.RNNBase],
-        packing: str = "no",
-        start: str = "zero",
-        reads: str = "everything",
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.rnn = kind(**{"input_size": 4, "hidden_size": 3, "batch_first": True, **options})
-        self.scale = nn.Parameter(torch.ones(self.rnn.input_size))
-        self.packing, self.start, self.reads = packing, start, reads
-        states = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
-        self.first = nn.Parameter(torch.ones(states, 1, self.rnn.hidden_size)) if start == "learned" else None
-
-    def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        axis, first = self.rnn.batch_first, self.first_state(x, state)
-        x, total = x * self.scale, x.shape[1]
-        x = x if axis else x.transpose(0, 1)
-        if self.packing != "no":
-            ends = torch.full_like(lengths, total) if self.packing == "sorted" else lengths.clamp(max=total)
-            x = pack_padded_sequence(x, ends, axis, enforce_sorted=self.packing == "sorted")
-        out, last = self.call(x, first)
-        if self.packing != "no":
-            out = pad_packed_sequence(out, axis, total_length=total)[0]
-        states = [value.transpose(0, 1) for value in (last if isinstance(last, tuple) else (last,))]
-        out = out if axis else out.transpose(0, 1)
-        found = {"everything": [out, *states], "outputs": [out], "last": states[-1:]}[self.reads]
-        return torch.cat([value.flatten(1) for value in found], 1)
-
-    def call(self, x: Any, first: Any) -> Any:
-        return self.rnn(x, first)
-
-    def first_state(self, x: Tensor, state: Tensor | None) -> Any:
-        if self.start == "zero":
-            return None
-        first = state.transpose(0, 1) if self.first is None else self.first.expand(-1, len(x), -1)
-        first = (first * self.scale[0]).contiguous()  # depends on a parameter, and if given on the sample
-        return (first, first.sin()) if isinstance(self.rnn, nn.LSTM) else first
-
-
-@st.composite
-def recurrent_layers(draw: st.DrawFn, kind: str) -> Drawn:
-    bidirectional, start = draw(st.booleans()), draw(st.sampled_from(["zero", "given", "learned"]))
-    layers, hidden, width = (draw(st.integers(1, 3)) for _ in range(3))
-    count, length = draw(COUNTS), draw(st.integers(1, 4))
-    model = partial(
-        Recurrent,
-        KINDS[kind],
-        packing=draw(st.sampled_from(["no", "sorted", "unsorted"])),
-        start=start,
-        reads=draw(st.sampled_from(["everything", "everything", "outputs", "last"])),
-        input_size=width,
-        hidden_size=hidden,
-        num_layers=layers,
-        bias=draw(st.booleans()),
-        batch_first=draw(st.booleans()),
-        bidirectional=bidirectional,
-    )
-    lengths = partial(torch.randint, 1, length + 1, (count,))
-    state = (normal(count, layers * (2 if bidirectional else 1), hidden),) if start == "given" else ()
-    return Drawn(model, (normal(count, length, width), lengths, *state))
-
-
-@every_kind
-@drawn(max_examples=5)
-@given(data=st.data())
-def test_a_recurrent_layer_at_any_options_equals_the_loop(kind: str, data: st.DataObject) -> None:
-    check(data.draw(recurrent_layers(kind)), only=data.draw(st.none() | st.integers(0, 9)))
-
-
-@every_kind
-@drawn(max_examples=2 * MANY)
-@given(data=st.data())
-def test_a_recurrent_layer_at_many_options_equals_the_loop(kind: str, data: st.DataObject) -> None:
-    check(data.draw(recurrent_layers(kind)), only=data.draw(st.none() | st.integers(0, 9)))
-
-
-@every_kind
-@pytest.mark.parametrize("packing", ["unsorted", "no"])
-def test_the_last_state_of_two_layers_and_directions(kind: str, packing: str) -> None:
-    torch.manual_seed(0)
-    options = {"num_layers": 2, "bidirectional": True}
-    model = Recurrent(KINDS[kind], packing=packing, reads="last", **options).double()
-
-    computer = assert_exact(model, (rows(4, 5), torch.tensor([3, 5, 1, 4])))
-    assert {line.how for line in computer.explain((rows(4, 5), torch.tensor([3, 5, 1, 4])))} == {"rule"}
-
-
-def test_an_lstm_with_projections_falls_back_and_layers_may_share_their_weights() -> None:
-    torch.manual_seed(0)
-    projected = Recurrent(nn.LSTM, num_layers=2, proj_size=2, bidirectional=True).double()
-    computer = assert_exact(projected, (rows(3, 4),))
-    assert computer.explain((rows(3, 4),))["rnn.weight_ih_l0"].how == "fallback"
-
-    shared = Recurrent(nn.GRU, hidden_size=4, num_layers=2).double()
-    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-        setattr(shared.rnn, f"{name}_l1", getattr(shared.rnn, f"{name}_l0"))
-    assert_exact(shared, (rows(3, 4),))
-
-
-class InPlace(Recurrent):
-    """Changes what the layer read, or what it returned, in place; or returns a slope of it."""
-
-    changed = "output"
-
-    def call(self, x: Any, first: Any) -> Any:
-        if self.changed == "differentiated":
-            x = x.detach().requires_grad_()
-        outputs, state = self.rnn(x)
-        if self.changed == "differentiated":
-            (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
-            return slope, state
-        (x if self.changed == "input" else outputs).mul_(2)
-        return outputs, state
-
-
-@every_kind
-def test_outputs_may_be_changed_in_place_but_not_inputs_nor_be_derived_twice(kind: str) -> None:
-    torch.manual_seed(0)
-    model, batch = InPlace(KINDS[kind], reads="outputs").double(), (rows(3, 4),)
-    assert_exact(model, batch)
-
-    for self_check in (True, False):
-        computer = HookGradientComputer(model, resolve_task(wavy), self_check=self_check)
-        model.changed = "input"
-        with pytest.raises(UnsupportedModelError, match="changed in place after the layer read it"):
-            collect_gradients(computer, batch)
-        model.changed = "differentiated"
-        computer = HookGradientComputer(model, resolve_task(wavy), self_check=self_check)
-        with pytest.raises(UnsupportedModelError, match="create_graph=True"):
-            collect_gradients(computer, batch)
-
-
-@every_kind
-def test_autocast_changes_little(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN's LSTM in bfloat16 needs AVX-512
-    torch.manual_seed(0)
-    model, batch = Recurrent(KINDS[kind]), (rows(3, 5).float(),)
-    task = resolve_task(lambda call, batch: call(*batch).sin().sum(1))
-
-    half = collect_gradients(HookGradientComputer(model, task, autocast_dtype=torch.bfloat16), batch)
-
-    for name, value in collect_gradients(HookGradientComputer(model, task), batch).items():
-        assert half[name].dtype == torch.float32
-        assert (half[name] - value).norm() < 0.05 * value.norm(), name
-
-
-# The recurrence as an operation
-
-TORCHS = {
+OPERATIONS_OF_TORCH = {
     "LSTM": ("lstm", torch.lstm),
     "GRU": ("gru", torch.gru),
     "RNN with tanh": ("tanh", torch.rnn_tanh),
@@ -772,33 +734,21 @@ TORCHS = {
 }
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@every_kind
-def test_results_and_all_gradients_equal_those_of_torch(kind: str, packed: bool, bidirectional: bool) -> None:
-    """Weights that autograd is to differentiate get their summed gradient: nothing is lost in silence."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_a_recurrence_that_autograd_is_to_differentiate_get_their_summed_gradient(
+    kind: str,
+) -> None:
     torch.manual_seed(0)
-    rnn = KINDS[kind](3, 2, 2, bidirectional=bidirectional, batch_first=True).double()
-    shape, weights = (4 if bidirectional else 2, 4, 2), list(rnn.parameters())
-    state = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    weights = list(KINDS[kind](3, 2, **TWO_WAYS).double().parameters())
+    state = [torch.randn(4, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     state = state if kind == "LSTM" else state[:1]
-    x = torch.randn(4, 5, 3, dtype=torch.float64)
-    if packed:
-        x, sizes, *_ = pack_padded_sequence(x, torch.tensor([5, 4, 4, 1]), batch_first=True)
-    x.requires_grad_()
-    rest = [tuple(state) if kind == "LSTM" else state[0], weights, True, 2, 0.0, False, bidirectional]
-    args = [x, sizes, *rest] if packed else [x, *rest, True]
-    wanted = [x, *state, *weights]
+    x = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
+    args = [x, tuple(state) if kind == "LSTM" else state[0], weights, True, 2, 0.0, False, True, True]
+    name, operation = OPERATIONS_OF_TORCH[kind]
 
-    def summed(results: tuple[Tensor, ...]) -> Tensor:
-        return sum((i + value * value.cos()).sin().sum() for i, value in enumerate(results, 1))
+    results = run_recurrent(name, args, order=None, tap=lambda value, *_: value), operation(*args)
 
-    name, operation = TORCHS[kind]
-    results = run_recurrent(name, args, order=None, tap=lambda value, *_: value)
-    expected = tuple(operation(*args))
-    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
-    grads = torch.autograd.grad(summed(expected), wanted)
-    found = torch.autograd.grad(summed(results), wanted, retain_graph=True)
-    torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-10)
-    again = torch.autograd.grad(summed(results), wanted)
-    torch.testing.assert_close(again, found, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    sums = [sum((i + value * value.cos()).sin().sum() for i, value in enumerate(one)) for one in results]
+    grads = [torch.autograd.grad(value, [x, *state, *weights]) for value in sums]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)

@@ -247,14 +247,6 @@ def test_what_hooks_cannot_follow_is_refused_by_name_and_told_by_the_coverage(ca
         assert "refused" in {line.how for line in coverage}, str(coverage)
 
 
-def test_a_loop_over_samples_is_refused() -> None:
-    def output(call: ModelCall, batch: Any) -> Tensor:
-        return torch.stack([call(x).sum() for x in batch[0]])
-
-    with pytest.raises(UnsupportedModelError, match="without a loop over samples"):
-        assert_exact(nn.Linear(4, 2).double(), (rows(4),), output)
-
-
 @pytest.mark.parametrize("first_read", [0, 1])
 def test_an_output_function_that_reads_a_parameter_gets_its_gradient_or_is_refused(first_read: int) -> None:
     """Operations outside the model are intercepted only if the first batch has some on parameters."""

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from zoo_cases import Architecture
-from zoo_path import gradients_by_precision, run_whole_path
-from zoo_published import PUBLISHED
 
 import trak_lite.errors
+from benchmarks.architectures import Architecture
+from benchmarks.architectures.published import PUBLISHED
+from benchmarks.whole_path import gradients_by_precision, run_whole_path
 
 ROOT = Path(__file__).parents[2]
-TABLE = json.loads((ROOT / "benchmarks" / "results" / "zoo.json").read_text(encoding="utf-8"))["models"]
+
+
+def table_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return the results of a run of the benchmark by architecture."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["models"]
+
+
+TABLE = table_of("zoo")
 WHY = (
     "architectures of transformers and peft are tested where these are installed: pip install trak-lite[zoo]"
 )
@@ -37,7 +46,7 @@ def hub() -> list[Architecture]:
     """Return the entries that need transformers and peft, which are imported for them only."""
     for package in ("transformers", "peft"):
         pytest.importorskip(package, reason=WHY)
-    from zoo_hub import HUB
+    from benchmarks.architectures.hub import HUB
 
     return HUB
 
@@ -71,7 +80,7 @@ def test_a_published_architecture_is_right_from_featurize_to_report(name: str, t
 
 def test_gradients_of_a_mixture_are_right_in_every_precision_and_length() -> None:
     hub()
-    from zoo_mixtures import mixtures
+    from benchmarks.architectures.mixtures import mixtures
 
     entry = next(entry for entry in mixtures() if entry.name.startswith("mixtral"))
     found = gradients_by_precision(entry.make(), entry.task, entry.output, entry.samples(2, 1))
@@ -99,18 +108,11 @@ def test_every_architecture_of_the_table_is_right_or_refused_by_a_named_error_th
             assert f"| {name} | `{row['error']}` |" in page
 
 
-def test_gradients_of_every_architecture_that_was_run_are_right_in_every_precision() -> None:
-    path = ROOT / "benchmarks" / "results" / "zoo_gradients.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["models"]
+def test_gradients_in_every_precision_and_replays_of_every_architecture_that_was_run_are_right() -> None:
+    gradients, replays = table_of("zoo_gradients"), table_of("zoo_replays")
 
-    assert sum(row["domain"] == "mixtures and hybrids" for row in rows.values()) >= 40
-    assert {name: row["outcome"] for name, row in rows.items()} == dict.fromkeys(rows, "right")
-
-
-def test_rows_of_replayed_batches_are_those_of_the_pass_in_every_architecture_that_was_run() -> None:
-    path = ROOT / "benchmarks" / "results" / "zoo_replays.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["models"]
-
-    assert rows.keys() == TABLE.keys()
-    assert {row["outcome"] for row in rows.values()} == {"right", "refused"}
-    assert sum(row.get("replayed", False) for row in rows.values()) > 150
+    assert sum(row["domain"] == "mixtures and hybrids" for row in gradients.values()) >= 40
+    assert {row["outcome"] for row in gradients.values()} == {"right"}
+    assert replays.keys() == TABLE.keys()
+    assert {row["outcome"] for row in replays.values()} == {"right", "refused"}
+    assert sum(row.get("replayed", False) for row in replays.values()) > 150

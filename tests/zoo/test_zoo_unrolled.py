@@ -11,8 +11,8 @@ from test_zoo import architecture
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
-from zoo_path import batch_in_float64, in_float64
 
+from benchmarks.whole_path import batch_in_float64, in_float64
 from trak_lite import Rows
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.unrolled import SGD, Recipe, unrolled

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from zoo_cases import Architecture
-from zoo_hub import TABLE, causal
+from benchmarks.architectures import Architecture
+from benchmarks.architectures.hub import TABLE, causal
 
 
 def mixtures() -> list[Architecture]:

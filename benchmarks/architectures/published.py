@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from zoo_cases import (
+
+from benchmarks.architectures import (
     CLASSES,
     VOCABULARY,
     Architecture,
@@ -90,6 +91,8 @@ def resnet(depths: tuple[int, ...], width: int, expansion: int) -> nn.Module:
 
 
 class Shortcut(nn.Module):
+    """The sum of two paths, rectified in place."""
+
     def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
         self.body, self.shortcut = body, shortcut
@@ -188,6 +191,8 @@ class MNASNet(nn.Module):
 
 
 class Scaled(nn.Module):
+    """A learned factor of every channel."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((channels,), 0.1))

@@ -1,4 +1,4 @@
-"""Architectures of transformers and peft, in tiny configurations built from the table zoo_hub.yaml. No network."""
+"""Architectures of transformers and peft, in tiny configurations built from the table hub.yaml. No network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import transformers
 import yaml
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING as CONFIGS
-from zoo_cases import (
+
+from benchmarks.architectures import (
     CLASSES,
     TOKENS,
     VOCABULARY,
@@ -221,7 +222,7 @@ def played(generator: torch.Generator, number: int) -> dict[str, Tensor]:
 
 
 def forecast_log_prob(answer: str) -> Callable[[Any, Any], Tensor]:
-    """f of a classifier of series: log p of the label."""
+    """F of a classifier of series: log p of the label."""
 
     def f(call: Any, batch: Any) -> Tensor:
         logits = getattr(call(past_values=batch["past_values"]), answer)
@@ -259,12 +260,12 @@ def pair_similarity(call: Any, batch: Any) -> Tensor:
 
 
 def pooled_squares(call: Any, batch: Any) -> Tensor:
-    """f of a model that puts its patches into an order that it draws: of what does not depend on that order."""
+    """F of a model that puts its patches into an order that it draws: of what does not depend on that order."""
     return answer_of(call, batch).pooler_output.square().sum(1)
 
 
 def image_squares(answer: str) -> Callable[[Any, Any], Tensor]:
-    """f of a model whose answer is an image."""
+    """F of a model whose answer is an image."""
     return lambda call, batch: getattr(call(batch[0]), answer).square().flatten(1).sum(1)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import reference
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -32,6 +32,10 @@ from trak_lite.methods import AbstractKernelMethod, Fisher, GaussNewton, GradDot
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.report import write_report
 from trak_lite.store import ZarrFeatureStore
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import reference
 
 Array = np.ndarray
 OutputFunction = Callable[[nn.Module, Any], Tensor]
@@ -60,10 +64,10 @@ class Samples(Dataset[Any]):
         self.stop: int | None = None
         self.armed: Callable[[], bool] = lambda: False
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:  # noqa: D105
         if self.stop is not None and index >= self.stop and self.armed():
             raise Interrupted
         return self.samples[index]

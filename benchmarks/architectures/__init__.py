@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_path import Samples
+
+from benchmarks.whole_path import Samples
 
 VOCABULARY, PAD, CLASSES, TOKENS = 40, 0, 3, 8
 
@@ -164,7 +165,7 @@ def call_with_labels(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def class_margin(model: nn.Module, batch: Any) -> Tensor:
-    """log p - log (1 - p) of the label, by a loop over samples."""
+    """Log p - log (1 - p) of the label, by a loop over samples."""
     logits, labels = call_with_labels(model, batch)
     rows = []
     for row, chosen in zip(logits, labels.tolist(), strict=True):
