@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 
@@ -12,7 +13,7 @@ from late import Late
 from reference import margin
 from tiny_runs import adam_scale, labelled
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset
 from watching import EXACT, Restless, random_states, stored_rows
 
 from trak_lite import Attributor
@@ -62,7 +63,7 @@ def built():
     return Digits()
 
 
-def fit(module, folder, *callbacks, epochs=2, start=None, saves=True):
+def fit(module, folder, *callbacks, rows=ROWS, epochs=2, start=None, saves=True):
     trainer = pl.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
@@ -74,7 +75,7 @@ def fit(module, folder, *callbacks, epochs=2, start=None, saves=True):
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    loaders = DataLoader(ROWS, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
+    loaders = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
     trainer.fit(module, *loaders, ckpt_path=start, weights_only=False)
     return trainer
 
@@ -233,3 +234,37 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path, inside):
         )
     loader = {"checkpoint_loader": partial(lightning.ckpt_weights, prefix="model.")} if inside else {}
     assert attributor.featurize(ROWS, files, **loader).rows_written == 0
+
+
+class Capturing(Digits):
+    """As the docs say; ``seen`` are the rows and the weights before each step."""
+
+    capture = None
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.capture is not None:
+            self.seen.append((batch[1], copy.deepcopy(self.state_dict())))
+            self.capture(*batch)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_rows_are_captured_in_the_training_of_a_module(tmp_path):
+    numbered = StackDataset(ROWS, range(len(ROWS)))
+    plain, module = built(), built()
+    for each in (plain, module):
+        each.__class__, each.seen = Capturing, []
+    attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
+
+    torch.manual_seed(1)
+    fit(plain, tmp_path, rows=numbered, epochs=1)
+    torch.manual_seed(1)
+    with attributor.capture(ROWS, "epoch-0") as module.capture:
+        fit(module, tmp_path, rows=numbered, epochs=1)
+
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+    found = stored_rows(tmp_path / "a.zarr", 0)
+    assert len(module.seen) == 3
+    for numbers, weights in module.seen:
+        np.testing.assert_allclose(found[numbers], expected_rows(weights)[numbers], rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import hub_models as hub
+import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, datasets, gradients_of, peft, spread, transformers
@@ -159,6 +160,67 @@ def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build
     torch.testing.assert_close(f, plain, **precise(trainer.model))
     whole = trainer.compute_loss(trainer.model, dict(batch))
     torch.testing.assert_close(-f.sum() / counts.sum(), whole.double(), **TRLS, check_dtype=False)
+
+
+class KeepRow:
+    """A collator that keeps the column ``row``, as the docs show it."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def __call__(self, samples):
+        rows = [sample.pop("row") for sample in samples if "row" in sample]
+        batch = self.collator(samples)
+        return {**batch, "row": torch.tensor(rows)} if rows else batch
+
+
+class Capturing(trl.SFTTrainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        rows = inputs.pop("row")
+        self.capture(inputs, rows)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("build", [hub.lora, hub.gpt2])
+def test_sft_rows_are_captured_in_the_training(build, tmp_path):
+    expected = {}
+
+    def trained():
+        torch.manual_seed(0)
+        trainer = trainer_of(
+            "SFT",
+            hub.made(build),
+            PROMPTS,
+            tmp_path,
+            num_train_epochs=1,
+            remove_unused_columns=False,
+            per_device_train_batch_size=2,
+        )
+        texts = trainer.train_dataset
+        trainer.train_dataset = texts.add_column("row", list(range(len(texts))))
+        trainer.data_collator, trainer.__class__ = KeepRow(trainer.data_collator), Capturing
+        return trainer, texts
+
+    trainer, texts = trained()
+    attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", rows=texts, **EXACT)
+    with attributor.capture(texts, "run") as capture:
+
+        def compared(inputs, rows):
+            expected.update(
+                (row, hub.expected_rows(trainer.model, texts.select([row]))[0]) for row in rows.tolist()
+            )
+            trainer.model.train()
+            capture(inputs, rows)
+
+        trainer.capture = compared
+        trainer.train()
+    plain, _ = trained()
+    plain.capture = lambda *_: None
+    plain.train()
+
+    assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
+    rows = np.stack([expected[row] for row in range(len(texts))])
+    assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr", 0), rows) < 1e-5
 
 
 @pytest.mark.parametrize("build", [hub.llama, hub.lora, hub.gpt2])
