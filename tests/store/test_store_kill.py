@@ -96,6 +96,9 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path, kind, step, act, given, had)
             return
         place, acked = found
         whole = [] if act is drop else [*range(had), *acked]
+        if had:
+            with place.read() as store:
+                assert (store.entry("a", "key") is None) == (step == "entry_removed")
         look(place, whole, changes=step in STEPS[:2] or had == 9)
         if count % 2 and kind is Objects:  # by turns the run goes on from another machine
             shutil.rmtree(f"{place.root}/staging")

@@ -172,8 +172,8 @@ def a_list_and_a_drop(path, opened):
 def in_a_group(path, opened):
     """A group goes with its last table, unless one is made in it."""
     store, other = (opened.enter_context(ZarrFeatureStore.create(path, MANIFEST)) for _ in range(2))
-    store.create_table("group/x", SPEC)
-    return lambda: other.create_table("group/y", SPEC), lambda: store.drop_table("group/x")
+    store.create_table("targets/a/x", SPEC)
+    return lambda: other.create_table("targets/a/y", SPEC), lambda: store.drop_table("targets/a/x")
 
 
 def the_end_of_a_group_and_a_creation(path, opened):
@@ -223,7 +223,7 @@ def test_a_call_may_come_between_any_two_steps_of_another(tmp_path, pair, start)
         with ZarrFeatureStore.open(path) as store:
             names = store.table_names()
             size = store.open_table(NAME).spec.num_rows if NAME in names else 11
-        assert names == ["group/y"] if "group" in pair.__name__ else set(names) <= {NAME}
+        assert names == ["targets/a/y"] if "group" in pair.__name__ else set(names) <= {NAME}
         assert (NAME in names) == (pair in KEEPS) or "creation_and" in pair.__name__
         finish(path, sized(size))
         assert check_store(path).findings == ()
