@@ -463,8 +463,13 @@ def test_layers_at_given_options_equal_the_loop(layer: Build, shape: tuple[int, 
     for count, only in ((0, None), (3, None), (2, 2)):  # the last one for the bias alone
         check(Drawn(model, (normal(count, *shape),)), only)
     check(Drawn(partial(laid_out, model, "rows of positions"), (normal(3, 2, *shape),)))
-    with torch.autocast("cpu", torch.bfloat16):  # which casts nothing in float64
-        check(Drawn(model, (normal(3, *shape),)))
+
+
+@pytest.mark.parametrize("name", [name for name in FIXED if name.startswith("kernels of one entry")])
+def test_autocast_casts_no_convolution_in_float64(name: str) -> None:
+    layer, shape = FIXED[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        check(Drawn(layer, (normal(3, *shape),)))
 
 
 class InPlace(Recurrent):
