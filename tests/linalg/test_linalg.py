@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError, StateError
@@ -451,7 +451,7 @@ def assert_best(scores, tiles, k, sign):
 
 
 @given(stream=score_streams(), k=st.integers(1, 50), sign=st.sampled_from(["helpful", "harmful"]))
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_top_k_equals_a_stable_sort_of_the_dense_matrix(stream, k, sign):
     assert_best(*stream, k, sign)
 

@@ -340,7 +340,8 @@ POST_TRAINING: dict[str, Callable[[], ModelOutputCase]] = {
     "reward_modeling-margin": lambda: reward_case(more=True),
     **{f"policy_gradient-{kind}": lambda kind=kind: policy_case(kind) for kind in POLICIES},
     "diffusion-epsilon": lambda: diffusion_case("epsilon"),
-    "diffusion-sample": lambda: diffusion_case("sample", schedule="cosine", form="tuple"),
+    "diffusion-sample": lambda: diffusion_case("sample", form="tuple"),
+    "diffusion-cosine": lambda: diffusion_case("epsilon", schedule="cosine"),
     "diffusion-v_prediction": lambda: diffusion_case(
         "v_prediction", schedule="scaled_linear", draws=2, given=True
     ),

@@ -50,24 +50,18 @@ def buffers(monkeypatch):
 @pytest.mark.parametrize("num_entries", [200, 1000, 3000])
 def test_no_more_than_the_budget_is_ever_held(make, dtype, num_entries, buffers):
     grads = {"a": random(4, num_entries, dtype=dtype), "b": random(4, 300, dtype=dtype)}
-    projector = make(100, memory_budget=BUDGET)
+    projector, held = make(100, memory_budget=BUDGET), []
 
     with Operators() as seen:
         for model_id in (0, 1):
             projector.project(grads, model_id)
+            held.append(buffers["now"])
 
+    assert held[0] == held[1] > 0  # another model takes the place of the last one
     assert BUDGET / 8 < buffers["most"] <= BUDGET
     assert seen.nbytes <= BUDGET
     projector.free_memory()
     assert buffers["now"] == 0
-
-
-def test_another_model_takes_the_place_of_the_last_one(make, buffers):
-    projector, held = make(100), []
-    for model_id in (0, 1):
-        projector.project(gradients(), model_id)
-        held.append(buffers["now"])
-    assert held[0] == held[1] > 0
 
 
 def test_only_what_does_not_fit_is_drawn_again(make):
