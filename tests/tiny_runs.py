@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
+
+from trak_lite.store import Manifest
 
 
 def perceptron(width: int = 8, seed: int = 0) -> nn.Module:
@@ -38,9 +41,37 @@ def adam_scale(state: Any) -> Tensor:
     return torch.where(second > 0, root.rsqrt(), 0).flatten()
 
 
+class CubeWithoutForwardMode(torch.autograd.Function):
+    """x**3, which has a backward pass only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def rewrite_settings(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Make a store say what an older version would have said."""
+    document = json.loads((path / "zarr.json").read_text())
+    record = document["attributes"]["trak_lite"]
+    del record["checksum"]
+    change(record["made_with"]["settings"])
+    record["checksum"] = Manifest(record).digest()[:32]
+    (path / "zarr.json").write_text(json.dumps(document))
 
 
 class Counting(Dataset[Any]):

@@ -14,15 +14,12 @@ fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
 
 N, M = 70, 6
-SETTINGS = {"proj_dim": 16, "progress": False}
-
-
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 CHECKPOINTS = [perceptron(seed=seed).state_dict() for seed in (1, 2)]
 
 
-def attributor(path):
-    return Attributor(perceptron(), "image_classification", path, **SETTINGS)
+def attributor(path, **settings):
+    return Attributor(perceptron(), "image_classification", path, proj_dim=16, progress=False, **settings)
 
 
 def run(path):
@@ -49,9 +46,15 @@ def where(request, tmp_path, monkeypatch):
 
 
 def test_scores_equal_those_of_a_local_run_bitwise(where, expected, tmp_path):
-    """Also when read later, by an attributor that knows the address alone; nothing is computed twice."""
+    """Also after an interrupt, and when read later, by an attributor that knows the address alone."""
     with pytest.raises(StateError, match="There is no store at"):
         attributor(where).score(TARGETS)
+    with pytest.raises(KeyboardInterrupt):
+        attributor(where).featurize(Rows(Counting(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
+    resumed = Counting(TRAIN)
+    attributor(where).featurize(Rows(resumed, name="train", batch_size=16), CHECKPOINTS[:1])
+    assert max(resumed.loaded[:8]) < 48  # few are loaded again, to be compared
+    assert resumed.loaded[8:] == list(range(48, N))
     scores = run(where)
     np.testing.assert_array_equal(scores.numpy(), expected.numpy())
     np.testing.assert_array_equal(scores.self_influence(), expected.self_influence())
@@ -62,22 +65,6 @@ def test_scores_equal_those_of_a_local_run_bitwise(where, expected, tmp_path):
     assert (found.rows_written, found.rows_found) == (0, 2 * N)
     np.testing.assert_array_equal(again.scores().numpy(), expected.numpy())
     assert str(RemotePlace(where)) in repr(again.scores())
-    other = Attributor(perceptron(), "image_classification", where, seed=1, **SETTINGS)
+    other = attributor(where, seed=1)
     with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
         other.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
-
-
-@pytest.mark.parametrize("machine", ["this", "another"])
-def test_a_run_that_broke_off_goes_on_where_it_stopped(where, expected, machine, tmp_path, monkeypatch):
-    """Rows of chunks that were not complete are on this machine; few are loaded again, to be compared."""
-    with pytest.raises(KeyboardInterrupt):
-        attributor(where).featurize(Rows(Counting(TRAIN, 48), name="train", batch_size=16), CHECKPOINTS)
-    if machine == "another":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    else:
-        resumed = Counting(TRAIN)
-        attributor(where).featurize(Rows(resumed, name="train", batch_size=16), CHECKPOINTS[:1])
-        assert resumed.loaded[:8] == sorted(resumed.loaded[:8])
-        assert max(resumed.loaded[:8]) < 48
-        assert resumed.loaded[8:] == list(range(48, N))
-    np.testing.assert_array_equal(run(where).numpy(), expected.numpy())

@@ -61,23 +61,21 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("more", MORE)
 def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it_saw(tmp_path, whole, more):
-    path = tmp_path / "a.zarr"
+    path, longer = tmp_path / "a.zarr", Counting(rows(N + more))
     attributor(path).featurize(Rows(Counting(rows(N)), name="d"), states())
     before = features(path)
     with ZarrFeatureStore.open(path) as store:
         held = list(store.open_table("ckpt-0").chunks("features"))
         assert [len(chunk) for _, chunk in held] == [R, R, N - 2 * R]
-        longer = Counting(rows(N + more))
 
         summary = attributor(path).featurize(Rows(longer, name="d"), states(), append=True)
 
         np.testing.assert_array_equal(store.open_table("ckpt-0").read("features"), before)
         np.testing.assert_array_equal(np.concatenate([chunk for _, chunk in held]), before)
     assert (summary.rows_written, summary.rows_found) == (2 * more, 2 * N)
-    new = list(range(N, N + more))
     compared = longer.loaded[:8]
     assert max(compared) < N
-    assert longer.loaded == 2 * (compared + new)
+    assert longer.loaded == 2 * [*compared, *range(N, N + more)]
     after = features(path)
     np.testing.assert_array_equal(after[:N], before)
     np.testing.assert_allclose(after, features(whole)[: N + more], rtol=1e-4, atol=1e-5)
@@ -112,15 +110,15 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
         made.drop_scores("other")
 
 
-@pytest.mark.parametrize("table", ["before the first table", "after it"])
-def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, monkeypatch, table):
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, monkeypatch, grown):
+    """Before the first table grows, or after it."""
     made = attributor(tmp_path / "a.zarr")
     made.featurize(rows(N), states())
-    grow, calls = ZarrFeatureStore.grow_table, []
+    grow = ZarrFeatureStore.grow_table
 
     def stop(self, path, num_rows):
-        calls.append(path)
-        if table == "after it":
+        if grown:
             grow(self, path, num_rows)
         raise KeyboardInterrupt
 
@@ -128,7 +126,6 @@ def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, mon
         patched.setattr(ZarrFeatureStore, "grow_table", stop)
         with pytest.raises(KeyboardInterrupt):
             made.featurize(rows(N + 5), states(), append=True)
-    assert calls == ["ckpt-0"]
 
     with pytest.raises(StateError, match="ckpt-0 has 70 of 75 train rows"):
         made.score(TARGETS)
@@ -136,20 +133,6 @@ def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, mon
         made.featurize(rows(N), states())
     summary = attributor(tmp_path / "a.zarr").featurize(rows(N + 5), states())
     assert (summary.rows_written, summary.rows_found) == (10, 2 * N)
-
-
-def test_rows_are_appended_by_a_flag_alone_and_the_message_says_so(tmp_path):
-    made = attributor(tmp_path / "a.zarr")
-    assert made.featurize(rows(N), append=True).rows_written == N
-    before = contents(tmp_path)
-    with pytest.raises(ManifestMismatchError, match=r"num_rows is 70 there, 71 here.*pass append=True"):
-        made.featurize(rows(N + 1))
-    with pytest.raises(
-        ManifestMismatchError, match=r"num_rows is 70 there, 69 here;.* Use the stored settings"
-    ):
-        made.featurize(rows(N - 1), append=True)
-    assert made.featurize(rows(N), append=True).rows_written == 0
-    assert contents(tmp_path) == before
 
 
 def changed(row):
@@ -167,18 +150,29 @@ OTHER = {
 }
 
 
-def test_data_that_does_not_begin_with_the_stored_rows_or_other_settings_are_refused(tmp_path, monkeypatch):
+def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp_path, monkeypatch):
     made = attributor(tmp_path / "a.zarr")
-    made.featurize(rows(N))
+    assert made.featurize(rows(N), append=True).rows_written == N
     before = contents(tmp_path)
-
+    for said, call in (
+        (r"num_rows is 70 there, 71 here.*pass append=True", lambda: made.featurize(rows(N + 1))),
+        (
+            r"num_rows is 70 there, 69 here;.* Use the stored settings",
+            lambda: made.featurize(rows(N - 1), append=True),
+        ),
+        (
+            r"projector\.seed is 0 there, 1 here",
+            lambda: attributor(tmp_path / "a.zarr", seed=1).featurize(rows(N + 1), append=True),
+        ),
+    ):
+        with pytest.raises(ManifestMismatchError, match=said):
+            call()
     for key, data in OTHER.items():
         with pytest.raises(ManifestMismatchError, match=key) as caught:
             made.featurize(data, append=True)
         assert "num_rows" not in str(caught.value)
         assert "to the same data in the same order" in str(caught.value)
-    with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
-        attributor(tmp_path / "a.zarr", seed=1).featurize(rows(N + 1), append=True)
+    assert made.featurize(rows(N), append=True).rows_written == 0
     monkeypatch.setattr("os.access", lambda *args: False)
     with pytest.raises(ReadOnlyStoreError):
         attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
@@ -186,29 +180,30 @@ def test_data_that_does_not_begin_with_the_stored_rows_or_other_settings_are_ref
 
 
 @pytest.mark.parametrize(
-    ("shorter", "longer", "options"),
+    ("shorter", "longer"),
     [
-        (rows(N), changed(N + 2), [{}, {}]),
-        (Counting(rows(N)), Counting(rows(N + 3)), [{}, {}]),
-        (rows(N + 3), rows(N + 3), [{"indices": range(2, N)}, {"indices": range(2, N + 3)}]),
-        (Subset(rows(N), range(N)), Subset(changed(N + 1), range(N + 3)), [{}, {}]),
+        (Rows(rows(N)), Rows(changed(N + 2))),
+        (Rows(Counting(rows(N))), Rows(Counting(rows(N + 3)))),
+        (Rows(rows(N + 3), indices=range(2, N)), Rows(rows(N + 3), indices=range(2, N + 3))),
+        (Rows(Subset(rows(N), range(N))), Rows(Subset(changed(N + 1), range(N + 3)))),
     ],
 )
-def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(shorter, longer, options):
+def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(shorter, longer):
     made = attributor(None)
-    count = made.featurize(Rows(shorter, **options[0])).rows_written
+    count = made.featurize(shorter).rows_written
 
-    summary = made.featurize(Rows(longer, **options[1]), append=True)
+    summary = made.featurize(longer, append=True)
 
     assert (summary.rows_written, summary.rows_found) == (3, count)
 
 
 def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(monkeypatch):
-    made = attributor(None)
+    made, grow, waits = attributor(None), MemoryFeatureStore.grow_table, list[float]()
     made.featurize(rows(N))
-    grow, waits = MemoryFeatureStore.grow_table, []
 
     def busy(self, path, num_rows):
+        if num_rows > N + 1:
+            raise HeldHereError("held here")
         if len(waits) < 3:
             raise BusyError("held")
         return grow(self, path, num_rows)
@@ -217,11 +212,6 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(monkeyp
     monkeypatch.setattr("time.sleep", waits.append)
     assert made.featurize(rows(N + 1), append=True).rows_written == 1
     assert waits == sorted(waits)
-
-    def held_here(self, path, num_rows):
-        raise HeldHereError("held here")
-
-    monkeypatch.setattr(MemoryFeatureStore, "grow_table", held_here)
     with pytest.raises(HeldHereError):
         made.featurize(rows(N + 2), append=True)
 
@@ -257,63 +247,48 @@ def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(StateError, match="no store"):
         made.drop_checkpoint("ckpt-0")
-    for state in states():
-        made.featurize(rows(N), state)
-    names = made.featurize(rows(N)).checkpoints
+    for state in states():  # two of one name
+        (twice,) = made.featurize(rows(N), state).checkpoints
+    (once,) = made.featurize(rows(N)).checkpoints
     with pytest.raises(InvalidInputError, match=r"0 checkpoints have the name 'epoch 9'.*ckpt-2"):
         made.drop_checkpoint("epoch 9")
-    with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
-        first, second = (store.attributes(table)["name"] for table in ("ckpt-0", "ckpt-1"))
-    assert first == second
     with pytest.raises(InvalidInputError, match="2 checkpoints have the name"):
-        made.drop_checkpoint(first)
-    made.drop_checkpoint(names[0])
+        made.drop_checkpoint(twice)
+    made.drop_checkpoint(once)
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() == ["ckpt-0", "ckpt-1"]
 
 
 class Meanwhile(Counting):
-    """Rows before the first of which something happens."""
+    """Rows before the first of which another run on the same path featurizes its checkpoint."""
 
-    def __init__(self, first):
+    def __init__(self, path, checkpoint, **changes):
         super().__init__(rows(N))
-        self.first = first
+        self.path, self.checkpoint, self.changes = path, checkpoint, changes
 
     def __getitem__(self, index):
         if not self.loaded:
             self.loaded.append(index)
-            self.first()
+            attributor(self.path, **self.changes).featurize(
+                Rows(Counting(rows(N)), name="d"), self.checkpoint
+            )
         return super().__getitem__(index)
 
 
-def test_two_who_begin_a_checkpoint_each_at_the_same_moment_get_a_number_each(tmp_path):
+def test_runs_that_begin_at_the_same_moment_share_a_checkpoint_or_get_a_number_each(tmp_path):
     """The projection depends on the number: the rows of the slower one are computed for the one that it gets."""
-    first, second = states()
-    made, data = attributor(tmp_path / "a.zarr"), Rows(Counting(rows(N)), name="d")
-    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr").featurize(data, first))
-
-    assert made.featurize(Rows(meanwhile, name="d"), second).rows_written == N
-    attributor(tmp_path / "b.zarr").featurize(data, [first, second])
-    for table in ("ckpt-0", "ckpt-1"):
-        found, expected = (features(tmp_path / name, table) for name in ("a.zarr", "b.zarr"))
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_rows_written_by_another_run_meanwhile_are_found(tmp_path):
-    data = Rows(Counting(rows(N)), name="d")
-    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr").featurize(data))
-
-    summary = attributor(tmp_path / "a.zarr").featurize(Rows(meanwhile, name="d"))
+    (first, second), path = states(), tmp_path / "a.zarr"
+    summary = attributor(path).featurize(Rows(Meanwhile(path, first), name="d"), first)
     assert (summary.rows_written, summary.rows_found) == (0, N)
-
-
-def test_a_table_made_otherwise_meanwhile_is_refused(tmp_path):
-    """Same weights, other columns: no other number helps."""
-    data = Rows(Counting(rows(N)), name="d")
-    meanwhile = Meanwhile(lambda: attributor(tmp_path / "a.zarr", store_norms=True).featurize(data))
-
+    path = tmp_path / "b.zarr"
+    assert attributor(path).featurize(Rows(Meanwhile(path, first), name="d"), second).rows_written == N
+    attributor(tmp_path / "c.zarr").featurize(Rows(Counting(rows(N)), name="d"), [first, second])
+    for table in ("ckpt-0", "ckpt-1"):
+        np.testing.assert_array_equal(*(features(tmp_path / f"{name}.zarr", table) for name in "bc"))
+    path = tmp_path / "d.zarr"
+    other = Meanwhile(path, first, store_norms=True)  # the same weights: no other number helps
     with pytest.raises(ManifestMismatchError, match="table columns"):
-        attributor(tmp_path / "a.zarr").featurize(Rows(meanwhile, name="d"))
+        attributor(path).featurize(Rows(other, name="d"), first)
 
 
 def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path):

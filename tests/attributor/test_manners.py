@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import signal
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forked import start_script
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from tqdm import tqdm
@@ -24,7 +19,6 @@ from trak_lite import Attributor, Rows, verify
 from trak_lite._progress import KeptProgress, Stages
 from trak_lite.errors import StateError
 from trak_lite.retraining import retrain
-from trak_lite.store import ZarrFeatureStore
 
 N, BATCH = 300, 32
 TRAIN = TensorDataset(torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3)
@@ -33,10 +27,10 @@ FEW = TensorDataset(*TRAIN[:40])
 
 
 class Stopping(Dataset[Any]):
-    """The train rows, one of which is never loaded because a Ctrl-C comes first."""
+    """The train rows, one of which is never loaded because something else happens."""
 
-    def __init__(self, at=100):
-        self.at = at
+    def __init__(self, stop, at=100):
+        self.stop, self.at = stop, at
 
     def __len__(self):
         return N
@@ -46,8 +40,13 @@ class Stopping(Dataset[Any]):
             self.stop()
         return TRAIN[index]
 
-    def stop(self):
-        raise KeyboardInterrupt
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def fail():
+    raise StateError("another")
 
 
 def attributor(path, **changes):
@@ -57,18 +56,6 @@ def attributor(path, **changes):
 
 def featurize(made, data=TRAIN):
     return made.featurize(Rows(data, batch_size=BATCH, name="mine"))
-
-
-def rows_done(path):
-    with ZarrFeatureStore.open(path) as store:
-        return int(store.open_table("ckpt-0").done().sum())
-
-
-class Terminal(io.StringIO):
-    """Takes text as a terminal does."""
-
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize(
@@ -84,22 +71,28 @@ class Terminal(io.StringIO):
     ],
 )
 def test_of_several_processes_rank_0_shows_the_bar(asked, rank, group, shown, monkeypatch):
-    terminal = io.StringIO() if asked else Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: asked is None)
+    monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("RANK", rank)
     if group is not None:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: group)
-    attributor(None, **({} if asked is None else {"progress": asked})).featurize(FEW)
+    attributor(None, progress=asked).featurize(FEW)
 
-    assert ("40/40" in terminal.getvalue()) is shown
+    assert ("40/40" in stderr.getvalue()) is shown
 
 
-def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(capsys):
-    made = attributor(None, progress=True)
+@pytest.mark.parametrize("progress", [True, None])
+def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(progress, capsys):
+    """And nothing where nobody looks."""
+    made = attributor(None, progress=progress)
     made.featurize(FEW)
     made.score(TARGETS, "first-five", method="EKFAC")
     scores = made.score(TARGETS, "first-five")
+    if progress is None:
+        assert capsys.readouterr() == ("", "")
+        return
     verify(scores, lambda rows, seed: nn.Linear(4, 3), TARGETS, budget=4, train_id="none")
 
     shown = capsys.readouterr().err
@@ -109,15 +102,6 @@ def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(capsys)
         assert len(re.findall(r"\d+/\d+ \[", line)) <= 1
     rate_and_time_left = r"\[\d\d:\d\d<\d\d:\d\d, .*(row|model)"
     assert len(re.findall(rate_and_time_left, shown)) >= len(labels)
-
-
-def test_nothing_is_shown_where_nobody_looks(capsys):
-    made = attributor(None)
-    made.featurize(FEW)
-    made.score(TARGETS, method="EKFAC")
-    made.score(TARGETS)
-
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("logged", [False, True])
@@ -216,15 +200,18 @@ def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path, on_
     path = tmp_path / "run.zarr" if on_disk else None
     made = attributor(path)
     with pytest.raises(KeyboardInterrupt) as caught:
-        featurize(made, Stopping())
+        featurize(made, Stopping(interrupt))
 
     where = f"Finished work is stored in {path}. Make the same call again to continue."
     said, place = caught.value.__notes__
     assert said == f"Featurizing current: at least 96 of {N} rows are done."
     assert place == where if on_disk else "Nothing was stored on disk, because no path was given" in place
+    with pytest.raises(StateError) as other:
+        featurize(made, Stopping(fail))
+    assert not any("done" in note or "Finished" in note for note in getattr(other.value, "__notes__", []))
     assert featurize(made).rows_found == 96
     with pytest.raises(KeyboardInterrupt) as caught:
-        made.score(Rows(Stopping(), batch_size=BATCH, name="mine"), "itself")
+        made.score(Rows(Stopping(interrupt), batch_size=BATCH, name="mine"), "itself")
     assert re.search(r"'itself'.*: at least 96 of 300 rows are done", caught.value.__notes__[0])
 
 
@@ -243,55 +230,3 @@ def test_a_ctrl_c_while_retraining_counts_models(tmp_path):
 
     assert caught.value.__notes__[0] == "Retraining: at least 3 of 8 models are done."
     assert f"Finished work is stored in {tmp_path}" in caught.value.__notes__[1]
-
-
-def test_other_errors_get_no_such_note():
-    class Failing(Stopping):
-        def stop(self):
-            raise StateError("another")
-
-    with pytest.raises(StateError) as caught:
-        featurize(attributor(None), Failing())
-
-    assert not any("done" in note or "Finished" in note for note in getattr(caught.value, "__notes__", []))
-
-
-VICTIM = """
-import signal, sys, time
-sys.path.insert(0, {folder!r})
-from test_manners import Stopping, attributor, featurize
-
-# A shell that runs the tests in the background has its children ignore Ctrl-C.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-class Waiting(Stopping):
-    def stop(self):
-        print("waiting", flush=True)
-        time.sleep(600)
-        print("went on", flush=True)
-
-featurize(attributor({path!r}), Waiting())
-"""
-
-
-def test_a_real_sigint_stops_within_the_batch_and_what_it_says_is_on_disk(tmp_path):
-    path, script, output = (tmp_path / name for name in ("run.zarr", "victim.py", "output"))
-    script.write_text(VICTIM.format(folder=str(Path(__file__).parent), path=str(path)))
-    output.touch()
-    process = start_script(script, output=output)
-    while "waiting" not in output.read_text():
-        assert process.is_alive(), output.read_text()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    process.join()
-
-    assert process.exitcode != 0
-    said = output.read_text().splitlines()
-    assert "went on" not in said
-    assert said[-3:] == [
-        "KeyboardInterrupt",
-        f"Featurizing current: at least 96 of {N} rows are done.",
-        f"Finished work is stored in {path}. Make the same call again to continue.",
-    ]
-    assert rows_done(path) == 96
-    assert featurize(attributor(path)).rows_found == 96

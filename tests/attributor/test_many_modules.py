@@ -66,9 +66,7 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_p
     assert len(str(caught.value)) < 4_000
 
 
-def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path):
-    """Twelve checkpoints with 24 descriptors: each table had one for its commit log, and one for every file it maps."""
-    code = """
+MANY_CHECKPOINTS = """
 import resource, sys
 import torch
 from torch.utils.data import TensorDataset
@@ -87,7 +85,11 @@ attributor.scores("targets").damping_path([0.1, 1.0])
 again = Attributor.open(sys.argv[1], model, progress=False).scores()
 assert (again.self_influence() == one[0]).all()
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "run.zarr")]
+
+
+def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path):
+    """Twelve checkpoints with 24 descriptors: each table had one for its commit log, and one for every file it maps."""
+    command = [sys.executable, "-c", MANY_CHECKPOINTS, str(tmp_path / "run.zarr")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 

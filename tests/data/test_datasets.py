@@ -46,17 +46,6 @@ def test_only_planned_rows_are_loaded_and_in_order():
 
 
 @pytest.mark.quick
-def test_a_loader_lends_its_dataset_collation_and_batch_size_and_not_its_order():
-    def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        return {"x": torch.stack([sample[0] for sample in samples])}
-
-    rows = Rows(DataLoader(Counting(), batch_size=4, collate_fn=collate))
-    assert rows.batch_size == 4
-    ((_, batch),) = rows.batches(plan([9, 1]))
-    assert batch["x"].flatten().tolist() == [9.0, 1.0]
-
-
-@pytest.mark.quick
 def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch):
     """They give the same rows; one batch is worth no worker."""
     made: list[DataLoader[Any]] = []
@@ -93,50 +82,45 @@ NO_ORDER = "does not read the dataset in order"
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("data", "indices", "message"),
+    ("message", "data"),
     [
-        (DataLoader(Counting(), shuffle=True), None, f"{NO_ORDER}.*RandomSampler.*shuffle=False"),
-        (DataLoader(Counting(), sampler=RandomSampler(range(10))), None, NO_ORDER),
-        (DataLoader(Counting(), sampler=SequentialSampler(range(5))), None, NO_ORDER),
-        (
-            DataLoader(Counting(), batch_size=4, drop_last=True),
-            None,
-            "drop_last=True and would leave rows out",
-        ),
-        (DataLoader(Counting(), batch_size=None), None, "batching switched off"),
-        (TensorDataset(torch.empty(0, 2)), None, "No rows in the dataset"),
-        ((torch.ones(3), torch.ones(3)), None, "tuple of tensors.*TensorDataset"),
-        (torch.ones(3), None, "Tensor of tensors.*TensorDataset"),
-        (3, None, "int without __getitem__ and __len__"),
-        (Stream(), None, "IterableDataset, whose rows have no index"),
-        *((Counting(), indices, "indices") for indices in ([0, 10], [-1], [[0, 1]], [0.5])),
+        (f"{NO_ORDER}.*RandomSampler.*shuffle=False", DataLoader(Counting(), shuffle=True)),
+        (NO_ORDER, DataLoader(Counting(), sampler=RandomSampler(range(10)))),
+        (NO_ORDER, DataLoader(Counting(), sampler=SequentialSampler(range(5)))),
+        ("drop_last=True and would leave rows out", DataLoader(Counting(), batch_size=4, drop_last=True)),
+        ("batching switched off", DataLoader(Counting(), batch_size=None)),
+        ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
+        ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
+        ("Tensor of tensors.*TensorDataset", torch.ones(3)),
+        ("int without __getitem__ and __len__", 3),
+        ("IterableDataset, whose rows have no index", Stream()),
     ],
 )
-def test_data_without_stable_rows_is_refused(data, indices, message):
+def test_data_without_stable_rows_is_refused(data, message):
     with pytest.raises(InvalidInputError, match=message):
-        Rows(data, indices=indices)
+        Rows(data)
+
+
+@pytest.mark.parametrize("indices", [[0, 10], [-1], [[0, 1]], [0.5]])
+def test_rows_that_do_not_exist_are_refused(indices):
+    with pytest.raises(InvalidInputError, match="indices"):
+        Rows(Counting(), indices=indices)
 
 
 def test_identity_tells_other_samples_other_order_and_other_length_apart():
-    values = torch.arange(10.0)
-
-    def identity(tensor: Tensor, indices: list[int] | None = None) -> dict[str, Any]:
-        return Rows(TensorDataset(tensor), indices=indices).identity()
+    def identity(tensor: Tensor, **given: Any) -> dict[str, Any]:
+        return Rows(TensorDataset(tensor), **given).identity()
 
     def one(text: str = "a", pixel: int = 1, mapping: Any = None) -> dict[str, Any]:
         pixels = np.array([pixel], dtype=np.uint16)
         return Rows([(Sample(text, pixels), mapping or {"k": [1, None]})]).identity()
 
+    values = torch.arange(10.0)
     changed = values.clone()
     changed[-1] += 1
     found = [identity(tensor) for tensor in (values, changed, values[:9], values.double())]
-    found += [
-        identity(values, [1, 0, *range(2, 10)]),
-        one(text="b"),
-        one(pixel=2),
-        one(mapping={"k": [2, None]}),
-        one(),
-    ]
+    found += [identity(values, indices=[1, 0, *range(2, 10)]), one(text="b"), one(pixel=2)]
+    found += [one(mapping={"k": [2, None]}), one()]
     assert (identity(values.clone()), one()) == (found[0], found[-1])
     assert all(found[i] != found[j] for i in range(len(found)) for j in range(i))
 
@@ -204,22 +188,18 @@ def test_an_error_inside_a_dataset_names_the_sample(loader, error, named, monkey
         list(Rows(loader).batches(iter(plan([6, 7, 8], [9]))))
 
 
-def test_a_run_over_such_a_dataset_ends_at_the_sample():
+def test_an_error_outside_a_worker_names_the_sample_in_a_note_and_ends_a_run():
     """Whether all rows are there decides how long featurize goes on: it loaded samples for ever."""
-    attributor = Attributor(nn.Linear(1, 3), "image_classification", None, proj_dim=4, progress=False)
+    for error in (GeneratorExit, KeyboardInterrupt, OSError):
+        with pytest.raises(error) as raised:
+            list(Rows(Exhausted(error)).batches(iter(plan([6, 7, 8]))))
+        notes = ["Raised while loading sample 7 of the dataset."] if error is OSError else []
+        assert getattr(raised.value, "__notes__", []) == notes
+    made = Attributor(nn.Linear(1, 3), "image_classification", None, proj_dim=4, progress=False)
     with pytest.raises(InvalidInputError, match="loading sample 7 of the train data"):
-        attributor.featurize(Rows(Exhausted(), name="ten samples", batch_size=4))
+        made.featurize(Rows(Exhausted(), name="ten samples", batch_size=4))
     with pytest.raises(InvalidInputError, match="loading sample 7 of the targets"):
         Rows(Exhausted(), what="the targets").identity()
-
-
-@pytest.mark.parametrize("error", [GeneratorExit, KeyboardInterrupt, OSError])
-def test_other_errors_of_a_dataset_are_raised_as_they_are(error):
-    with pytest.raises(error) as raised:
-        list(Rows(Exhausted(error)).batches(iter(plan([6, 7, 8]))))
-    assert isinstance(raised.value, Exception) == (
-        getattr(raised.value, "__notes__", []) == ["Raised while loading sample 7 of the dataset."]
-    )
 
 
 def test_samples_of_other_lengths_name_what_is_missing():
@@ -228,22 +208,16 @@ def test_samples_of_other_lengths_name_what_is_missing():
     assert "a collate function that pads" in raised.value.__notes__[1]
 
 
-def name_the_dataset(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.opened_by = worker
-
-
 class Opened(Counting):
     """A dataset that each worker prepares for itself."""
 
-    opened_by = -1
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        info = get_worker_info()
-        assert info is not None
-        assert info.dataset is self
+        assert get_worker_info().dataset is self
         return torch.tensor(float(self.opened_by)), torch.tensor(index)
+
+
+def name_the_dataset(worker: int) -> None:
+    get_worker_info().dataset.opened_by = worker
 
 
 def test_a_worker_finds_the_users_dataset_in_its_info():
@@ -262,18 +236,10 @@ def test_a_worker_finds_the_users_dataset_in_its_info():
         ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 2048, None, 32),
     ],
 )
-def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(
-    tmp_path, layers, num_rows, loader_size, expected
-):
-    seen: list[int] = []
-
-    class Recording(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(len(x))
-            return super().forward(x)
-
+def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(layers, num_rows, loader_size, expected):
+    model, seen = nn.Sequential(*layers), list[int]()
+    model.register_forward_pre_hook(lambda module, given: seen.append(len(given[0])))
     data = TensorDataset(torch.arange(4.0 * num_rows).reshape(num_rows, 4).cos(), torch.arange(num_rows) % 3)
     given = data if loader_size is None else DataLoader(data, batch_size=loader_size)
-    attributor = Attributor(Recording(*layers), "image_classification", tmp_path / "store")
-    attributor.featurize(given)
+    Attributor(model, "image_classification", None, progress=False).featurize(given)
     assert max(seen) == expected

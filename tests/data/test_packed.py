@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_runs import Counting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.quick
 
 IGNORED = -100
 BORDERS = ("seq_lengths", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")
+LM = "causal_language_modeling"
 KINDS = {
     "lists": list,
     "arrays": np.array,
@@ -93,18 +95,6 @@ def test_documents_are_the_texts_that_were_packed(rows, borders, kind, padding):
     ]
 
 
-class Counting(list[Any]):
-    """Rows that remember which of them were loaded."""
-
-    def __init__(self, rows: Any) -> None:
-        super().__init__(rows)
-        self.loaded: list[int] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        self.loaded.append(index)
-        return super().__getitem__(index)
-
-
 TEXTS = [[[5, 6, 7], [8, 9]], [[4, 3, 2, 1]], [[3, 3], [2, 2], [1, 1, 1]]]
 
 
@@ -118,19 +108,16 @@ def test_borders_are_found_once_and_a_batch_loads_each_packed_row_once():
     ((_, batch), (_, last)) = rows.batches([np.array([0, 1, 3, 4]), np.array([5])])
 
     assert packed.loaded == [0, 2, 2]
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0], [3, 3, 0], [2, 2, 0]]
-    assert batch["labels"].tolist() == [
-        [IGNORED, 6, 7],
-        [IGNORED, 9, IGNORED],
-        *[[IGNORED, i, IGNORED] for i in (3, 2)],
-    ]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], *[[1, 1, 0]] * 3]
+    found = {name: batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")}
+    assert found == {
+        "input_ids": [[5, 6, 7], [8, 9, 0], [3, 3, 0], [2, 2, 0]],
+        "labels": [[IGNORED, 6, 7], *([IGNORED, i, IGNORED] for i in (9, 3, 2))],
+        "attention_mask": [[1, 1, 1], *[[1, 1, 0]] * 3],
+    }
     assert last["attention_mask"].tolist() == [[1, 1, 1]]
     loader = DataLoader(documents, batch_size=4, collate_fn=pad_documents, num_workers=1)
-    assert [len(found["labels"]) for _, found in Rows(loader).batches([np.arange(4), np.arange(4, 6)])] == [
-        4,
-        2,
-    ]
+    batches = Rows(loader).batches([np.arange(4), np.arange(4, 6)])
+    assert [len(found["labels"]) for _, found in batches] == [4, 2]
 
 
 def test_the_identity_is_that_of_the_documents():
@@ -172,38 +159,36 @@ def test_the_rest_of_a_text_that_was_cut_keeps_its_positions():
 
 
 def test_a_document_without_a_token_to_predict_is_left_out():
-    row = {
-        "input_ids": [5, 6, 7, 8, 9],
-        "labels": [IGNORED, IGNORED, 7, IGNORED, 9],
-        "seq_lengths": [2, 1, 0, 2],
-    }
+    labels = [IGNORED, IGNORED, 7, IGNORED, 9]
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": labels, "seq_lengths": [2, 1, 0, 2]}
     documents = Documents([row])
     assert list(documents) == [{"input_ids": [8, 9], "labels": [IGNORED, 9]}]
     assert (documents.row[0], documents.place[0]) == (0, 3)
     assert [sample["input_ids"] for sample in Documents([row], shift=False)] == [[7], [8, 9]]
 
 
+TWO = {"input_ids": [1, 2]}
+THREE = {"input_ids": [1, 2, 3], "seq_lengths": [3]}
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("message", "row"),
     [
-        ({"input_ids": [1, 2]}, "Packed row 1 is a dict with the columns.*featurize them as they are"),
-        ({"seq_lengths": [2]}, "Expected input_ids and seq_lengths"),
-        ([1, 2], "Packed row 1 is a list"),
-        ({"input_ids": [1, 2], "seq_lengths": [2, 1]}, r"Packed row 1: seq_lengths is \[2, 1\].*at most 2"),
-        ({"input_ids": [1, 2], "seq_lengths": [-1, 2]}, "lengths of documents"),
-        ({"input_ids": [1, 2], "seq_lengths": [0.5, 1.5]}, "lengths of documents"),
-        ({"input_ids": [1, 2], "cu_seqlens": [1, 2]}, "begin with 0"),
-        ({"input_ids": [1, 2], "cu_seqlens": []}, "begin with 0"),
-        ({"input_ids": [1, 2], "cu_seqlens": [0, 2, 1]}, "do not fall"),
-        ({"input_ids": [1, 2], "cu_seqlens": [0, 3]}, "end at most at 2"),
-        ({"input_ids": [1, 2], "seq_idx": [0]}, "2 integers, one per token"),
-        ({"input_ids": [1, 2], "position_ids": torch.zeros(3, 2)}, "2 integers, one per token"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [3], "attention_mask": [1, 0, 1]}, "inside a document"),
-        (
-            {"input_ids": [1, 2, 3], "seq_lengths": [3], "labels": [1, 0]},
-            r"labels has shape \(2,\), and input_ids \(3,\)",
-        ),
-        ({"input_ids": torch.ones(2, 3), "position_ids": torch.ones(2, 3)}, r"input_ids has shape \(2, 3\)"),
+        ("Packed row 1 is a dict with the columns.*featurize them as they are", TWO),
+        ("Expected input_ids and seq_lengths", {"seq_lengths": [2]}),
+        ("Packed row 1 is a list", [1, 2]),
+        (r"Packed row 1: seq_lengths is \[2, 1\].*at most 2", {**TWO, "seq_lengths": [2, 1]}),
+        ("lengths of documents", {**TWO, "seq_lengths": [-1, 2]}),
+        ("lengths of documents", {**TWO, "seq_lengths": [0.5, 1.5]}),
+        ("begin with 0", {**TWO, "cu_seqlens": [1, 2]}),
+        ("begin with 0", {**TWO, "cu_seqlens": []}),
+        ("do not fall", {**TWO, "cu_seqlens": [0, 2, 1]}),
+        ("end at most at 2", {**TWO, "cu_seqlens": [0, 3]}),
+        ("2 integers, one per token", {**TWO, "seq_idx": [0]}),
+        ("2 integers, one per token", {**TWO, "position_ids": torch.zeros(3, 2)}),
+        ("inside a document", {**THREE, "attention_mask": [1, 0, 1]}),
+        (r"labels has shape \(2,\), and input_ids \(3,\)", {**THREE, "labels": [1, 0]}),
+        (r"input_ids has shape \(2, 3\)", {"input_ids": torch.ones(2, 3), "position_ids": torch.ones(2, 3)}),
     ],
 )
 def test_borders_that_contradict_the_tokens_are_refused(row, message):
@@ -212,14 +197,14 @@ def test_borders_that_contradict_the_tokens_are_refused(row, message):
 
 
 def test_other_data_are_refused():
-    with pytest.raises(InvalidInputError, match=r"DataLoader.*collate=pad_documents"):
-        Documents(DataLoader([]))
-    with pytest.raises(InvalidInputError, match="the packed dataset is a int"):
-        Documents(3)
-    with pytest.raises(UnknownNameError, match="Did you mean 'seq_lengths'"):
-        Documents([], borders="seq_length")
-    with pytest.raises(InvalidInputError, match="No rows in the dataset"):
-        Rows(Documents([{"input_ids": [3], "seq_lengths": [1]}]))
+    for error, said, call in (
+        (InvalidInputError, r"DataLoader.*collate=pad_documents", lambda: Documents(DataLoader([]))),
+        (InvalidInputError, "the packed dataset is a int", lambda: Documents(3)),
+        (UnknownNameError, "Did you mean 'seq_lengths'", lambda: Documents([], borders="seq_length")),
+        (InvalidInputError, "No rows in the dataset", lambda: Rows(Documents([{**TWO, "seq_lengths": [1]}]))),
+    ):
+        with pytest.raises(error, match=said):
+            call()
 
 
 class Averaging(nn.Module):
@@ -245,25 +230,25 @@ class Averaging(nn.Module):
         return self.head((sees / sees.sum(-1, keepdim=True)) @ self.embed(input_ids))
 
 
+def attributor(model: nn.Module) -> Attributor:
+    return Attributor(model, LM, None, collate=pad_documents, proj_dim=8, progress=False)
+
+
 @pytest.mark.parametrize("borders", ["seq_idx", "cu_seqlens"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_model_that_mixes_documents_is_refused_before_the_first_row(dtype, borders):
-    model = Averaging().to(dtype)
+    model, kind = Averaging().to(dtype), KINDS["batches of lists"]
     apart, mixed = (Documents([pack(texts, name) for texts in TEXTS]) for name in (borders, "seq_lengths"))
     require_separate_documents(model, apart)
-    require_separate_documents(
-        model, Documents([pack(texts, borders, KINDS["batches of lists"]) for texts in TEXTS])
-    )
+    require_separate_documents(model, Documents([pack(texts, borders, kind) for texts in TEXTS]))
 
-    attributor = Attributor(
-        model, "causal_language_modeling", None, collate=pad_documents, proj_dim=8, progress=False
-    )
+    made = attributor(model)
     message = (
         r"Document 1 of packed row 0 .* at its token 0.*passed as \['input_ids'\].*featurize the packed rows"
     )
     with pytest.raises(InvalidInputError, match=message):
-        attributor.featurize(mixed)
-    assert attributor.featurize(apart).rows_written == 6  # nothing was written before
+        made.featurize(mixed)
+    assert made.featurize(apart).rows_written == 6  # nothing was written before
 
 
 def test_the_check_runs_the_batch_of_training():
@@ -274,17 +259,11 @@ def test_the_check_runs_the_batch_of_training():
     def collate(rows: list[Any]) -> dict[str, Tensor]:
         return {"input_ids": torch.tensor([rows[0]["input_ids"]]), "seq_idx": numbers, "labels": numbers}
 
-    model = Averaging()
-    settings: dict[str, Any] = {"collate": pad_documents, "proj_dim": 8, "progress": False}
-    for documents in (
-        Documents(packed, training_collate=collate),
-        Documents(packed, check=False),
-        Documents(packed[1:2]),
-    ):
-        summary = Attributor(model, "causal_language_modeling", None, **settings).featurize(documents)
-        assert summary.rows_written == len(documents)
+    model, given = Averaging(), Documents(packed, training_collate=collate)
+    for documents in (given, Documents(packed, check=False), Documents(packed[1:2])):
+        assert attributor(model).featurize(documents).rows_written == len(documents)
     model.train()
-    require_separate_documents(model, Documents(packed, training_collate=collate))
+    require_separate_documents(model, given)
     assert model.training
     short = Documents(
         packed, training_collate=lambda rows: {"input_ids": torch.ones(1, 4, dtype=torch.int64)}

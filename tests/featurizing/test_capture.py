@@ -6,22 +6,23 @@ import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from dense_cases import close, columns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows, errors, methods
-from trak_lite.cli.inspection import inspection
+from trak_lite.cli import main
 from trak_lite.featurizing import capture as capturing
 from trak_lite.gradient_computers import replays
 from trak_lite.store import check_store
 
-N, BATCH = 80, 4
+N, BATCH, RTOL = 80, 4, 1e-6
 
 
 def data() -> TensorDataset:
@@ -33,14 +34,6 @@ class Network(nn.Sequential):
     def __init__(self, *middle: nn.Module) -> None:
         super().__init__(nn.Linear(5, 8), nn.GELU(), *middle, nn.Linear(8, 3))
         self.double()
-
-
-class Augmented(TensorDataset):
-    def __init__(self) -> None:
-        super().__init__(*data().tensors)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return self.tensors[0][index] + torch.randn(5), self.tensors[1][index]
 
 
 class Odd(nn.Module):
@@ -63,8 +56,9 @@ class Odd(nn.Module):
                 self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         elif self.habit == "attribute" and self.training:
             self.shift += x.detach().mean(0)
-        elif self.habit == "random" and self.training:
-            x = x * random.uniform(0.5, 1.5)
+        elif self.habit == "random":
+            factor = random.uniform(0.5, 1.5)  # drawn in eval mode too
+            x = x * factor if self.training else x
         elif self.habit == "in place":
             x.mul_(1.5)
         elif self.habit == "recomputed":
@@ -75,7 +69,16 @@ class Odd(nn.Module):
         return x + self.gate * (x @ self.table.weight.T @ self.table.weight)
 
 
-def attributor(model: nn.Module, path: Path | None = None, **settings: Any) -> Attributor:
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores without a path of their own are in the folder of the test; replays begin at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replays, "_SECONDS", 0.0)
+    monkeypatch.setattr(replays, "_PASSES", 0.0)
+    torch.manual_seed(0)
+
+
+def attributor(model: nn.Module, path: str = "run.zarr", **settings: Any) -> Attributor:
     given = {"projector": "none", "dtype": "float32", "progress": False, **settings}
     return Attributor(model, "image_classification", path, **given)
 
@@ -127,12 +130,7 @@ def epoch(
 
 
 def stored(made: Attributor, path: str = "ckpt-0") -> np.ndarray:
-    with made._workspace.reading() as store:
-        return store.open_table(path).read("features")
-
-
-def close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    return columns(made.path, path)["features"]
 
 
 HABITS = ["buffer", "attribute", "random", "in place", "recomputed", "branch"]
@@ -165,18 +163,15 @@ class Merging(nn.Module):
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
-    layers: str, monkeypatch: pytest.MonkeyPatch
+    layers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replays, "_SECONDS", 0.0)
-    monkeypatch.setattr(replays, "_PASSES", 0.0)
     monkeypatch.setattr(capturing, "_SETTLED_AFTER", 4)  # replays from the seventh
-    torch.manual_seed(0)
     model = Network(*LAYERS[layers]())
     plain = copy.deepcopy(model)
     loops = {"accumulate": 3 if layers == "dropout" else 1, "augment": 0.1}
     made = attributor(model)
     state = torch.get_rng_state(), random.getstate()
-    with made.capture(data(), "epoch-0") as capture:
+    with caplog.at_level("DEBUG", "trak_lite"), made.capture(data(), "epoch-0") as capture:
         rows = epoch(model, capture, order()[:-4], **loops)
         # Rows that are visited again stay, beside new ones of the same batch.
         more = epoch(model, capture, order(8)[:6], **loops)
@@ -192,25 +187,20 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
         assert (value.grad is None) == (other.grad is None)
     assert all(map(torch.equal, model.buffers(), plain.buffers()))
     assert all(module.training for module in model.modules())
-    assert [m.calls for m in model.modules() if isinstance(m, Odd)] == [
-        m.calls for m in plain.modules() if isinstance(m, Odd)
-    ]
+    calls, others = ([m.calls for m in net.modules() if isinstance(m, Odd)] for net in (model, plain))
+    assert calls == others
     rows = np.where(np.isnan(rows), more, rows)
     seen = ~np.isnan(rows).all(1)
     assert N - 4 * BATCH < seen.sum() < N
-    close(stored(made)[seen], rows[seen])
+    close(stored(made)[seen], rows[seen], RTOL)
     if layers == "plain":
-        computer: Any = made._run.capturing[0]
-        assert sum(kind.num_replayed for kind in computer._replays._kinds.values()) > 0
+        assert "is recorded" in caplog.text
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "compiled", "ema"])
 def test_wrapped_models_are_captured(wrapper: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Network()
-    made = attributor(model)
-    called: Any = model
-    hook: Any = None
+    made, called, hook = attributor(model), cast("Any", model), None
     try:
         if wrapper == "ddp":
             address = f"file://{tmp_path / 'rendezvous'}"
@@ -228,14 +218,14 @@ def test_wrapped_models_are_captured(wrapper: str, tmp_path: Path) -> None:
             torch.distributed.destroy_process_group()
         torch._dynamo.reset()
     assert hook is None or hook.id in model._forward_hooks
-    close(stored(made), rows)
+    close(stored(made), rows, RTOL)
 
 
-def test_a_captured_table_is_used_as_any_other_and_described(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    path, folder = tmp_path / "run.zarr", tmp_path / "weights"
-    model = Network()
-    made = attributor(model, path, dtype="int8", store_norms=True)
+def test_a_captured_table_is_used_as_any_other_and_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, model = tmp_path / "weights", Network()
+    made = attributor(model, dtype="int8", store_norms=True)
     for name in ("epoch-0", "epoch-1"):
         with made.capture(data(), name, folder=folder) as capture:
             rows = epoch(model, capture, order()[:-2])
@@ -245,9 +235,10 @@ def test_a_captured_table_is_used_as_any_other_and_described(tmp_path: Path) -> 
     left = np.isnan(rows).all(1)
     rows[left] = gradients(model, *(part[left] for part in data().tensors))
     np.testing.assert_allclose(stored(made, "ckpt-2"), rows, atol=0.02 * np.abs(rows).max())
-    assert "captured: each row" in inspection(str(path))
-    assert check_store(path).findings == ()
-    later = attributor(Network(), path, dtype="int8", store_norms=True)
+    main(["inspect", str(made.path)])
+    assert "captured: each row" in capsys.readouterr().out
+    assert check_store(made.path).findings == ()
+    later = attributor(Network(), dtype="int8", store_norms=True)
     later.drop_checkpoint("ckpt-1")
     later.drop_checkpoint("ckpt-3")
     assert later.score(data(), "test").shape == (N, N)  # finds the saved weights
@@ -261,41 +252,40 @@ def test_a_captured_table_is_used_as_any_other_and_described(tmp_path: Path) -> 
     later.drop_checkpoint("epoch-0")
     with pytest.raises(errors.ManifestMismatchError, match="epoch-2"), later.capture(data(), "epoch-2"):
         later.model.load_state_dict(model.state_dict())
-
-
-def test_appended_rows_are_refused() -> None:
-    made = attributor(Network())
-    named = Rows(data(), name="data")
-    with made.capture(named, "epoch-0"):
+    named = attributor(Network(), "named.zarr")
+    with named.capture(Rows(data(), name="data"), "epoch-0"):
         pass
-    longer = Rows(torch.utils.data.ConcatDataset([data(), data()]), name="data")
     with pytest.raises(errors.ManifestMismatchError, match="captured in a training"):
-        made.featurize(longer, append=True)
+        named.featurize(Rows(longer, name="data"), append=True)
 
 
-def test_a_killed_training_goes_on(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    path = tmp_path / "run.zarr"
+def broken_off(capture: Any, *args: Any, lost: bool = False, **options: Any) -> np.ndarray:
+    """Train and capture rows of a block that an interrupt ends; the last ones may be killed before they are written."""
+    with pytest.raises(KeyboardInterrupt), capture as taken:  # noqa: PT012
+        rows = epoch(args[0], taken, *args[1:], **options)
+        if lost:
+            taken._kept.clear()
+        raise KeyboardInterrupt
+    return rows
+
+
+def test_a_killed_training_goes_on() -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(KeyboardInterrupt), attributor(model, path).capture(data(), "a") as capture:  # noqa: PT012
-        rows = epoch(model, capture, order()[:6], optimizer=optimizer)
-        raise KeyboardInterrupt
-    made = attributor(model, path)
+    rows = broken_off(attributor(model).capture(data(), "a"), model, order()[:6], optimizer=optimizer)
+    made = attributor(model)
     with pytest.raises(errors.StateError, match="No train row"):
         made.score(data(), "itself")
     with pytest.raises(errors.StateError, match="resume=True"), made.capture(data(), "a"):
         pass
-    with pytest.raises(KeyboardInterrupt), made.capture(data(), "a", resume=True) as capture:  # noqa: PT012
-        epoch(model, capture, order()[6:8], optimizer=optimizer)
-        capture._kept.clear()  # killed before they are written
-        raise KeyboardInterrupt
+    again = made.capture(data(), "a", resume=True)
+    broken_off(again, model, order()[6:8], optimizer=optimizer, lost=True)
     with made.capture(data(), "a", resume=True) as capture:
         assert capture.num_missing == N - 6 * BATCH
         found = epoch(model, capture, order(), optimizer=optimizer)
-    seen = np.concatenate([numbers.numpy() for numbers in order()[:6]])
+    seen = torch.cat(order()[:6]).numpy()
     found[seen] = rows[seen]
-    close(stored(made), found)
+    close(stored(made), found, RTOL)
     with made.capture(data(), "a", resume=True) as capture:
         assert capture.num_missing == 0
     epoch(model, None, order()[:1])
@@ -304,108 +294,97 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
         made.capture(data(), "a", resume=True),
     ):
         pass
-    with pytest.raises(KeyboardInterrupt), made.capture(data(), "b") as capture:  # noqa: PT012
-        epoch(model, capture, order()[:1])
-        raise KeyboardInterrupt
+    broken_off(made.capture(data(), "b"), model, order()[:1])
     made.drop_checkpoint("b")
     with made.capture(data(), "b") as capture:
         assert capture.num_missing == N
 
 
 def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    made = attributor(model, tmp_path / "run.zarr", normalize="adam_update")
+    made = attributor(model, normalize="adam_update")
     with pytest.raises(errors.InvalidInputError, match="optimizer"), made.capture(data(), "epoch-0"):
         pass
     rows = []
     with made.capture(data(), "epoch-0", optimizer=optimizer, folder=tmp_path / "weights") as capture:
-        for numbers in order():
+        for step, numbers in enumerate(order()):
             state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-            later = attributor(Network(), normalize="adam_update")
+            later = attributor(Network(), f"step-{step}.zarr", normalize="adam_update")
             later.featurize(torch.utils.data.Subset(data(), numbers.tolist()), state)
             rows.append(stored(later))
             epoch(model, capture, [numbers], optimizer=optimizer)
     np.testing.assert_allclose(stored(made)[torch.cat(order())], np.concatenate(rows), rtol=1e-5, atol=1e-6)
     assert made.score(data(), "itself").shape == (N, N)
-    saved = attributor(Network(), normalize="adam_update")
+    saved = attributor(Network(), "saved.zarr", normalize="adam_update")
     saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state
 
 
-def test_rows_that_a_late_check_finds_wrong_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "_SECONDS", 0.0)
-    monkeypatch.setattr(replays, "_PASSES", 0.0)
-    torch.manual_seed(0)
-    scale = [1.0]
+def scaled() -> tuple[nn.Module, list[Any]]:
+    """A module that multiplies by a number and a tensor outside it, and these two."""
+    values: list[Any] = [1.0, torch.ones(8, dtype=torch.float64)]
 
     class Scaled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return scale[0] * x
+            return values[0] * values[1] * x
 
-    made = attributor(Network(Scaled()))
+    return Scaled(), values
+
+
+def test_rows_that_a_late_check_finds_wrong_are_removed() -> None:
+    module, values = scaled()
+    made = attributor(Network(module))
     with (  # noqa: PT012
         pytest.raises(errors.UnsupportedModelError, match="may be wrong too"),
         made.capture(data(), "a") as capture,
     ):
         epoch(made.model, capture, order()[:14])
-        scale[0] = 1.1  # where no recording of operations sees it
+        values[0] = 1.1  # where no recording of operations sees it
         epoch(made.model, capture, order()[14:])
     assert capture.num_missing == N
     with made.capture(data(), "a") as capture:
-        rows = epoch(made.model, capture, order())
-    close(stored(made), rows)
-
-
-def test_a_tensor_outside_the_model_may_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "_SECONDS", 0.0)
-    monkeypatch.setattr(replays, "_PASSES", 0.0)
-    torch.manual_seed(0)
-    factor = torch.ones(8, dtype=torch.float64)
-
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * factor * x
-
-    made = attributor(Network(Scaled()))
-    with made.capture(data(), "a") as capture:
         rows = epoch(made.model, capture, order()[:14])
-        factor.mul_(1.1)  # replays hold twice the factor
+        values[1].mul_(1.1)  # replays hold the product
         more = epoch(made.model, capture, order()[14:])
-    close(stored(made), np.where(np.isnan(rows), more, rows))
+    close(stored(made), np.where(np.isnan(rows), more, rows), RTOL)
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.tensors[0][index] + torch.randn(5), self.tensors[1][index]
 
 
 def test_mistakes_are_named() -> None:
-    made = attributor(Network())
-    x, y = data().tensors
+    made, (x, y) = attributor(Network()), data().tensors
+    few = (x[:4], y[:4])
     with pytest.raises(errors.NonFiniteError, match="3"), made.capture(data(), "epoch-0") as capture:  # noqa: PT012
         for rows in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, N]):
             with pytest.raises(errors.InvalidInputError):
-                capture((x[:4], y[:4]), rows)
+                capture(few, rows)
         capture((torch.full_like(x[:1], torch.nan), y[:1]), [3])
     assert capture.num_missing == N
     with pytest.raises(errors.StateError, match="has ended"):
-        capture((x[:4], y[:4]), range(4))
+        capture(few, range(4))
     with (  # noqa: PT012
         pytest.raises(errors.StateError, match="were removed from the store"),
         made.capture(data(), "b") as capture,
     ):
-        capture((x[:4], y[:4]), range(4))
+        capture(few, range(4))
         made.drop_checkpoint("b")
     with (
         pytest.raises(errors.InvalidInputError, match="change from one access"),
-        made.capture(Augmented(), "epoch-0"),
+        made.capture(Augmented(x, y), "epoch-0"),
     ):
         pass
     writing = Network()
     writing.insert(0, nn.ReLU(inplace=True))
-    with attributor(writing).capture(data(), "epoch-0") as capture:
-        capture((x[:4], y[:4]), range(4))
+    with attributor(writing, "writing.zarr").capture(data(), "epoch-0") as capture:
+        capture(few, range(4))
     assert (x[:4] < 0).any()  # the batch is as it was
-    capped = attributor(Network(Odd("max_norm")))
+    capped = attributor(Network(Odd("max_norm")), "capped.zarr")
     with (
         pytest.raises(errors.UnsupportedModelError, match="changes 1 of its parameters"),
         capped.capture(data(), "epoch-0") as capture,
     ):
-        capture((x[:4], y[:4]), range(4))
+        capture(few, range(4))
     assert capped.model[2].table.weight.norm(dim=1).min() > 0.5

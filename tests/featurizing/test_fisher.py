@@ -1,4 +1,4 @@
-"""The Fisher kernel: scores of one backward pass per drawn label, and how a fit is kept and refused."""
+"""The Fisher kernel by one backward pass per drawn label; how its fit and that of EK-FAC are kept and refused."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns, gradients, projection, recording
+from tiny_runs import Counting
 from torch import nn
 from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Normalization, Rows
-from trak_lite.errors import InvalidInputError, NonFiniteError, ReadOnlyStoreError, StateError, StoreError
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    NonFiniteError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+)
 from trak_lite.featurizing import fisher
 from trak_lite.gradient_computers import FunctionalGradientComputer
-from trak_lite.methods import TRAK, Fisher, GaussNewton
-from trak_lite.modelout_functions import ModelCall, MultiLabelModelOutput
+from trak_lite.methods import EKFAC, TRAK, Fisher, GaussNewton
+from trak_lite.modelout_functions import ImageClassificationModelOutput, MultiLabelModelOutput
 from trak_lite.store import RemotePlace, ZarrFeatureStore, check_store
 
 N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
@@ -150,125 +158,71 @@ def test_rows_that_are_far_apart_come_in_whole_batches(lm):
     assert [len(batch[0]) for batch in lm[1]] == [6, 6, 4], "4 * K of 100 rows"
 
 
-@pytest.mark.parametrize(("batch_size", "passes"), [(3, 32), (12, 4), (24, 4), (40, 4)])
-def test_all_labels_of_a_text_are_drawn_from_one_pass_of_the_model(batch_size, passes, lm, monkeypatch):
-    """48 rows are four groups of 12, each with two draws; batches of other sizes have a pass each."""
-    net, task, calls, data = model(), lm[0], [], tokens(48, 2)
-    real = ModelCall.__call__
-    monkeypatch.setattr(
-        ModelCall, "__call__", lambda *given, **named: calls.append(0) or real(*given, **named)
-    )
-    loaded = Counted(data)
-    samples = fisher.DrawnRows(Rows(loaded, batch_size=batch_size), task, net, 48, 2, 0, at_once=12)
-    plan = [np.arange(i, min(i + samples.batch_size, 96)) for i in range(0, 96, samples.batch_size)]
-    found = {}
-    for wanted, batch in samples.batches(iter(plan)):
-        labelled = samples.prepared(batch, wanted)
-        for row, draw, *one in zip(
-            samples.numbers(wanted), samples._places(wanted)[2], *labelled, strict=True
-        ):
-            found[int(row), int(draw) // 12] = one
-
-    assert len(calls) == passes
-    assert len(found) == 96
-    whole = fisher.DrawnRows(Rows(data, batch_size=1), task, net, 48, 2, 0, at_once=1)
-    for wanted, batch in whole.batches([np.array([i]) for i in range(96)]):
-        ids, labels = whole.prepared(batch, wanted)
-        one = found[int(wanted[0]) // 2, int(wanted[0]) % 2]
-        assert torch.equal(ids[0], one[0])
-        assert torch.equal(labels[0], one[1])
-    assert loaded.count == (48 if batch_size == 12 else 96)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "draws", "width", "at_once", "chunk_rows"),
-    [
+def test_a_chunk_has_all_draws_of_its_rows_and_batches_end_where_a_group_of_rows_does():
+    for num_rows, draws, width, at_once, chunk_rows in (
         (600, 14, 21_000, 30, 420),
         (601, 14, 21_000, 32, 448),
         (8192, 1, 21_000, 32, 256),
         (600, 14, 400_000, 3, 42),
-    ],
-)
-def test_a_chunk_has_all_draws_of_its_rows(num_rows, draws, width, at_once, chunk_rows):
-    spec, size = fisher.drawn_spec(num_rows, draws, width, {})
-    assert (spec.num_rows, spec.chunk_rows, size) == (num_rows * draws, chunk_rows, at_once)
+    ):
+        spec, size = fisher.drawn_spec(num_rows, draws, width, {})
+        assert (spec.num_rows, spec.chunk_rows, size) == (num_rows * draws, chunk_rows, at_once)
+    cases = [(50, 14, 30), (256, 14, 32), (256, 13, 32), (100, 13, 32), (16, 14, 32), (8, 1, 4)]
+    assert [fisher.drawn_batch_size(*case) for case in cases] == [30, 224, 256, 32, 16, 4]
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "draws", "at_once", "size"),
-    [
-        (50, 14, 30, 30),
-        (256, 14, 32, 224),
-        (256, 13, 32, 256),
-        (100, 13, 32, 32),
-        (16, 14, 32, 16),
-        (8, 1, 4, 4),
-    ],
+    ("batch_size", "passes", "loaded"), [(3, 32, 96), (12, 4, 60), (24, 4, 96), (40, 4, 96)]
 )
-def test_batches_end_where_a_group_of_rows_does(batch_size, draws, at_once, size):
-    assert fisher.drawn_batch_size(batch_size, draws, at_once) == size
+def test_all_labels_of_a_text_are_drawn_from_one_pass_of_the_model(
+    batch_size, passes, loaded, lm, monkeypatch
+):
+    """48 rows are four groups of 12, each with two draws; the batch that creates the table is a round of its own."""
+    monkeypatch.setattr(fisher, "_ROWS_AT_ONCE", 12)
+    net, texts, drawing = model(), Counting(tokens(48, 2)), []
+    net.register_forward_hook(lambda *_: drawing.append(not torch.is_grad_enabled()))
+
+    made = attributor(net=net, task=lm[0], method=Fisher(samples_per_feature=24))
+    made.featurize(Rows(texts, name="texts", batch_size=batch_size))
+
+    assert (sum(drawing), len(texts.loaded) - 48) == (passes, loaded)
 
 
-class Counted(torch.utils.data.Dataset):
-    def __init__(self, data):
-        self.data, self.count = data, 0
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        self.count += 1
-        return self.data[index]
-
-
-def test_a_call_is_repeated_if_the_model_is_given_something_else_or_its_outputs_are_written_to():
-    net, ids = model(), TRAIN.tensors[0]
-    call = fisher._RepeatedCall(net)
-    first = call(ids)
-    assert call(ids.clone()) is first
-    assert call(input_ids=ids) is not first
-    assert not torch.equal(call(ids.flip(0)), first)
-    second = call(ids)
-    expected = second.clone()
-    second.mul_(2)
-    assert torch.equal(call(ids), expected)
-
-
-def test_a_checkpoint_that_is_fitted_is_not_fitted_again(tmp_path, lm):
-    """Other settings of the fit are kept beside it; a reopened store needs no train data."""
+@pytest.mark.parametrize(("kind", "batches"), [(Fisher, 1), (EKFAC, 2)])
+def test_a_checkpoint_that_is_fitted_is_not_fitted_again(kind, batches, tmp_path, lm):
+    """Other settings of the fit share neither targets nor scores. Reopened stores: tests/scoring/test_views.py."""
     (one, two), (task, drawn) = states(), lm
-    made, other = attributor(tmp_path / "a.zarr", task=task), Fisher(seed=1)
+    made, other = attributor(tmp_path / "a.zarr", task=task, method=kind()), kind(seed=1)
     made.featurize(TRAIN, [one])
     first = scored(made, name="test")
-    assert len(drawn) == 1
+    assert len(drawn) == batches
     made.featurize(TRAIN, [one, two])
-    attributor(tmp_path / "a.zarr", task=task).featurize(TRAIN, [one, two])
-    both = scored(made)
-    scored(made, method=Fisher(damping=0.5))
-    assert len(drawn) == 2
+    attributor(tmp_path / "a.zarr", task=task, method=kind()).featurize(TRAIN, [one, two])
+    both, damped = (scored(made, method=method) for method in (kind(), kind(damping=0.5)))
+    assert len(drawn) == 2 * batches, "the fit is that of any damping"
+    assert not np.allclose(both, damped)
 
     second = scored(made, name="test", method=other, checkpoints=[one])
-    assert len(drawn) == 3
-    scored(made, name="two", method=other)
-    assert len(drawn) == 4
+    assert len(drawn) == 3 * batches
+    latest = scored(made, name="two", method=other)
+    assert len(drawn) == 4 * batches
     assert not np.allclose(first, second)
+    alone = attributor(method=other)
+    alone.featurize(TRAIN, [one, two])
+    np.testing.assert_array_equal(latest, scored(alone))
     np.testing.assert_array_equal(scored(made, name="test", checkpoints=[one]), first)
     np.testing.assert_array_equal(made.scores("test", method=other).numpy(), second)
-
     opened = Attributor.open(tmp_path / "a.zarr", model())
-    assert opened.method == Fisher()
     np.testing.assert_array_equal(opened.scores().numpy(), both)
-    np.testing.assert_array_equal(scored(opened, name="again", checkpoints=[one, two]), both)
-    np.testing.assert_allclose(
-        scored(opened, name="third", dense=False, checkpoints=[one, two]), both, rtol=1e-6
-    )
+    np.testing.assert_array_equal(opened.scores(method=kind(damping=0.5)).numpy(), damped)
+    assert len(drawn) == 4 * batches
+    np.testing.assert_array_equal(scored(made, name="new", checkpoints=[one]), first)
 
 
 def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(lm):
-    expected = attributor()
-    expected.featurize(TRAIN, states())
-    made = attributor(task=lm[0], method=TRAK(damping=None, layout="stored"))
-    made.featurize(TRAIN, states())
+    expected, made = attributor(), attributor(task=lm[0], method=TRAK(damping=None, layout="stored"))
+    for one in (expected, made):
+        one.featurize(TRAIN, states())
     assert lm[1] == []
 
     found = scored(made, method="Fisher")
@@ -356,19 +310,28 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(tmp_path, monkeypatc
         scored(made, method=Fisher(seed=4))
 
 
-def test_other_rows_and_other_weights_are_fitted_anew(tmp_path):
+@pytest.mark.parametrize("method", [Fisher(), EKFAC()], ids=lambda method: method.name)
+def test_other_rows_and_other_weights_are_fitted_anew(method, tmp_path):
     one, two = states()
-    made = attributor(tmp_path / "a.zarr")
+    made = attributor(tmp_path / "a.zarr", method=method)
     made.featurize(TRAIN, [one])
     scored(made, name="one")
     for data, state, append in ((LONGER, one, True), (LONGER, two, False)):
-        fresh = attributor()
+        fresh = attributor(method=method)
         fresh.featurize(data, [state])
         if state is two:  # takes the number of the other
             made.drop_checkpoint("ckpt-0")
         made.featurize(data, [state], append=append)
         name = "longer" if append else "other"
         close(scored(made, name=name, checkpoints=[state]), scored(fresh), rtol=1e-5)
+
+
+def test_train_data_that_another_process_has_appended_to_are_not_fitted_to(tmp_path):
+    made, other = attributor(tmp_path / "a.zarr"), attributor(tmp_path / "a.zarr")
+    made.featurize(TRAIN)
+    other.featurize(LONGER, append=True)
+    with pytest.raises(ManifestMismatchError, match=r"dataset.*featurize"):
+        scored(made, method=EKFAC())
 
 
 def test_every_machine_finds_it_in_an_object_store(tmp_path, lm):
@@ -422,16 +385,13 @@ def test_normalised_rows_take_the_next_best_kernel():
 
 def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch):
     """Token 4 is in no row, but in row 4 for every draw of labels."""
-    net = model()
+    net, (task, _) = model(), recording(LM, monkeypatch)
     net.embedding.weight.data[4] = torch.nan
-    task, _ = recording(LM, monkeypatch)
     draw = task.sample_labels
 
     def overflowing(*given):
         ids, labels = draw(*given)
-        ids = ids.clone()
-        ids[4::N] = 4
-        return ids, labels
+        return torch.where(torch.arange(len(ids))[:, None] % N == 4, 4, ids), labels
 
     monkeypatch.setattr(task, "sample_labels", overflowing)
     with pytest.raises(NonFiniteError, match=r"rows \[4, 4, 4\] of the train data"):
@@ -446,7 +406,85 @@ def test_a_store_that_cannot_be_written_is_refused_before_a_label_is_drawn(tmp_p
     scored(made, name="test")
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
 
-    for call in (lambda: scored(made, name="test", method=Fisher(seed=1)), lambda: other.featurize(TRAIN)):
+    for call in (
+        lambda: scored(made, name="test", method=Fisher(seed=1)),
+        lambda: scored(made, name="test", method=EKFAC()),
+        lambda: other.featurize(TRAIN),
+    ):
         with pytest.raises(ReadOnlyStoreError, match="open for reading only, and a fit must be stored"):
             call()
     assert len(lm[1]) == 1
+
+
+ROWS = [{"x": torch.randn(5, generator=torch.Generator().manual_seed(i)), "label": i % 3} for i in range(8)]
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def draw(logits, noise):
+    return (logits - torch.log(-torch.log(noise((3,))))).argmax(1)
+
+
+def pure(call, batch, noise):
+    return {**batch, "label": draw(call(batch["x"]), noise)}
+
+
+def replaces(call, batch, noise):
+    batch["label"] = draw(call(batch["x"]), noise)
+    return batch
+
+
+def overwrites(call, batch, noise):
+    batch["label"].copy_(draw(call(batch["x"]), noise))
+    return {**batch}
+
+
+def writes_to_outputs(call, batch, noise):
+    call(batch["x"]).mul_(-1)
+    return {**batch, "label": draw(call(batch["x"].clone()), noise)}
+
+
+def asks_something_else_first(call, batch, noise):
+    call(batch["x"].flip(0))
+    return pure(call, batch, noise)
+
+
+def pure_with_other_inputs(call, batch, noise):
+    x = batch["x"].clone()
+    x[:, 0] += draw(call(x), noise)
+    return {**batch, "x": x, "label": draw(call(x), noise)}
+
+
+def changes_inputs(call, batch, noise):
+    batch["x"][:, 0] += draw(call(batch["x"]), noise)
+    return {**batch, "label": draw(call(batch["x"]), noise)}
+
+
+def scores_of(sample):
+    class Sampling(ImageClassificationModelOutput):
+        def sample_labels(self, model_call, batch, noise):
+            return sample(model_call, batch, noise)
+
+    torch.manual_seed(0)
+    settings = {"method": Fisher(samples_per_feature=8), "proj_dim": 4, "progress": False}
+    made = Attributor(Linear(5, 3), Sampling(), None, **settings)
+    made.featurize(Rows(ROWS, batch_size=8))
+    return made.score(ROWS).numpy()
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (replaces, pure),
+        (overwrites, pure),
+        (writes_to_outputs, pure),
+        (asks_something_else_first, pure),
+        (changes_inputs, pure_with_other_inputs),
+    ],
+)
+def test_what_a_task_writes_to_changes_no_later_draw(sample, expected):
+    """Labels of four draws come from one pass of the model."""
+    np.testing.assert_array_equal(scores_of(sample), scores_of(expected))

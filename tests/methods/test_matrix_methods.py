@@ -57,10 +57,6 @@ def made(runs, tmp_path_factory) -> Attributor:
     return made
 
 
-def again(runs: tuple[TrainingRun, ...], made: Attributor) -> Attributor:
-    return Attributor.open(made.path, runs[0].model())
-
-
 def test_the_mean_is_that_of_standardised_columns(runs, made):
     method = Mean(GaussNewton(), GradDot(), Unrolled(*runs), method_weights=(1, 1, 2))
     found = made.score(TARGETS, "t", method=method)
@@ -68,7 +64,7 @@ def test_the_mean_is_that_of_standardised_columns(runs, made):
     shares = zip((0.25, 0.25, 0.5), parts, strict=True)
     expected = sum(w * stats.zscore(part.astype(np.float64)) for w, part in shares)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
-    kept = again(runs, made).scores("t", method=method)
+    kept = Attributor.open(made.path, runs[0].model()).scores("t", method=method)
     np.testing.assert_array_equal(kept.numpy(), found.numpy())
     assert kept.stored
     order = np.argsort(-found.numpy()[:, 0], kind="stable")
@@ -103,48 +99,48 @@ def test_unrolled_scores_are_stored_and_verified_also_of_another_task(runs, sing
 
 
 def test_errors_and_metasmoothness_are_those_over_runs_and_stored_with_the_scores(runs, single, made):
-    for method in (Unrolled(*runs), Unrolled(runs[1]), Mean(GradDot(), Unrolled(*runs[1:]))):
+    methods = Unrolled(*runs), Unrolled(runs[1]), Mean(GradDot(), Unrolled(*runs[1:]))
+    for method in methods:
         made.score(TARGETS, "t", method=method)
-    opened = again(runs, made)
+    opened = Attributor.open(made.path, runs[0].model())
+    mean, one, both = (opened.scores("t", method=method) for method in methods)
     expected = single.std(0, ddof=1) / np.sqrt(3)
 
-    mean = opened.scores("t", method=Unrolled(*runs))
-    direct = unrolled(runs, TARGETS, TASK)
-    for scores in (mean, direct):
-        np.testing.assert_allclose(scores.numpy(), single.mean(0), rtol=1e-5, atol=1e-9)
-        np.testing.assert_allclose(scores.standard_error(), expected, rtol=1e-4, atol=1e-9)
-        np.testing.assert_allclose(scores.standard_error(target=2), expected[:, 2], rtol=1e-4, atol=1e-9)
+    def close(found, wanted):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-9)
+
+    for scores in (mean, unrolled(runs, TARGETS, TASK)):
+        close(scores.numpy(), single.mean(0))
+        close(scores.standard_error(), expected)
+        close(scores.standard_error(target=2), expected[:, 2])
         top = scores.top(2).indices
-        own = np.take_along_axis(expected.T, top, 1)
-        np.testing.assert_allclose(scores.standard_error(top), own, rtol=1e-4, atol=1e-9)
+        close(scores.standard_error(top), np.take_along_axis(expected.T, top, 1))
     smoothness = [round(run.metasmoothness(), 4) for run in runs]
-    assert mean.settings["metasmoothness"] == smoothness
+    for scores, own in ((mean, smoothness), (one, smoothness[1:2]), (both, smoothness[1:])):
+        assert scores.settings["metasmoothness"] == own
     assert f"metasmoothness={smoothness}" in repr(mean)
-    one = opened.scores("t", method=Unrolled(runs[1]))
-    assert one.settings["metasmoothness"] == smoothness[1:2]
     with pytest.raises(StateError, match="not computed from stored rows"):
         one.standard_error()
-    both = opened.scores("t", method=Mean(GradDot(), Unrolled(*runs[1:])))
-    assert both.settings["metasmoothness"] == smoothness[1:]
 
 
 def test_runs_on_other_rows_and_uses_that_need_stored_rows_are_refused(runs, made):
     reordered = TensorDataset(INPUTS[:N].flip(0), LABELS[:N].flip(0))
     fewer = TensorDataset(INPUTS[: N - 1], LABELS[: N - 1])
-    for data, said in (
-        (reordered, "trained on other data"),
-        (fewer, "trained on other data"),
-        (Rows(TRAIN, name="digits"), "Give both the same name"),
+    for said, data in (
+        ("trained on other data", reordered),
+        ("trained on other data", fewer),
+        ("Give both the same name", Rows(TRAIN, name="digits")),
     ):
         with pytest.raises(InvalidInputError, match=said):
             made.score(TARGETS, "t", method=Unrolled(recipe(0, data).train()))
     for method in (Unrolled(runs[0]), Mean(GradDot(), GaussNewton())):
-        with pytest.raises(InvalidInputError, match="needs stored feature rows"):
-            made.stream_scores(TRAIN, TARGETS, method=method)
-        with pytest.raises(InvalidInputError, match="stored whole"):
-            made.scores("t", method=method, dense=False)
-        with pytest.raises(InvalidInputError, match="stored whole"):
-            made.score(TARGETS, "t", method=method, dense=False)
+        for said, call in (
+            ("needs stored feature rows", lambda m=method: made.stream_scores(TRAIN, TARGETS, method=m)),
+            ("stored whole", lambda m=method: made.scores("t", method=m, dense=False)),
+            ("stored whole", lambda m=method: made.score(TARGETS, "t", method=m, dense=False)),
+        ):
+            with pytest.raises(InvalidInputError, match=said):
+                call()
 
 
 @pytest.mark.quick

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError
-from trak_lite.gradient_computers.hooks import computer as hook_computer
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import RademacherProjector
 from trak_lite.types import OutputTerms
@@ -50,16 +48,7 @@ class Plain(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index == self.fail_at:
             raise BrokeOffError
-        x, y = (tensor[index] for tensor in self.tensors)
-        return x * self.scale, y
-
-
-class Edited(Plain):
-    """The same, after an edit of its code."""
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return x.flip(0), y
+        return self.tensors[0][index] * self.scale, self.tensors[1][index]
 
 
 class Transformed(Plain, TensorDataset):
@@ -73,13 +62,11 @@ def tensors(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Net(nn.Module):
-    """A classifier with whatever a state dict does not hold."""
+    """A classifier with what a state dict does not hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
-        self.activation: Callable[[Tensor], Tensor] = functional.silu
-        self.leaky = nn.LeakyReLU(0.1)
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
         self.temperature = 1.0
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
         generator = np.random.default_rng(0)  # torch's random numbers depend on the instruction set
@@ -87,17 +74,12 @@ class Net(nn.Module):
             p.data.copy_(torch.from_numpy(generator.normal(size=p.shape) / 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.leaky(self.norm(self.activation(self.first(x - self.mean))))
-        return self.last(hidden) / self.temperature * SETTINGS["factor"]
+        return self.last(functional.silu(self.first(x - self.mean))) / self.temperature * SETTINGS["factor"]
 
 
 PLAIN: dict[str, Any] = {"factor": 1.0, "reduce": lambda logits: logits.sum(1)}
 SETTINGS = {**PLAIN}
 """Global variables of the script."""
-
-
-def edited_forward(net: Net, x: Tensor) -> Tensor:
-    return net.last(net.leaky(net.norm(net.activation(net.first(x))))) - 0.5 * x[:, :CLASSES]
 
 
 def calls_a_helper(model_call: Callable[..., Tensor], batch: Any) -> Tensor:
@@ -159,7 +141,7 @@ class Script:
     dtype: torch.dtype = torch.float32
     net: Net = field(default_factory=Net)
     model: dict[str, Any] = field(default_factory=dict)
-    """Attributes of the model or of modules in it by name, its forward method, and ``"hook"`` a forward hook."""
+    """Attributes of the model by name, and ``"hook"``: a forward hook."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Global variables."""
     task: Any = "image_classification"
@@ -172,16 +154,14 @@ class Script:
         for name, value in self.model.items():
             if name == "hook":
                 self.net.first.register_forward_hook(value)
-                continue
-            owner, _, last = name.rpartition(".")
-            made = MethodType(value, self.net) if last == "forward" else value
-            setattr(self.net.get_submodule(owner), last, made)
+            else:
+                setattr(self.net, name, value)
 
     def data(self, count: int, seed: int) -> Any:
         inputs, labels = tensors(count, seed)
         if self.relabel:
             labels[::10] = (labels[::10] + 1) % CLASSES
-        rows = slice(None, None, 1) if not self.backwards else torch.arange(count).flip(0)
+        rows = torch.arange(count).flip(0) if self.backwards else slice(None)
         data = self.dataset(((inputs + self.shift).to(self.dtype)[rows], labels[rows]), self.scale)
         return data if self.loader_collate is None else DataLoader(data, 8, collate_fn=self.loader_collate)
 
@@ -202,30 +182,19 @@ MINE: dict[str, Any] = {"call": {"name": "mine"}}
 COLLATES = [{"settings": {"collate": collate_scaled(by)}} for by in (1.0, 2.0)]
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "samples": ({}, {"shift": 1.0}),
-    "values of a TensorDataset": ({"dataset": Transformed}, {"shift": 1.0}),
     "samples under one name": (MINE, {"shift": 1.0}),
-    "one label in ten": ({}, {"relabel": True}),
     "one label in ten under one name": (MINE, {"relabel": True}),
     "order of rows": ({}, {"backwards": True}),
-    "setting of a transform": ({}, {"scale": 2.0}),
-    "code of a dataset": ({}, {"dataset": Edited}),
     "transform of a subclass of TensorDataset": ({"dataset": Transformed}, {"scale": 2.0}),
     "collate function": (COLLATES[0], COLLATES[1]),
     "collate function under one name": (COLLATES[0] | MINE, COLLATES[1]),
     "collate function of a loader": tuple({"loader_collate": collate_scaled(by)} for by in (1.0, 2.0)),
-    "global variable that the task calls": (
-        {"task": calls_a_helper},
-        {"variables": {"reduce": sum_of_squares}},
-    ),
+    "variable that the task calls": ({"task": calls_a_helper}, {"variables": {"reduce": sum_of_squares}}),
     "attribute of the task": ({"task": Weighted(1.0)}, {"task": Weighted(2.0)}),
     "code of the projector": tuple({"settings": {"projector": Scaled(by)}} for by in (1.0, 2.0)),
 }
 MODEL_KINDS: dict[str, dict[str, Any]] = {
-    "forward method": {"model": {"forward": edited_forward}},
-    "activation": {"model": {"activation": torch.tanh}},
     "small change of an attribute": {"model": {"temperature": 1.01}},
-    "attribute of a module inside": {"model": {"leaky.negative_slope": 0.3}},
-    "epsilon of a normalisation": {"model": {"norm.eps": 1e-2}},
     "unsaved buffer": {"model": {"mean": torch.full((WIDTH,), 0.5)}},
     "forward hook": {"model": {"hook": lambda module, inputs, output: output * 1.5}},
     "global variable that forward reads": {"variables": {"factor": 2.0}},
@@ -295,8 +264,8 @@ def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pa
     with pytest.raises(ManifestMismatchError, match=r"sample itself changes .* seeded with the index"):
         script.featurize(tmp_path / "a.zarr")
     script = Script(dataset=Seeded)
-    script.featurize(tmp_path / "b.zarr")
-    script.featurize(tmp_path / "b.zarr")
+    for _ in range(2):
+        script.featurize(tmp_path / "b.zarr")
     assert script.summary.rows_written == 0
 
 
@@ -306,9 +275,9 @@ STORED = [(torch.float32, {"dtype": dtype}) for dtype in ("float32", "float16", 
 @pytest.mark.parametrize(("dtype", "settings"), [*STORED, (torch.float64, {}), (torch.bfloat16, {})])
 def test_other_batch_sizes_are_the_same_run_within_rounding(tmp_path, dtype, settings):
     """And a small change is not, where rounding lets it be told."""
+    script = Script(settings=settings, dtype=dtype)
     for batch_size in (1, 7, 72):
         path = tmp_path / str(batch_size)
-        script = Script(settings=settings, dtype=dtype)
         with pytest.raises(BrokeOffError):
             script.featurize(path, fail_at=BROKEN_AT)
         script.featurize(path, batch_size=batch_size)
@@ -341,21 +310,19 @@ def test_another_instruction_set_continues(tmp_path, capability):
     assert done.stdout.split() == [str(N - DONE)], done.stderr
 
 
-def test_a_finished_run_is_compared_with_one_small_pass_per_checkpoint(tmp_path, monkeypatch):
-    """Seen by the samples that reach the model. Only new targets are self-checked."""
-    script, seen, checked = Script(), list[int](), list[int]()
+def test_a_finished_run_is_compared_with_one_small_pass_per_checkpoint(tmp_path):
+    """Seen by the samples that reach the model."""
+    script, seen = Script(), list[int]()
     data = script.data(N, 0)
     states = [{name: value + k for name, value in script.net.state_dict().items()} for k in range(3)]
     script.attributor(tmp_path / "a.zarr").featurize(data, states)
     hook = script.net.first.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    monkeypatch.setattr(hook_computer, "compare", lambda computer, batch, *_: checked.append(len(batch[0])))
     again = script.attributor(tmp_path / "a.zarr")
     assert again.featurize(data, states).rows_written == 0
     assert (max(seen), seen.count(8)) == (8, 3), seen
-    assert checked == [3]  # the trial by which the gradient computer is chosen
     again.score(script.data(M, 1))
     hook.remove()
-    assert (seen.count(8), checked) == (6, [3] + [M] * 3)
+    assert seen.count(8) == 6
 
 
 class Growing(Plain):

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import math
-import signal
 
 import numpy as np
 import pytest
 import reference
-from forked import forkserver
-from index_cases import METHOD, WIDTHS, C, K, brute_force, build_and_die, decaying, features
-from view_cases import Drawn, Given, GivenTerms, drawn, scores_of
+from view_cases import Drawn, Given, GivenTerms, checkpoint_products, scores_of, with_q
 
 from trak_lite import Attributor
-from trak_lite.errors import InvalidInputError
 from trak_lite.methods import GaussNewton, GradCos, GradDot
 from trak_lite.store import ZarrFeatureStore
 
-N = 6000
+N, C, WIDTHS = 6000, 2, (40, 24)
+K = sum(WIDTHS)
 ENDS = ("helpful", "harmful")
+METHOD = GaussNewton(damping=0.3)
+
+
+def features(count, seed):
+    """Draw rows ``(C, N, K)`` that share directions between checkpoints; variances fall like 1 / j."""
+    shared = np.random.default_rng((seed, 0)).normal(size=(count, K)) / np.sqrt(np.arange(1, K + 1))
+    rows = []
+    for c in range(C):
+        mixing = np.random.default_rng((c, 99)).normal(size=(K, K))
+        own = np.random.default_rng((seed, c, 1)).normal(size=(count, K)) * 0.05
+        rows.append((shared @ mixing + own).astype(np.float32))
+    return np.stack(rows)
+
+
+def decaying(num_rows, num_targets):
+    q, w = np.random.default_rng(2).uniform(0.2, 1, size=(2, C, num_rows)).astype(np.float32)
+    return Drawn(features(num_rows, 0), features(num_targets, 1), q, w, WIDTHS)
+
+
+def brute_force(rows, method=METHOD):
+    """Return all scores ``(N, M)`` by NumPy in float64."""
+    products = checkpoint_products(rows, method.name, getattr(method, "damping", 0.0))
+    return with_q(products, rows, method.q, method.checkpoint_weights)
+
+
 MANY = decaying(N, 560)
 METHODS = {
     "GaussNewton": (METHOD, 0.9),
@@ -111,17 +133,22 @@ def test_a_bound_is_stated_for_no_set_but_the_measured_one():
         assert found.settings.get("candidates") == candidates
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8", "float16"])
-def test_quantised_rows_are_scored_as_they_are_stored(dtype):
-    rows = decaying(1000, 160)
+@pytest.mark.parametrize("rows", ["int4", "int8", "float16", "rank one and zero"])
+def test_narrow_rows_and_rows_of_low_rank_are_scored_as_they_are_stored(rows):
+    few, dtype, method = decaying(1000, 160), "float32", METHOD
+    if rows == "rank one and zero":
+        line = np.outer(np.arange(1000), np.ones(K)).astype(np.float32)
+        few.train, method = np.stack([line * c for c in range(C)]), GradDot()
+    else:
+        dtype = rows
 
-    found = indexed(rows.attributor(dtype=dtype, method=METHOD), rows.targets, "new")
+    found = indexed(few.attributor(dtype=dtype, method=method), few.targets, "new")
 
     assert "candidates" in found.settings
     stored = np.stack([table.read("features") for table in found.source.train])
-    assert not np.array_equal(stored, rows.train)
-    targets = rows.targets.astype(dtype if dtype == "float16" else "float32")
-    check_scores(found, brute_force(Drawn(stored, targets, rows.q, rows.w, WIDTHS)), 3)
+    assert np.array_equal(stored, few.train) == (dtype == "float32")
+    few.train, few.targets = stored, few.targets.astype("float16" if dtype == "float16" else "float32")
+    check_scores(found, brute_force(few, method), 3)
 
 
 def test_equal_rows_are_returned_in_the_order_of_their_numbers():
@@ -164,37 +191,22 @@ def test_a_recall_is_stated_only_when_enough_targets_were_measured():
     assert indexed(made, rows.targets, "many", 3).settings["recall"] == 1.0
 
 
-def test_rows_of_rank_one_and_zero_rows_have_an_index():
+@pytest.mark.parametrize("puts", [1, 2])  # the first put stores the directions; the others store rows
+def test_an_interrupted_build_is_continued_and_readers_take_a_complete_index(tmp_path, monkeypatch, puts):
     rows = decaying(1000, 160)
-    line = np.outer(np.arange(1000), np.ones(K)).astype(np.float32)
-    rows = Drawn(np.stack([line * c for c in range(C)]), rows.targets, rows.q, rows.w, WIDTHS)
-
-    found = indexed(rows.attributor(method=GradDot()), rows.targets, "new")
-
-    assert "candidates" in found.settings
-    check_scores(found, brute_force(rows, GradDot()), 3)
-
-
-def test_a_killed_build_is_continued_and_readers_take_a_complete_index(tmp_path, monkeypatch):
-    rows = decaying(1000, 160)
-    whole, killed = (
-        rows.attributor(tmp_path / name, method=METHOD) for name in ("whole.zarr", "killed.zarr")
-    )
-    for made in (whole, killed):
+    whole, broken = (rows.attributor(tmp_path / name, method=METHOD) for name in ("whole", "broken"))
+    for made in (whole, broken):
         scores_of(made, rows.targets, "test", dense=False).numpy()  # computes the gram matrices
-    for puts in (1, 2):  # the first put stores the directions; the others store rows
-        process = forkserver().Process(
-            target=build_and_die, args=(str(tmp_path / "killed.zarr"), rows.targets, puts)
-        )
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+    with monkeypatch.context() as patched:
+        stop_after(puts, patched)
+        with pytest.raises(KeyboardInterrupt):
+            indexed(broken, rows.targets, "test")
     with monkeypatch.context() as patched:
         patched.setattr(ZarrFeatureStore, "writable", property(lambda self: False))
-        for path, made in ((tmp_path / "whole.zarr", whole), (tmp_path / "killed.zarr", killed)):
-            assert "candidates" not in indexed(made, rows.targets, "test").settings, path
+        for made in (whole, broken):
+            assert "candidates" not in indexed(made, rows.targets, "test").settings
 
-    found = [indexed(made, rows.targets, "test") for made in (whole, killed)]
+    found = [indexed(made, rows.targets, "test") for made in (whole, broken)]
 
     assert found[0].settings == found[1].settings
     assert "candidates" in found[0].settings
@@ -202,13 +214,38 @@ def test_a_killed_build_is_continued_and_readers_take_a_complete_index(tmp_path,
         for one, other in zip(*(scores.top(3, sign=sign) for scores in found), strict=True):
             np.testing.assert_array_equal(one, other)
     stores = [scores.source.store for scores in found]
-    tables = [path for path in stores[0].table_names("index") if path.endswith("/rows")]
-    assert tables == [path for path in stores[1].table_names("index") if path.endswith("/rows")]
+    tables, others = (
+        [path for path in store.table_names("index") if path.endswith("/rows")] for store in stores
+    )
+    assert tables == others
     for path in tables:
         np.testing.assert_array_equal(*(store.open_table(path).read("features") for store in stores))
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda self: False))
-    later = Attributor.open(tmp_path / "whole.zarr", Given(WIDTHS), GivenTerms())
+    later = Attributor.open(tmp_path / "whole", Given(WIDTHS), GivenTerms())
     assert indexed(later, rows.targets, "test", 2).settings["recall_targets"] == 128
+
+
+def stop_after(puts, patched):
+    """Interrupt the process after some puts into tables of an index."""
+    create, left = ZarrFeatureStore.create_table, [puts]
+
+    def created(self, path, *args):
+        table = create(self, path, *args)
+        if not path.startswith("index/"):
+            return table
+        patched.setattr(ZarrFeatureStore, "create_table", create)
+        put = type(table).put
+
+        def counted(self, *given):
+            put(self, *given)
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        patched.setattr(type(table), "put", counted)
+        return table
+
+    patched.setattr(ZarrFeatureStore, "create_table", created)
 
 
 def test_the_index_of_other_rows_is_dropped_and_that_of_a_dropped_checkpoint_too():
@@ -232,12 +269,3 @@ def test_the_index_of_other_rows_is_dropped_and_that_of_a_dropped_checkpoint_too
     assert len(store.entry_names("index")) == 1
     made.drop_checkpoint("ckpt-1")
     assert store.table_names("index") == store.entry_names("index") == []
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "arguments", [{"recall": 0.9}, {"recall": 0.9, "k": 3}, {"recall": 1.0, "dense": False, "k": 3}]
-)
-def test_a_recall_that_makes_no_sense_is_refused(arguments):
-    with pytest.raises(InvalidInputError, match="recall"):
-        drawn().scores(**arguments)

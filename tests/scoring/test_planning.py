@@ -32,14 +32,6 @@ def attributor(path, **settings):
     )
 
 
-def language_model(path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
-    tokens = torch.randint(7, (30, 5))
-    made = Attributor(model, "causal_language_modeling", path, proj_dim=8, progress=False)
-    return made, TensorDataset(tokens, tokens)
-
-
 @pytest.mark.parametrize("cached_rows", [1, 1000], ids=["kernels stored", "kernels not stored"])
 @pytest.mark.parametrize("settings", [{}, {"dtype": "int4"}, {"layout": "joint", "store_norms": True}])
 def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(
@@ -83,12 +75,14 @@ def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(
 
 
 def test_a_plan_of_a_language_model_tells_its_fit(tmp_path):
-    made, data = language_model(tmp_path / "run.zarr")
+    model, tokens = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), torch.randint(7, (30, 5))
+    data, path = TensorDataset(tokens, tokens), tmp_path / "run.zarr"
+    made = Attributor(model, "causal_language_modeling", path, proj_dim=8, progress=False)
     plan = made.plan(data)
     assert set(plan.seconds) == {"rows", "fit", "scores"}
     assert plan.seconds["fit"].mean > 0
     assert plan.disk["fit, while it runs"] == 60 * made.layout.width * 4  # 4 x 8 gradients, of 30 rows twice
-    assert plan.seconds["scores"] == planning.Span()
+    assert plan.seconds["scores"].mean == 0
     assert made.featurize(data).rows_written == 30
 
 
@@ -114,62 +108,58 @@ def test_what_does_not_fit_is_named_with_a_setting_that_does(tmp_path, monkeypat
     assert "scoring takes" in said
     assert "Use proj_dim=8" in said
     assert "on disk and 0.977 KiB are free. Use dtype='int8' or proj_dim=8" in said
+    assert "Faster" not in said
     assert said in str(plan)
 
 
-def test_a_clearly_faster_batch_size_is_proposed_only_if_it_fits():
-    def trial(seconds, growth):
-        span = planning.Span(seconds, seconds, seconds, seconds)
-        return planning._Trial(planning.Span(), planning.Span(), span, growth)
-
-    settings, free = attributor(None)._settings, planning._free_memory(torch.device("cpu"))
-    workspace, disk = planning.Workspace(None), {"scores": 0}
-
-    def advised(**tried):
-        trials = {int(size[1:]): trial(*values) for size, values in tried.items()}
-        return list(planning._advice(settings, workspace, 32, trials, disk, {"featurizing": 1, "scoring": 1}))
-
-    assert "Faster: batch_size=512 takes 25% of" in advised(b32=(1.0, 1), b128=(2.0, 1), b512=(4.0, 1))[0]
-    assert advised(b32=(1.0, 1), b128=(3.6, 1)) == []
-    if free is not None:
-        assert "batch_size=128" in advised(b32=(1.0, 1), b128=(2.0, 1), b512=(4.0, 1 << 60))[0]
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only tests move."""
+    seconds = [0.0]
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(planning.time, name, lambda: seconds[0])
+    return seconds
 
 
-def test_batch_sizes_are_compared_by_whole_batches(monkeypatch):
-    """Of 2000 rows there are too few batches of 512, the last of which is smaller, to be measured."""
-    tried, measured = [], planning._tried
+class Timed(TensorDataset):
+    """Rows of which a batch takes some seconds to load."""
 
-    def recorded(run, settings, rows, checkpoint, batch_size, **more):
-        tried.append(batch_size)
-        return measured(run, settings, rows, checkpoint, batch_size, **more)
+    def __init__(self, clock, count, seconds):
+        super().__init__(*(tensor[torch.arange(count) % 400] for tensor in TRAIN.tensors))
+        self.clock, self.seconds, self.sizes = clock, seconds, list[int]()
 
-    monkeypatch.setattr(planning, "_tried", recorded)
-    data = TensorDataset(*(tensor[torch.arange(2000) % 400] for tensor in TRAIN.tensors))
-    attributor(None).plan(Rows(data, batch_size=32))
-    assert tried == [32, 128]
-
-
-def test_the_last_batch_of_a_chunk_counts_by_its_share():
-    """Warm-up of 3 batches is left out; every 4th batch commits a chunk and takes 3 s more."""
-    gaps = [planning._Mark(9.0, 9.0)] * 3 + [
-        planning._Mark(*[5.0 if number % 4 == 3 else 2.0] * 2) for number in range(3, 20)
-    ]
-    np.testing.assert_allclose(planning._usual(gaps, 4), (2.75, 2.75, 2.75, 2.75))
-    assert planning._usual(gaps[:7], 64).mean == 2.0  # no chunk ends within the trial
-    assert planning._usual(gaps[:5], 1).mean == 3.5  # each batch is a chunk
+    def __getitems__(self, rows):
+        self.sizes.append(len(rows))
+        self.clock[0] += self.seconds(rows)
+        return [self[row] for row in rows]
 
 
-def test_the_time_of_a_plan_is_that_of_its_batches(monkeypatch):
-    """A clock that each batch advances by 2 s, the first by 10 s more: 400 rows in 13 batches."""
-    clock = [0.0]
+@pytest.mark.parametrize(
+    ("seconds", "total"),
+    [
+        (lambda rows: 12.0 if 0 in rows else 2.0, 10 + 13 * 2),
+        (lambda rows: 5.0 if 127 in rows else 2.0, 13 * 2.75),  # one in four commits a chunk
+    ],
+    ids=["first batch", "last batch of a chunk"],
+)
+def test_the_time_of_a_plan_is_that_of_its_batches(seconds, total, clock, monkeypatch):
+    """400 rows in 13 batches of 2 s, some of which take longer."""
+    monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", 128)
+    plan = attributor(None).plan(Rows(Timed(clock, 400, seconds), name="timed"))
+    np.testing.assert_allclose(plan.seconds["rows"], [total] * 4)
 
-    class Timed(TensorDataset):
-        def __getitem__(self, row):
-            if row % 32 == 0:
-                clock[0] += 12.0 if row == 0 else 2.0
-            return super().__getitem__(row)
 
-    monkeypatch.setattr(planning._Mark, "now", classmethod(lambda cls: cls(clock[0], clock[0])))
-    monkeypatch.setattr(planning, "_TRIED", ())
-    plan = attributor(None).plan(Rows(Timed(*TRAIN.tensors), name="timed"))
-    np.testing.assert_allclose(plan.seconds["rows"], (10 + 13 * 2, 10 + 13 * 2, 10 + 13 * 2, 10 + 13 * 2))
+@pytest.mark.parametrize("power", [0.0, 0.95])
+def test_a_clearly_faster_batch_size_is_proposed(clock, power, monkeypatch):
+    """Of 4000 rows there are enough whole batches of 512 to compare; of 2000 there are too few."""
+    monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", 512)
+    for count, sizes in ((4000, {32, 128, 512}), (2000, {32, 128})):
+        data = Timed(clock, count, lambda rows: (len(rows) / 32) ** power)
+        (*_, advice) = ["", *attributor(None).plan(Rows(data, name="many", batch_size=32)).advice]
+        share = f"Faster: batch_size={max(sizes)} takes {32 / max(sizes):.0%} of"
+        assert advice.startswith(share) if power == 0.0 else advice == ""
+        assert sizes == {32, 128, 512} & set(data.sizes)
+    kept = {"VmRSS": 0, "VmHWM": 100, "MemAvailable": 50}
+    monkeypatch.setattr(planning, "_proc_bytes", lambda file, name: kept[name])
+    plan = attributor(None).plan(Rows(Timed(clock, 4000, lambda rows: 1.0), name="many", batch_size=32))
+    assert plan.memory["featurizing"] is None or "Faster" not in "".join(plan.advice)  # no size fits

@@ -1,12 +1,38 @@
-"""Methods on the same stored rows against plain NumPy, and paths of dampings."""
+"""Methods on the same stored rows, paths of dampings, standard errors and agreement, against plain NumPy."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+
 import numpy as np
 import pytest
-from view_cases import KERNELS, METHODS, WITH_LAYOUT, Drawn, checkpoint_products, drawn, scores_of, with_q
+import torch
+from late import Late
+from tiny_runs import Counting
+from view_cases import (
+    DEFAULT,
+    KERNELS,
+    METHODS,
+    WIDTHS,
+    WITH_LAYOUT,
+    Drawn,
+    Given,
+    GivenTerms,
+    checkpoint_products,
+    drawn,
+    scores_of,
+    with_q,
+)
 
-from trak_lite.errors import InvalidInputError, SingularKernelError
+from trak_lite import Attributor, Rows
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    NonFiniteError,
+    PrecisionError,
+    SingularKernelError,
+)
 from trak_lite.methods import GaussNewton, GradCos, GradDot
 
 QS = ("outside", "inside", "off")
@@ -41,15 +67,28 @@ def test_every_method_equals_its_definition(made, name, layout, q):
 
 
 @pytest.mark.parametrize("method", [GaussNewton(damping=1.0), GradDot(q="inside"), GradCos(q="off")], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
 def test_rows_of_several_tiles_are_scored_as_they_are_stored(method, dtype):
+    """Targets of quantised rows keep their digits."""
     rows = drawn(num_checkpoints=2, num_rows=1500)
-    rounded = Drawn(rows.train.astype(dtype), rows.targets.astype(dtype), rows.q, rows.w)
-    expected = with_q(checkpoint_products(rounded, method.name), rows, method.q)
+    stored = Drawn(rounded(rows.train, dtype), rows.targets, rows.q, rows.w)
+    if dtype == "float16":
+        stored.targets = rows.targets.astype(dtype)
+    expected = with_q(checkpoint_products(stored, method.name), rows, method.q)
 
-    scores = scores_of(rows.attributor(dtype=dtype), rows.targets, method=method, dense=False)
+    made = rows.attributor(dtype=dtype)
+    scores = scores_of(made, rows.targets, method=method, dense=False)
 
+    assert [table.spec.row_bytes for table in scores.source.train] == [made.row_bytes] * 2
+    assert made.row_bytes == {"float32": 20, "float16": 10, "int8": 9, "int4": 7}[dtype] + 8
+    for table, wanted in zip(scores.source.train, stored.train, strict=True):
+        np.testing.assert_array_equal(table.read("features"), wanted)
     close(scores.numpy(), expected)
+    np.testing.assert_array_equal(scores_of(made, rows.targets, method=method).numpy(), scores.numpy())
+    itself = Drawn(stored.train, stored.train, rows.q, rows.w)
+    close(
+        scores.self_influence(), np.diagonal(with_q(checkpoint_products(itself, method.name), rows, method.q))
+    )
     close(scores.rows([4, 1499, 4, 1024]), expected[[4, 1499, 4, 1024]])
     np.testing.assert_array_equal(
         scores.top(9).indices, np.argsort(-scores.numpy(), axis=0, kind="stable")[:9].T
@@ -60,14 +99,54 @@ def test_rows_of_several_tiles_are_scored_as_they_are_stored(method, dtype):
     close(scores.standard_error(pairs), np.take_along_axis(errors.T, pairs, 1))
 
 
-def test_a_row_without_gradient_has_cosine_zero():
+def rounded(rows, dtype):
+    """Rows as they are stored: each has a scale of its own where they are quantised."""
+    if dtype.startswith("float"):
+        return rows.astype(dtype)
+    mantissa, exponent = np.frexp(np.abs(rows).max(axis=-1) / np.float32({"int8": 127, "int4": 7}[dtype]))
+    scale = np.ldexp(np.floor(mantissa * 2.0**16), exponent.astype(int) - 16)[..., None]
+    return np.rint(rows / scale) * scale
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("factor", [1e8, 1e-12])
+def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, factor):
     rows = drawn()
-    rows.train[:, 3] = 0
+    rows.train[0, 3] *= factor
+    table = scores_of(rows.attributor(dtype=dtype), rows.targets).source.train[0]
 
-    scores = rows.scores(GradCos(q="inside"))
+    np.testing.assert_array_equal(table.read("features"), rounded(rows.train[0], dtype))
+    if factor > 1:
+        with pytest.raises(PrecisionError, match=r"float16 cannot hold the features of rows \[3\]"):
+            rows.attributor(dtype="float16")
 
-    assert not scores.numpy()[3].any()
-    assert scores.self_influence()[3] == 0
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_that_are_not_finite(
+    tmp_path, dtype
+):
+    rows, state = drawn(1, 300), {**Given(WIDTHS).state_dict(), "number": torch.tensor(0)}
+    path = tmp_path / "a.zarr"
+    made = rows.attributor(dtype=dtype, path=path, featurized=False)
+    with pytest.raises(KeyboardInterrupt):
+        made.featurize(Rows(Counting(rows.samples(), fail_at=290), name="train", batch_size=32), state)
+
+    found = scores_of(rows.attributor(path, dtype=dtype), rows.targets).numpy()
+
+    np.testing.assert_array_equal(found, scores_of(rows.attributor(dtype=dtype), rows.targets).numpy())
+    opened = Attributor.open(path, Given(WIDTHS), GivenTerms())
+    assert opened.dtype == dtype
+    again = scores_of(opened, rows.targets, "again", checkpoints=[state], method=DEFAULT)
+    np.testing.assert_array_equal(again.numpy(), found)
+    other = {"int8": "int4", "int4": "int8"}[dtype]
+    with pytest.raises(ManifestMismatchError, match=f"dtype is '{dtype}' there, '{other}' here"):
+        rows.attributor(path, dtype=other)
+    with pytest.raises(ManifestMismatchError, match="quantisation is 1 there, 'absent' here"):
+        rows.attributor(path, dtype="float32")
+    rows.train[0, 3] = np.inf
+    with pytest.raises(NonFiniteError, match=r"\b3\b"):
+        rows.attributor(tmp_path / "new.zarr", dtype=dtype)
+    assert not (tmp_path / "new.zarr").exists()
 
 
 @pytest.mark.parametrize("powers", [(-7, 6), (-66, -66), (-110, -110)])
@@ -123,22 +202,147 @@ def test_a_segment_without_signal_adds_nothing_at_any_damping():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("message", "call", "error"),
     [
-        (lambda: drawn().scores().damping_path([]), InvalidInputError, "dampings is empty"),
-        (lambda: drawn().scores().damping_path([1, -1]), InvalidInputError, "finite number of at least 0"),
+        ("dampings is empty", lambda: drawn().scores().damping_path([]), InvalidInputError),
+        ("finite number of at least 0", lambda: drawn().scores().damping_path([1, -1]), InvalidInputError),
         (
+            "no kernel, so it has no damping",
             lambda: drawn().scores(GradDot()).damping_path([1]),
             InvalidInputError,
-            "GradDot has no kernel, so it has no damping",
         ),
-        (
-            lambda: drawn(num_rows=2).scores().damping_path([1, 0]),
-            SingularKernelError,
-            "singular at lambda = 0",
-        ),
+        ("singular at lambda = 0", lambda: drawn(num_rows=2).scores().damping_path([0]), SingularKernelError),
     ],
 )
 def test_what_has_no_answer_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+stats = Late("scipy.stats")
+RUNS, MEMBERS = ["x", "y", "x", "z"], ([0, 2], [1], [3])
+
+
+def of_groups(rows, members, name="GaussNewton", q="outside"):
+    """What each group of checkpoints alone scores, ``(G, N, M)``, with the mean q of the group."""
+    parts = [rows.part(list(group)) for group in members]
+    return np.stack([with_q(checkpoint_products(part, name), part, q) for part in parts])
+
+
+def mean_spearman(groups):
+    """The mean over pairs of groups ``(G, n, M)``, for each target."""
+    pairs = [*combinations(groups, 2)]
+    return np.array(
+        [
+            np.mean([stats.spearmanr(a[:, target], b[:, target]).statistic for a, b in pairs])
+            for target in range(groups.shape[2])
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["GaussNewton", "GradDot", "GradCos"])
+@pytest.mark.parametrize("q", ["inside", "off"])
+def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name, q):
+    """The exact jackknife: each checkpoint is left out, and the rest is scored again."""
+    rows = drawn(num_checkpoints=4)
+    left = of_groups(rows, combinations(range(4), 3), name, q)
+    expected = np.sqrt(3 / 4 * ((left - left.mean(0)) ** 2).sum(0))
+
+    errors = rows.scores(METHODS[name](q=q)).standard_error()
+
+    np.testing.assert_allclose(errors, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("q", ["outside", "off"])
+@pytest.mark.parametrize("runs", [None, RUNS])
+def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
+    rows = drawn(num_checkpoints=4)
+    members = MEMBERS if runs else [[c] for c in range(4)]
+    share = len(members) / 4
+    k = np.stack([share * checkpoint_products(rows)[m].sum(0) for m in members])
+    factors = np.ones((len(members), 1, 1))
+    if q == "outside":
+        factors = np.stack([share * rows.q[m].astype(np.float64).sum(0) for m in members])[:, :, None]
+    change = factors.mean(0) * (k - k.mean(0)) + k.mean(0) * (factors - factors.mean(0))
+    expected = np.sqrt((change**2).sum(0) / (len(members) * (len(members) - 1)))
+
+    scores = rows.scores(replace(DEFAULT, q=q))
+
+    def check(found, wanted):
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
+
+    check(scores.standard_error(runs=runs), expected)
+    check(scores.standard_error([19, 3, 3], runs=runs), expected[[19, 3, 3]])
+    check(scores.standard_error([3, 7], target=-1, runs=runs), expected[[3, 7], 3])
+    check(scores.standard_error(target=1, runs=runs), expected[:, 1])
+    pairs = np.array([[0, 19], [5, 5], [7, 2], [1, 3]])
+    check(scores.standard_error(pairs, runs=runs), np.take_along_axis(expected.T, pairs, 1))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("q", ["outside", "inside", "off"])
+def test_reliability_ranks_what_each_run_alone_scores(q):
+    """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown."""
+    rows = drawn(num_checkpoints=4)
+    rows.train[:, 3:9] = 0
+    scores, alone = rows.scores(replace(DEFAULT, q=q)), of_groups(rows, MEMBERS, q=q).astype(np.float32)
+    expected = mean_spearman(alone)
+
+    found = scores.reliability(runs=RUNS, threshold=0.2)
+
+    np.testing.assert_allclose(found.agreement, expected, atol=1e-12)
+    positive = expected.clip(min=0)
+    np.testing.assert_allclose(found.expected, 3 * positive / (1 + 2 * positive))
+    np.testing.assert_array_equal(found.reliable, found.expected >= 0.2)
+    # The kernel is that of all rows: only the rows that are ranked are fewer.
+    some = scores.reliability(runs=RUNS, max_rows=10)
+    np.testing.assert_allclose(some.agreement, mean_spearman(alone[:, ::2]), atol=1e-12)
+
+
+def test_checkpoints_that_say_the_same_have_no_error_and_agree():
+    one = drawn(num_checkpoints=1)
+    same = Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
+    scores = same.scores()
+
+    assert not scores.standard_error().any()
+    np.testing.assert_allclose(scores.reliability().agreement, 1)
+    np.testing.assert_allclose(scores.checkpoint_agreement(), 1)
+
+
+def test_scores_without_an_order_agree_with_nothing():
+    rows = drawn()
+    rows.train[0] = 0
+
+    agreement = rows.scores(METHODS["GradDot"](q="off")).checkpoint_agreement()
+
+    np.testing.assert_array_equal(agreement[0, 1:], 0)
+    assert agreement[1, 2] != 0
+
+
+def test_subtracted_base_models_have_errors_over_runs():
+    rows = drawn(num_checkpoints=4)
+    k = checkpoint_products(rows)
+    each = np.stack([2 * (k[0] - k[1]), 2 * (k[2] - k[3])])
+
+    scores = rows.scores(replace(DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1)))
+
+    expected = each.std(0, ddof=1) / np.sqrt(2)
+    np.testing.assert_allclose(scores.standard_error(runs=[0, 0, 1, 1]), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("message", "checkpoints", "weights", "runs"),
+    [
+        ("runs has 2 labels, but 4 checkpoints", 4, None, ["a", "b"]),
+        ("at least 2 runs, got 1", 4, None, ["a"] * 4),
+        ("the checkpoints are not repeats of one measurement", 4, (1, -1, 1, -1), None),
+        ("at least 2 checkpoints, got 1", 1, None, None),
+    ],
+)
+def test_groups_that_mean_nothing_are_refused(message, checkpoints, weights, runs):
+    scores = drawn(num_checkpoints=checkpoints).scores(replace(DEFAULT, checkpoint_weights=weights))
+
+    with pytest.raises(InvalidInputError, match=message):
+        scores.standard_error(runs=runs)
+    with pytest.raises(InvalidInputError, match=message):
+        scores.reliability(runs=runs)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
+import torch
 from tiny_runs import Counting, labelled, perceptron, random_states
+from torch import nn
 
-from trak_lite import Attributor, Rows
+from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
-from trak_lite.methods import EKFAC, TRAK, Fisher, GaussNewton, GradCos, TracIn
+from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, LiSSA, TracIn
 from trak_lite.scoring import grams
 
 N, M = 30, 4
@@ -21,10 +24,10 @@ states = partial(random_states, model, 3)
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 
 
-def featurized(path=None, data=TRAIN, **changes):
+def featurized(path=None, data=TRAIN, net=None, **changes):
     settings = {"proj_dim": 16, "dtype": "float32", **changes}
-    made = Attributor(model(), "image_classification", path, **settings)
-    made.featurize(data, checkpoints=states())
+    made = Attributor(model() if net is None else net, "image_classification", path, **settings)
+    made.featurize(data, checkpoints=states() if net is None else None)
     return made
 
 
@@ -47,32 +50,27 @@ def test_another_method_stores_no_gradient(made, method):
     data = Counting(TARGETS)
     targets = Rows(data, name="targets")
     before = made.score(targets, name=method.name).numpy()
-    data.loaded.clear()
+    said = {key: value for key, value in method.to_json().items() if key != "name" and value is not None}
+    said |= {"method": method.name, "checkpoints": 3}
 
     for dense in (True, False):
+        data.loaded.clear()
         other = made.score(targets, name=method.name, dense=dense, method=method)
 
         assert len(data.loaded) == M, "the targets of one checkpoint are compared, nothing is computed anew"
-        data.loaded.clear()
         assert not np.allclose(other.numpy(), before)
         found = made.scores(method.name, dense=dense, method=method)
         np.testing.assert_array_equal(found.numpy(), other.numpy())
         assert other.method == method.decided(made.layout)
-        said = {key: value for key, value in method.to_json().items() if key != "name" and value is not None}
-        assert all(other.settings[key] == value for key, value in said.items())
-        assert (other.settings["method"], other.settings["checkpoints"]) == (method.name, 3)
+        assert {key: other.settings[key] for key in said} == said
     np.testing.assert_array_equal(made.scores(method.name).numpy(), before)
 
 
 def test_settings_that_say_what_holds_anyway_give_the_same_table():
     made = featurized(layout="joint")
-    first = made.score(TARGETS, name="test")
+    first, joint = made.score(TARGETS, name="test"), {"name": "GaussNewton", "layout": "joint"}
 
-    for method in (
-        GaussNewton(damping=None, layout="joint", q="outside"),
-        "gaussnewton",
-        {"name": "GaussNewton", "layout": "joint"},
-    ):
+    for method in (GaussNewton(damping=None, layout="joint", q="outside"), "gaussnewton", joint):
         assert made.score(TARGETS, name="test", method=method).location == first.location
     assert first.source.store.table_names("scores") == ["scores/test"]
     assert first.source.store.table_names("views") == []
@@ -108,13 +106,11 @@ def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same
 ):
     """A fit reads the train rows: it is what loads more of them than are compared."""
     data = Counting(TRAIN)
-    train = Rows(data, name="train")
-    made = featurized(tmp_path / "a.zarr", train, method=default)
-    again = Attributor.open(tmp_path / "a.zarr", model())
+    train, path = Rows(data, name="train"), tmp_path / "a.zarr"
+    made, again = featurized(path, train, method=default), Attributor.open(path, model())
+    said = rf"{method.name} has to be fitted.*Call featurize\(train_data, "
     for dense in (True, False):
-        with pytest.raises(
-            StateError, match=rf"{method.name} has to be fitted.*Call featurize\(train_data, "
-        ):
+        with pytest.raises(StateError, match=said):
             again.score(TARGETS, name="test", method=method, dense=dense, checkpoints=states())
     assert again.featurize(train, checkpoints=states()).rows_written == 0
 
@@ -122,15 +118,16 @@ def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same
     first = again.score(TARGETS, name="test", method=method).numpy()
     assert len(data.loaded) >= 3 * N
     data.loaded.clear()
-    second = made.score(TARGETS, name="test", method=method).numpy()
-    streamed = made.score(TARGETS, name="test", method=method, dense=False).numpy()
-    opened = Attributor.open(tmp_path / "a.zarr", model())
-    third = opened.score(TARGETS, name="test", method=method.to_json()).numpy()
-    fourth = opened.score(TARGETS, name="new", method=method, checkpoints=states()).numpy()
-
+    opened = Attributor.open(path, model())
+    for scores in (
+        made.score(TARGETS, name="test", method=method),
+        made.score(TARGETS, name="test", method=method, dense=False),
+        opened.score(TARGETS, name="test", method=method.to_json()),
+        opened.score(TARGETS, name="new", method=method, checkpoints=states()),
+        opened.scores("test", method=method),
+    ):
+        np.testing.assert_array_equal(scores.numpy(), first)
     assert len(data.loaded) < N
-    for found in (second, streamed, third, fourth, opened.scores("test", method=method).numpy()):
-        np.testing.assert_array_equal(found, first)
     assert not np.allclose(made.score(TARGETS, name="test").numpy(), first)
 
 
@@ -184,12 +181,23 @@ def test_questions_without_an_answer_are_refused(made, call, message):
         call(made.score(TARGETS))
 
 
+def test_scores_by_an_inverse_curvature_have_no_damping_path_and_no_self_influence(made):
+    scores = made.score(TARGETS, method="EKFAC")
+    with pytest.raises(InvalidInputError, match="EKFAC has no kernel, so it has no damping"):
+        scores.damping_path([0.1, 1])
+    with pytest.raises(InvalidInputError, match="take the diagonal"):
+        scores.self_influence()
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("message", "settings"),
     [
-        ({"k": 3}, "k=3 needs dense=False"),
-        ({"k": 0, "dense": False}, "k must be an integer of at least 1"),
-        ({"method": GaussNewton(checkpoint_weights=[1, 2])}, "has 2 numbers, but 3 checkpoints"),
+        ("k=3 needs dense=False", {"k": 3}),
+        ("k must be an integer of at least 1", {"k": 0, "dense": False}),
+        ("has 2 numbers, but 3 checkpoints", {"method": GaussNewton(checkpoint_weights=[1, 2])}),
+        ("recall", {"recall": 0.9}),
+        ("recall", {"recall": 0.9, "k": 3}),
+        ("recall", {"recall": 1.0, "dense": False, "k": 3}),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(made, settings, message):
@@ -214,18 +222,6 @@ def test_scores_that_were_never_made_are_asked_for_by_name(made):
         made.scores("other", dense=False)
 
 
-@pytest.mark.parametrize("method", [GaussNewton(layout="joint"), TRAK(damping=1.0)])
-def test_the_kernel_of_fewer_rows_than_features_is_that_of_the_features(method, monkeypatch):
-    made = featurized(proj_dim=96, layout="joint")
-    few = made.score(TARGETS, method=method)
-    influence = few.self_influence()
-    monkeypatch.setattr(grams, "keeps_rows", lambda width, num_rows: False)
-    many = made.score(TARGETS, "again", method=method)
-    largest = np.abs(many.numpy()).max()
-    np.testing.assert_allclose(few.numpy(), many.numpy(), rtol=0, atol=1e-6 * largest)
-    np.testing.assert_allclose(influence, many.self_influence(), rtol=1e-6, atol=0)
-
-
 def test_gram_matrices_of_few_rows_are_summed_again_and_those_of_many_are_stored(tmp_path, monkeypatch):
     found = []
     for most, count in ((N + 1, 0), (N, 3)):
@@ -235,3 +231,68 @@ def test_gram_matrices_of_few_rows_are_summed_again_and_those_of_many_are_stored
         assert len([*(tmp_path / f"{most}").glob(".cache/gram-*")]) == count
     for scores in found:
         np.testing.assert_array_equal(scores, found[0])
+
+
+# Modules whose gradients are zero, or too small for float32, add nothing to scores
+
+
+class Faint(nn.Module):
+    """Logits of two linear layers, of which one is scaled; a third one is dead."""
+
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.side, self.dead = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.head(x) + self.side(x) * self.scale + torch.relu(self.dead(x) - 1e4)
+
+
+@cache
+def faint(scale, **changes):
+    """Every method reads the same rows."""
+    return featurized(net=Faint(scale), projector="none", layout="module", **changes)
+
+
+METHODS = {
+    "GaussNewton": GaussNewton(),
+    "Fisher": Fisher(),
+    "TRAK": TRAK(damping=0.1, layout="stored"),
+    "EKFAC": EKFAC(),
+    "CG": CG(),
+    "LiSSA": LiSSA(damping=30.0, depth=20, rows=10),
+    "TracIn": TracIn(),
+    "GradCos": GradCos(),
+}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-41, 1e-21])
+@pytest.mark.parametrize("name", METHODS)
+def test_scores_are_those_without_the_vanishing_modules(name, scale):
+    made, method = faint(scale), METHODS[name]
+    found = [made.score(TARGETS, method=method).numpy()]
+    if name in ("EKFAC", "CG", "GradCos"):
+        found.append(made.stream_scores(TRAIN, TARGETS, method=method).numpy())
+        found.append(made.score(TARGETS, refine=Refine(candidates=N, method=method)).numpy())
+
+    assert np.isfinite(found).all()
+    if name not in ("Fisher", "LiSSA", "GradCos"):  # labels, vectors or cosines that depend on all modules
+        expected = faint(scale, grad_wrt="head.*").score(TARGETS, method=method).numpy()
+        for scores in found:
+            np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "modules", "options"),
+    [("GaussNewton", ["'side'", "'dead'"], {"dense": False, "k": 3}), ("EKFAC", ["side.weight"], {})],
+)
+def test_the_vanishing_modules_are_named_once(name, modules, options, caplog):
+    made = faint(1e-21, seed=1)
+    with caplog.at_level(logging.WARNING, "trak_lite"):
+        made.score(TARGETS, method=METHODS[name], **options)
+
+    (record,) = [one for one in caplog.records if "nothing" in one.message]
+    assert all(module in record.message for module in modules)
+    assert "head" not in record.message

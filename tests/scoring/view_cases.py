@@ -64,19 +64,21 @@ class Drawn:
     w: np.ndarray
     widths: tuple[int, ...] = WIDTHS
 
-    def attributor(self, path: Path | None = None, **changes: Any) -> Attributor:
+    def attributor(self, path: Path | None = None, *, featurized: bool = True, **changes: Any) -> Attributor:
         """Return an attributor whose stored rows are those of ``train``."""
         settings = {"projector": "none", "dtype": "float32", "layout": "module", "method": DEFAULT, **changes}
         made = Attributor(Given(self.widths), GivenTerms(), path, progress=False, **settings)
-        self.featurize(made)
+        if featurized:
+            self.featurize(made)
         return made
+
+    def samples(self) -> TensorDataset:
+        return samples(self.train, self.q, self.w)
 
     def featurize(self, made: Attributor, **options: Any) -> None:
         state = Given(self.widths).state_dict()
         states = [{**state, "number": torch.tensor(c)} for c in range(len(self.train))]
-        made.featurize(
-            Rows(samples(self.train, self.q, self.w), name="train", batch_size=512), states, **options
-        )
+        made.featurize(Rows(self.samples(), name="train", batch_size=512), states, **options)
 
     def scores(self, method: AbstractMethod | None = None, **options: Any) -> Scores:
         return scores_of(self.attributor(), self.targets, method=method, **options)

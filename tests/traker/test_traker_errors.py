@@ -70,32 +70,10 @@ def test_a_bad_setting_is_refused(tmp_path, changes, error, match):
         make_traker(tmp_path, **changes)
 
 
-def partly_scored(traker):
-    traker.score(part(target_batch(), slice(0, 2)), num_samples=2)
-    return traker
-
-
-def partly_featurized(traker):
-    traker.featurize(TWO, num_samples=2)
-    return traker
-
-
-def loaded_otherwise(traker):
+def load_otherwise(traker):
     """Loading to score replaces the weights that featurize() was going to use."""
     traker.load_checkpoint(SECOND, 1)
     traker.start_scoring_checkpoint("test", FIRST, 0, num_targets=M)
-    return traker
-
-
-def trained_on(traker):
-    nn.functional.cross_entropy(traker.model(TWO[0]), TWO[1]).backward()
-    torch.optim.SGD(traker.model.parameters(), lr=0.1).step()
-    return traker
-
-
-def in_train_mode(traker):
-    traker.model.first.train()
-    return traker
 
 
 def start(traker, exp_name="test", state=FIRST, model_id=0, num_targets=M):
@@ -137,33 +115,41 @@ STEPS = [
     ("partly", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, "with other weights: the stor"),
     ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, "0 was featurized with other wei"),
     ("loaded", lambda t: t.featurize(WRONG_LABEL, num_samples=N), InvalidInputError, "99"),
+    (
+        "half precision",
+        featurize_all,
+        PrecisionError,
+        r"float16 cannot hold.*TRAKer: use_half_precision=False",
+    ),
 ]
 PREPARED = {
-    "partly": ("loaded", partly_featurized),
-    "scoring partly": ("scoring", partly_scored),
-    "loaded otherwise": ("finalized", loaded_otherwise),
-    "trained on": ("loaded", trained_on),
-    "in train mode": ("loaded", in_train_mode),
+    "partly": ("loaded", lambda t: t.featurize(TWO, num_samples=2)),
+    "scoring partly": ("scoring", lambda t: t.score(part(target_batch(), slice(0, 2)), num_samples=2)),
+    "loaded otherwise": ("finalized", load_otherwise),
+    "trained on": ("loaded", lambda t: nn.init.zeros_(t.model.first.weight)),
+    "half precision": ("new", lambda t: t.load_checkpoint(LARGE, 0)),
+    "in train mode": ("loaded", lambda t: t.model.first.train()),
 }
 
 
 @pytest.mark.parametrize(("stage", "call", "error", "match"), STEPS)
 def test_a_step_out_of_place_is_refused(tmp_path, stage, call, error, match):
-    first, prepare = PREPARED.get(stage, (stage, lambda traker: traker))
-    traker = prepare(at(first, make_traker(tmp_path)))
+    first, prepare = PREPARED.get(stage, (stage, lambda traker: None))
+    traker = at(first, make_traker(tmp_path, use_half_precision=stage == "half precision"))
+    prepare(traker)
     with refused(tmp_path, error, match):
         call(traker)
 
 
 @pytest.mark.parametrize(
-    ("stage", "load", "error", "go_on", "match"),
+    ("match", "stage", "load", "error", "go_on"),
     [
-        ("new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all, "No checkpoint is"),
-        ("featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all, "No c"),
-        ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all, "No scoring was s"),
+        ("No checkpoint is", "new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all),
+        ("No c", "featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all),
+        ("No scoring was s", "scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all),
     ],
 )
-def test_after_a_refused_checkpoint_nothing_is_put(tmp_path, stage, load, error, go_on, match):
+def test_after_a_refused_checkpoint_nothing_is_put(tmp_path, match, stage, load, error, go_on):
     traker = at(stage, make_traker(tmp_path))
     before = copy.deepcopy(traker.model.state_dict())
     with pytest.raises(error):
@@ -172,13 +158,6 @@ def test_after_a_refused_checkpoint_nothing_is_put(tmp_path, stage, load, error,
         torch.testing.assert_close(dict(traker.model.state_dict()), dict(before), rtol=0, atol=0)
     with refused(tmp_path, StateError, match):
         go_on(traker)
-
-
-def test_rows_that_float16_cannot_hold_are_refused(tmp_path):
-    traker = make_traker(tmp_path, use_half_precision=True)
-    traker.load_checkpoint(LARGE, 0)
-    with refused(tmp_path, PrecisionError, r"float16 cannot hold.*TRAKer: use_half_precision=False"):
-        featurize_all(traker)
 
 
 @pytest.mark.parametrize("model_id", [-1, True, "0", 1.0, None])
@@ -199,24 +178,22 @@ def test_rows_that_do_not_fit_the_batch_are_refused(tmp_path):
     traker = at("scoring", make_traker(tmp_path))
     traker.load_checkpoint(FIRST, 0)
     start(traker)
-    for where, match in (
-        ({}, "Exactly one of num_samples and inds should be specified, got neither"),
-        ({"inds": [0, 1], "num_samples": 2}, "Exactly one .* should be specified, got both"),
-        ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
-        ({"num_samples": 3}, "The batch has 2 samples, but 3 rows were given"),
-        ({"inds": [0]}, "The batch has 2 samples, but 1 rows were given"),
-        ({"inds": [0, 0]}, r"Rows \[0\] are given more than once"),
-        ({"inds": [0, N]}, rf"Rows \[{N}\] of the .* do not exist: there are rows 0 to"),
-        ({"inds": [-1, 0]}, r"Rows \[-1\] of the .* do not exist"),
-        ({"inds": [0.0, 1.0]}, "inds must be integers, got float64"),
-        ({"inds": torch.tensor([True, False])}, "inds must be integers, got bool"),
+    for match, batch, where in (
+        ("Exactly one of num_samples and inds should be specified, got neither", TWO, {}),
+        ("Exactly one .* should be specified, got both", TWO, {"inds": [0, 1], "num_samples": 2}),
+        ("num_samples must be an integer of at least 1, got 0", TWO, {"num_samples": 0}),
+        ("The batch has 2 samples, but 3 rows were given", TWO, {"num_samples": 3}),
+        ("The batch has 1 samples, but 4 rows were given", ONE, {"num_samples": 4}),
+        ("The batch has 2 samples, but 1 rows were given", TWO, {"inds": [0]}),
+        (r"Rows \[0\] are given more than once", TWO, {"inds": [0, 0]}),
+        (rf"Rows \[{N}\] of the .* do not exist: there are rows 0 to", TWO, {"inds": [0, N]}),
+        (r"Rows \[-1\] of the .* do not exist", TWO, {"inds": [-1, 0]}),
+        ("inds must be integers, got float64", TWO, {"inds": [0.0, 1.0]}),
+        ("inds must be integers, got bool", TWO, {"inds": torch.tensor([True, False])}),
     ):
         for put in (traker.featurize, traker.score):
             with refused(tmp_path, InvalidInputError, match):
-                put(TWO, **where)
-    for put in (traker.featurize, traker.score):
-        with refused(tmp_path, InvalidInputError, "The batch has 1 samples, but 4 rows were given"):
-            put(ONE, num_samples=4)
+                put(batch, **where)
 
 
 def test_a_closed_traker_refuses_every_verb(tmp_path):
@@ -235,21 +212,21 @@ def test_a_closed_traker_refuses_every_verb(tmp_path):
 
 
 BUILT_IN = [
-    ("new", featurize_all, AssertionError),
-    ("loaded", lambda t: t.featurize(train_batch()), AssertionError),
-    ("loaded", lambda t: t.featurize(train_batch(), inds=np.arange(N), num_samples=N), AssertionError),
-    ("scoring", lambda t: t.score(target_batch()), AssertionError),
-    ("scoring", lambda t: t.score(target_batch(), inds=np.arange(M), num_samples=M), AssertionError),
-    ("loaded", lambda t: t.finalize_features(), Exception),
-    ("loaded", lambda t: t.finalize_features([3]), Exception),
-    ("loaded", lambda t: start(t, model_id=3), Exception),
-    ("scoring", lambda t: t.finalize_scores("test", model_ids=[]), AssertionError),
-    ("scoring", lambda t: t.finalize_scores("other"), ValueError),
-    ("new", lambda t: t.load_checkpoint({"weight": torch.zeros(1)}, model_id=0), RuntimeError),
-    ("featurized", {"proj_dim": 13}, AssertionError),
-    ("featurized", {"train_set_size": N + 1}, AssertionError),
-    ("new", {"task": "image_clasification"}, KeyError),
-    ("new", {"grad_wrt": ["nothing.weight"]}, KeyError),
+    (AssertionError, "new", featurize_all),
+    (AssertionError, "loaded", lambda t: t.featurize(train_batch())),
+    (AssertionError, "loaded", lambda t: t.featurize(train_batch(), inds=np.arange(N), num_samples=N)),
+    (AssertionError, "scoring", lambda t: t.score(target_batch())),
+    (AssertionError, "scoring", lambda t: t.score(target_batch(), inds=np.arange(M), num_samples=M)),
+    (Exception, "loaded", lambda t: t.finalize_features()),
+    (Exception, "loaded", lambda t: t.finalize_features([3])),
+    (Exception, "loaded", lambda t: start(t, model_id=3)),
+    (AssertionError, "scoring", lambda t: t.finalize_scores("test", model_ids=[])),
+    (ValueError, "scoring", lambda t: t.finalize_scores("other")),
+    (RuntimeError, "new", lambda t: t.load_checkpoint({"weight": torch.zeros(1)}, model_id=0)),
+    (AssertionError, "featurized", {"proj_dim": 13}),
+    (AssertionError, "featurized", {"train_set_size": N + 1}),
+    (KeyError, "new", {"task": "image_clasification"}),
+    (KeyError, "new", {"grad_wrt": ["nothing.weight"]}),
 ]
 """Stage; call, or settings of a second TRAKer in the same folder; what is built in of the class of the error.
 
@@ -257,7 +234,7 @@ Of the original's own class ``ModelIDException`` nothing is built in but ``Excep
 """
 
 
-@pytest.mark.parametrize(("stage", "call", "expected"), BUILT_IN)
+@pytest.mark.parametrize(("expected", "stage", "call"), BUILT_IN)
 def test_an_error_of_the_original_is_caught_as_there(tmp_path, stage, call, expected):
     original()
     raised = []

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 
 import numpy as np
 import pytest
 import torch
 from numpy.lib.format import open_memmap
 from torch import nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 from traker_cases import (
-    CLASSES,
     N,
     assert_scores_close,
     at,
@@ -29,7 +26,6 @@ from traker_cases import (
     part,
     quiet,
     refused,
-    run,
     stored,
     target_batch,
     train_batch,
@@ -37,16 +33,16 @@ from traker_cases import (
 
 import trak_lite
 import trak_lite.projectors
-from trak_lite import Attributor, TRAKer
 from trak_lite import test_install as check_installation
-from trak_lite.errors import ManifestMismatchError, UnsupportedModelError
+from trak_lite import utils
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, UnsupportedModelError
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
     IterativeGradientComputer,
 )
-from trak_lite.modelout_functions import AbstractModelOutput, CLIPModelOutput, ImageClassificationModelOutput
-from trak_lite.projectors import AbstractProjector, BasicProjector, NoOpProjector, ProjectionType
+from trak_lite.modelout_functions import CLIPModelOutput
+from trak_lite.projectors import AbstractProjector, NoOpProjector, ProjectionType
 
 
 @pytest.mark.parametrize(
@@ -83,82 +79,6 @@ def test_the_installation_test_passes_on_a_cpu_only_machine(monkeypatch):
 
     check_installation()
     check_installation(use_fast_jl=True)
-
-
-def test_block_100_of_id_0_differs_from_block_0_of_id_1():
-    """Those of the original are equal."""
-    made = [
-        BasicProjector(grad_dim=64, proj_dim=120, seed=0, proj_type="normal", device="cpu", block_size=1)
-        for _ in range(2)
-    ]
-    first, second = (
-        projector.project(torch.eye(64), model_id=number) for number, projector in enumerate(made)
-    )
-    assert (first.T @ second).abs().max() < 0.9 * 64
-
-
-def network():
-    """In train mode, as torchvision makes its own."""
-    layers = [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
-
-
-def narrow():
-    width = sum(p.numel() for p in network().parameters())
-    return BasicProjector(grad_dim=width, proj_dim=20, seed=0, proj_type="rademacher", device="cpu")
-
-
-CONSTRUCTED = {
-    "a projector": lambda: {"projector": narrow()},
-    "a task of one's own": lambda: {"projector": narrow(), "task": ImageClassificationModelOutput},
-    "the identity": lambda: {"projector": NoOpProjector(device="cpu")},
-    "an iterative computer": lambda: {
-        "projector": NoOpProjector(),
-        "proj_dim": 0,
-        "task": "iterative_image_classification",
-        "use_half_precision": False,
-        "gradient_computer": IterativeGradientComputer,
-    },
-    "a largest batch": lambda: {"proj_max_batch_size": 16},
-    "the last layer": lambda: {"grad_wrt": ["5.weight", "5.bias"]},
-    "full precision": lambda: {"use_half_precision": False},
-    "the defaults": lambda: {},
-}
-
-
-@pytest.mark.parametrize(("ids", "asked", "anew"), [(2, None, True), (2, [0], False), (1, None, False)])
-@pytest.mark.parametrize("how", CONSTRUCTED)
-def test_every_sequence_of_calls_of_its_tests(tmp_path, how, ids, asked, anew, caplog):
-    """Few rows come in parts; one id, some or all are scored, by the TRAKer that featurized them or another one."""
-
-    def made(**changes):
-        settings = {"model": network(), "task": "image_classification", "proj_dim": 64, **changes}
-        plain = {"train_set_size": 10, "logging_level": logging.DEBUG, "device": "cpu"}
-        return TRAKer(save_dir=tmp_path, **plain, **settings)
-
-    changes = CONSTRUCTED[how]()
-    generator = torch.Generator().manual_seed(0)
-    batch = [torch.randn(10, 3, 8, 8, generator=generator), torch.randint(10, (10,), generator=generator)]
-    traker = made(**changes)
-    state = traker.model.state_dict()
-    for model_id in range(ids):
-        traker.load_checkpoint(state, model_id=model_id)
-        for rows in (slice(0, 3), slice(3, 6), slice(6, 10)):
-            some = [x[rows] for x in batch]
-            traker.featurize(some, num_samples=len(some[0]))
-    traker.finalize_features()
-    for model_id in range(ids) if asked is None else asked:
-        traker.start_scoring_checkpoint("test_experiment", state, model_id, num_targets=5)
-        traker.score([x[:5] for x in batch], num_samples=5)
-    if anew:
-        traker = made(**{**changes, "model": traker.model})
-    scores = traker.finalize_scores(exp_name="test_experiment", model_ids=asked)
-
-    assert scores.shape == (10, 5)
-    assert np.isfinite(scores).all()
-    assert (np.diagonal(scores) > 0).any()
-    assert caplog.text.count("Their pseudo-inverses are used") == (2 if anew else 1)
-    np.testing.assert_array_equal(open_memmap(tmp_path / "scores" / "test_experiment.mmap"), scores)
 
 
 def quickstart(traker):
@@ -199,21 +119,16 @@ def test_the_quickstart_needs_another_import_and_nothing_else(tmp_path, monkeypa
         assert_scores_close(scores, quickstart(made(original())), rtol=1e-4)
 
 
-class Asking(nn.Module):
+class Asking(nn.Linear):
     """Looks at values on its way, as masks of Hugging Face's networks do: vmap cannot."""
 
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(4, 5)
-
     def forward(self, x):
-        return self.head(x if (x < 100).all() else x / 100)
+        return super().forward(x if (x < 100).all() else x / 100)
 
 
 def asked(folder, count=1, **changes):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Asking()
+    torch.manual_seed(0)
+    model = Asking(4, 5)
     traker = make_traker(folder, model=model, **changes)
     featurize(traker, [model.state_dict()] * count)
     return traker
@@ -251,62 +166,8 @@ def test_a_computer_of_ones_own_is_not_replaced(tmp_path):
 
 
 def featurized(folder, **changes):
-    traker = at("featurized", make_traker(folder, **{"projector": NoOpProjector(), **changes}))
+    traker = at("featurized", make_traker(folder, projector=NoOpProjector(), **changes))
     return stored(traker), stored(traker, column="out_to_loss")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    return featurized(tmp_path_factory.mktemp("expected"))
-
-
-@pytest.mark.parametrize("grad_wrt", [None, ["second.weight", "first.bias"]], ids=["frozen", "grad_wrt"])
-def test_the_iterative_computer_honours_grad_wrt_and_frozen_parameters(tmp_path, grad_wrt):
-    """It stores the rows that the functional computer stores; the original's raises."""
-    settings = {"grad_wrt": grad_wrt}
-    found = featurized(tmp_path / "i", gradient_computer=IterativeGradientComputer, **settings)
-    np.testing.assert_allclose(found[0], featurized(tmp_path / "f", **settings)[0], rtol=1e-5, atol=1e-6)
-
-
-def test_the_iterative_computer_keeps_float64():
-    """The original's gives float32."""
-    images, labels = part(train_batch(), slice(0, 3))
-    model, task = make_model().double().requires_grad_(True), ImageClassificationModelOutput()
-    computer = IterativeGradientComputer(model, task, num_kept(model, None), torch.float32, "cpu")
-
-    found = computer.compute_per_sample_grad((images.double(), labels))
-    assert {grad.dtype for grad in found.values()} == {torch.float64}
-
-
-@pytest.mark.parametrize("base", [FunctionalGradientComputer, IterativeGradientComputer])
-def test_a_subclass_of_a_computer_that_changes_its_results_is_not_bypassed(tmp_path, expected, base):
-    class Doubling(base):
-        def compute_per_sample_grad(self, batch):
-            return {name: 2 * grad for name, grad in super().compute_per_sample_grad(batch).items()}
-
-    class Halving(base):
-        def compute_loss_grad(self, batch):
-            return super().compute_loss_grad(batch) / 2
-
-    for computer, factors in ((Doubling, (2, 1)), (Halving, (1, 0.5))):
-        found = featurized(tmp_path / computer.__name__, gradient_computer=computer)
-        for one, other, factor in zip(found, expected, factors, strict=True):
-            np.testing.assert_allclose(one, factor * other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_subclass_of_a_computer_serves_the_attributor_too(tmp_path):
-    """The native facade streams from overridden methods as well."""
-
-    class Zeroing(FunctionalGradientComputer):
-        def compute_loss_grad(self, batch):
-            return torch.zeros(len(batch[0]), 1)
-
-    attributor = Attributor(
-        make_model(), "image_classification", tmp_path / "run.zarr", proj_dim=8, gradient_computer=Zeroing
-    )
-    attributor.featurize(TensorDataset(*train_batch()))
-
-    assert not attributor.score(TensorDataset(*target_batch())).numpy().any()
 
 
 class LoopComputer(AbstractGradientComputer):
@@ -334,62 +195,20 @@ class LoopComputer(AbstractGradientComputer):
 
 
 @pytest.mark.parametrize(
-    "computer", [LoopComputer, functools.partial(LoopComputer)], ids=["class", "partial"]
+    "changes",
+    [
+        {"gradient_computer": LoopComputer},
+        {"gradient_computer": functools.partial(LoopComputer)},
+        {"gradient_computer": IterativeGradientComputer, "task": "iterative_image_classification"},
+    ],
+    ids=["class", "partial", "iterative"],
 )
-def test_a_computer_of_ones_own_works(tmp_path, expected, computer):
-    """All parameters are kept, frozen ones too, although this class never hears of ``grad_wrt``."""
-    features, q = featurized(tmp_path, gradient_computer=computer)
+def test_another_computer_or_one_of_ones_own_works(tmp_path, changes):
+    """All parameters are kept, frozen ones too; a class of one's own never hears of ``grad_wrt``."""
+    found, expected = featurized(tmp_path / "a", **changes), featurized(tmp_path / "b")
 
-    np.testing.assert_allclose(features, expected[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(q, expected[1], rtol=1e-5)
-
-
-class LabelLogit(AbstractModelOutput):
-    """A task as the original's documentation has it."""
-
-    @staticmethod
-    def get_output(model, weights, buffers, image, label):
-        logits = functional_call(model, (weights, buffers), image.unsqueeze(0))
-        return logits[torch.arange(1), label.unsqueeze(0)].sum()
-
-    def get_out_to_loss_grad(self, model, weights, buffers, batch):
-        images, labels = batch
-        logits = functional_call(model, (weights, buffers), images)
-        return (1 - logits.softmax(-1)[torch.arange(len(labels)), labels]).detach().unsqueeze(-1)
-
-
-class TheirLabelLogit:
-    """The same methods; the base class comes with the original."""
-
-    def __init__(self):
-        """The original's base class asks for one."""
-
-    get_output = staticmethod(LabelLogit.get_output)
-    get_out_to_loss_grad = LabelLogit.get_out_to_loss_grad
-
-
-def test_a_task_of_ones_own_scores_as_with_the_original(tmp_path):
-    theirs = type("Task", (TheirLabelLogit, original().modelout_functions.AbstractModelOutput), {})
-    bases = AbstractProjector, original().projectors.AbstractProjector
-    ours, expected = (
-        run(make(tmp_path / str(task), task=task(), lambda_reg=0.1, projector=injected(base, 16)), count=2)
-        for make, task, base in zip((make_traker, make_original), (LabelLogit, theirs), bases, strict=True)
-    )
-
-    assert_scores_close(ours, expected, rtol=1e-4)
-
-
-def test_a_task_may_be_a_function(tmp_path):
-    def margin(model_call, batch):
-        images, labels = batch
-        logits = model_call(images)
-        chosen = labels[:, None] == torch.arange(CLASSES)
-        own = (logits * chosen).sum(1)
-        return own - torch.where(chosen, -torch.inf, logits).logsumexp(1)
-
-    found, named = (featurized(tmp_path / str(task), task=task) for task in (margin, "image_classification"))
-
-    np.testing.assert_allclose(found[0], named[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
 
 def test_a_projector_of_ones_own_gets_gradients_in_model_order(tmp_path):
@@ -430,10 +249,8 @@ def pairs(count, seed):
 
 def clip_traker(folder, count=24):
     """Return a TRAKer with a checkpoint loaded, whose task has embeddings of other pairs."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Pairs()
-    task = CLIPModelOutput(simulated_batch_size=6)
+    torch.manual_seed(0)
+    model, task = Pairs(), CLIPModelOutput(simulated_batch_size=6)
     traker = make_traker(folder, model=model, task=task, train_set_size=count, proj_dim=8)
     traker.load_checkpoint(model.state_dict(), 0)
     traker.task.get_embeddings(model, [pairs(30, seed=9)], batch_size=30, embedding_dim=3, size=30)
@@ -467,3 +284,44 @@ def test_clip_has_a_q_for_a_batch_of_one(tmp_path):
     traker.featurize(pairs(1, seed=1), num_samples=1)
 
     assert stored(traker, column="out_to_loss")[0] > 0.01
+
+
+def test_vectorize_puts_gradients_side_by_side_also_into_a_given_tensor():
+    theirs, shapes = original().utils, {"weight": (2, 3), "scale": (), "bias": (4,)}
+    gradients, arr = {name: torch.randn(5, *shape) for name, shape in shapes.items()}, torch.empty(5, 11)
+    expected = theirs.vectorize(gradients, device="cpu")
+
+    assert utils.vectorize(gradients, arr) is arr
+    for found in (utils.vectorize(gradients), utils.vectorize(gradients, device="cpu"), arr):
+        assert torch.equal(found, expected)
+    with pytest.raises(InvalidInputError, match=r"different numbers of samples: \[2, 3\]"):
+        utils.vectorize({"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)})
+
+
+def test_parameters_are_counted_and_flattened_in_order_and_buffers_told_by_name():
+    model, theirs = make_model("cnn"), original().utils
+    tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    tied[1].weight = tied[0].weight
+
+    assert utils.get_num_params(model) == theirs.get_num_params(model)
+    assert utils.get_num_params(tied) == 9
+    parameters = list(model.parameters())
+    assert torch.equal(utils.parameters_to_vector(parameters), theirs.parameters_to_vector(parameters))
+    for name in ("bn.running_mean", "running_var", "a.num_batches_tracked", "conv.weight"):
+        assert utils.is_not_buffer(0, [name]) == theirs.is_not_buffer(0, [name])
+
+
+@pytest.mark.parametrize("batch_size", [8, 2**26, 2**27, 2**28])
+def test_chunks_hold_whole_parameters_below_the_limit(batch_size):
+    """The limit is 2^32 - 1 over the batch size."""
+    layers = nn.Linear(3, 3, bias=False), nn.Linear(5, 6, bias=False), nn.Linear(4, 5), nn.Linear(2, 2)
+    model, theirs, sizes = nn.ModuleList(layers), original().utils, [9, 30, 20, 5, 4, 2]
+    limit, chunks = utils.get_parameter_chunk_sizes(model, batch_size)
+
+    assert limit == (2**32 - 1) // batch_size
+    assert sum(chunks) == utils.get_num_params(model)
+    boundaries = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    assert set(torch.tensor(chunks).cumsum(0).tolist()) <= set(boundaries)
+    assert all(size < limit or size in sizes for size in chunks)
+    if max(sizes) < limit:
+        assert (limit, chunks) == tuple(theirs.get_parameter_chunk_sizes(model, batch_size))
