@@ -143,7 +143,6 @@ SOME: dict[str, int] = {
     "unrolled/test_blocks.py": 2,
     "unrolled/test_derivatives.py": 3,
     "unrolled/test_identity.py::test_a_run_notices_changes_that_are_made_while_it_is_held": 1,
-    "unrolled/test_identity.py::test_another_training_at_the_same_path_is_refused": 8,
     "unrolled/test_identity.py::test_stored_scores_of_another_training_or_task_are_not_returned": 1,
     "unrolled/test_refusals.py::test_recurrent_layers_are_exact": 1,
     "unrolled/test_resume.py": 1,

@@ -221,6 +221,18 @@ def test_greedy_reads_the_stored_rows_of_all_checkpoints():
     assert chosen.settings["targets"] == "test"
 
 
+def test_copies_of_the_best_row_do_not_crowd_out_the_others():
+    features = np.concatenate([np.repeat(np.eye(6)[:1], 10, 0), np.eye(6)[1:]])
+    scores = np.concatenate([np.full(10, 1.2), np.full(5, 1.0)])[:, None]
+    assert select(scores, 6).indices.tolist() == [0, 1, 2, 3, 4, 5]
+    chosen = select(scores, 6, "greedy", features=features, pool=15)
+    assert chosen.indices.tolist() == [0, 10, 11, 12, 13, 14]
+    np.testing.assert_allclose(chosen.redundancy, 0.0, atol=1e-12)
+    second = select(scores[:10], 2, "greedy", features=features[:10])
+    assert second.indices.tolist() == [0, 1]
+    assert second.redundancy[1] == pytest.approx(1 / 1.1)
+
+
 def test_the_pool_has_a_default_and_a_selection_among_some_rows_is_that_of_these_alone():
     values, features = (np.random.default_rng(k).normal(size=(300, 2 + k)) for k in range(2))
     mask = np.arange(300) % 7 == 2
