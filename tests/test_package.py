@@ -52,18 +52,9 @@ def test_pyproject_holds_tool_settings_only() -> None:
     assert set(tomllib.loads((ROOT / "pyproject.toml").read_text())) == {"tool"}
 
 
-OPTIONAL = {
-    "matplotlib",
-    "pandas",
-    "xarray",
-    "pytest",
-    "triton",
-    "fast_jl",
-    "jsonargparse",
-    "jinja2",
-    "markupsafe",
-}
-OPTIONAL |= {"PIL", "starlette", "uvicorn", "transformers", "peft", "datasets", "accelerate", "lightning"}
+OPTIONAL = {"matplotlib", "pandas", "xarray", "pytest", "triton", "fast_jl", "jsonargparse", "jinja2", "PIL"}
+OPTIONAL |= {"markupsafe", "starlette", "uvicorn", "transformers", "peft", "datasets", "accelerate"}
+OPTIONAL |= {"lightning"}
 SLOW = {"zarr", "zarr.storage", "numcodecs", "fsspec", "obstore", "scipy", "sklearn", "IPython"}
 """Each takes longer to import than this package; what torch imports itself does not count."""
 IN_A_NEW_PROCESS = """
