@@ -152,10 +152,10 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     advice: list[str] = []
     chosen = run.settings.trial()
     trial = _tried(run, chosen, rows, checkpoint, rows.batch_size)
-    per_batch = {rows.batch_size: trial}
-    passes = len(
-        plan_batches(np.arange(num_rows), settings.train_table(num_rows, {}).chunk_rows, rows.batch_size)
-    )
+    chunk_rows = settings.train_table(num_rows, {}).chunk_rows
+    whole = min(rows.batch_size, chunk_rows)  # a batch ends with its chunk
+    per_batch = {whole: trial}
+    passes = len(plan_batches(np.arange(num_rows), chunk_rows, rows.batch_size))
     seconds = {"rows": trial.setup.plus(trial.batch.times(passes)).times(count)}
     draws, fit = settings.num_fit_rows(num_rows), None
     if draws:
@@ -164,7 +164,7 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
         seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // size))).plus(_gram_time(settings, draws))
         seconds["fit"] = seconds["fit"].times(count)
     if num_targets:
-        seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / rows.batch_size)).times(count)
+        seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / whole)).times(count)
     scoring, peak = _scoring(settings, num_rows, num_targets, advice)
     disk = _disk(settings, num_rows, num_targets, count, draws)
     if num_targets and disk["kernels"]:
@@ -173,12 +173,12 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     growths = [one.growth for one in (trial, fit) if one is not None and one.growth is not None]
     memory = {"featurizing": max(growths, default=None), "scoring": peak}
     for size in _TRIED:
-        if size != rows.batch_size and size * (_WARM + _FEWEST) <= num_rows:
+        if size != whole and size <= chunk_rows and size * (_WARM + _FEWEST) <= num_rows:
             other = _tried(run, chosen, rows, checkpoint, size, longest=0.5)
             per_batch[size] = other
             if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
                 break  # larger ones will not be faster
-    advice += _advice(settings, run.workspace, rows.batch_size, per_batch, disk, memory)
+    advice += _advice(settings, run.workspace, whole, per_batch, disk, memory)
     return Plan(
         num_rows,
         num_targets,
