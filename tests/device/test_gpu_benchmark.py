@@ -45,9 +45,9 @@ on_the_stand_in = [
 def test_every_part_is_rehearsed_and_not_measured_twice(part, library, tmp_path):
     lines = rehearse(library, tmp_path / "gpu.jsonl", part)
 
-    assert all(line["device"] == "stand_in" and line["small"] for line in lines)
     assert all(line.get("equal", True) and line.get("within", True) for line in lines)
     if part == "projection":
+        assert all(line["device"] == "stand_in" and line["small"] for line in lines)
         found = [(line["part"], line["case"]) for line in lines]
         assert found == [(part, case) for case in PARTS[part].cases(True)]
         not_run = [line for line in lines if "not run" in line]
