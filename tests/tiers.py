@@ -115,6 +115,7 @@ SOME: dict[str, int] = {
     "retraining/test_changed_training.py": 3,
     "retraining/test_changed_training.py::test_the_verdict_is_that_of_the_present_training": 1,
     "retraining/test_many_models.py": 4,
+    "retraining/test_many_models.py::test_another_training_is_not_continued": 8,
     "retraining/test_verification.py": 1,
     "run/test_changed_runs.py::test_a_run_is_not_that_of_another_thing": 3,
     "run/test_changed_runs.py::test_new_targets_are_not_scored_with_a_model_that_was_changed_since": 2,

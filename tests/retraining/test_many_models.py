@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
@@ -236,9 +236,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("seen", CHANGES)
-@pytest.mark.parametrize("function", [retrain, retrain_many])
-def test_another_training_is_not_continued(function, seen, tmp_path):
+@pytest.mark.parametrize(
+    ("seen", "function"), list(zip(CHANGES, cycle([retrain, retrain_many]), strict=False))
+)
+def test_another_training_is_not_continued(seen, function, tmp_path):
     function(recipe(epochs=1).train_fn, MASKS, logits, path=tmp_path / "r")
     with pytest.raises(ManifestMismatchError, match=rf"identity\.{seen}"):
         function(recipe(**{"epochs": 1, **CHANGES[seen]}).train_fn, MASKS, logits, path=tmp_path / "r")
