@@ -162,12 +162,14 @@ def test_every_room_has_quick_tests() -> None:
     assert rooms == quick & rooms
 
 
-INSIDE, PRIVATE = 38, 88
+INSIDE, PRIVATE = 25, 38
 """Bounds, to be lowered and never raised: test files that import modules below a room, uses of private attributes."""
+OTHERS = ("_exit", "_repr_html_", "_replace", "_getframe", "_C")
+"""Attributes that are public in spite of their names, or torch's."""
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name not in OTHERS
 
 
 def test_tests_use_public_names() -> None:

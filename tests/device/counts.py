@@ -18,6 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 PACKAGE = str(Path(__file__).parents[2] / "trak_lite")
+_SIZED_BY_VALUES = (
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten._unique2",
+    "aten.unique_",
+    "aten.repeat_interleave.Tensor",
+    "aten.equal",
+    "aten.bincount",
+    "aten._local_scalar_dense",
+)
+_COPIES = ("aten._to_copy", "aten.copy_", "aten.copy.")
 _MEMORY = (
     "aten.empty",
     "aten.new_empty",
@@ -32,16 +43,15 @@ _MEMORY = (
 
 @dataclass
 class Tally:
-    """What was counted, by name."""
+    """What was counted, by name; the names of waits end with the line of the package that waits."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
-    """Waits of the host inside operators: name, and the line of the package that runs it."""
     sites: Counter[str] = field(default_factory=Counter)
     """Kernels and launches by the line of the package that runs them."""
-    num_waits: int = 0
-    """Waits that the stand-in counted, in all threads; 0 on other devices."""
+    device_waits: int = 0
+    """Waits that the stand-in counted itself, in all threads; 0 on other devices."""
 
     @property
     def total(self) -> int:
@@ -63,22 +73,25 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.device = device
         self._tally = Tally()
-        self._before = _num_waits(device)
+        self._before = _device_waits(device)
 
     @property
     def tally(self) -> Tally:
         """What was counted so far."""
-        return replace(self._tally.since(Tally()), num_waits=_num_waits(self.device) - self._before)
+        return replace(self._tally.since(Tally()), device_waits=_device_waits(self.device) - self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before, name = _num_waits(self.device), str(func)
-        made = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_iter((args, kwargs, made)) if isinstance(leaf, Tensor)]
-        if any(t.device.type == self.device.type for t in tensors) and not _is_free(func, name):
-            self._tally.kernels[name] += 1
-            self._tally.sites[_site()] += 1
-        if _num_waits(self.device) > before:
-            self._tally.waits[f"{name} {_site()}"] += 1
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        found = [leaf for leaf in tree_iter(made) if isinstance(leaf, Tensor)]
+        if any(tensor.device.type == self.device.type for tensor in given + found):
+            name = str(func)
+            if not _is_free(func, name):
+                self._tally.kernels[name] += 1
+                self._tally.sites[_site()] += 1
+            if _waits(name, args, kwargs, given, found):
+                self._tally.waits[f"{name} {_site()}"] += 1
         return made
 
     def launched(self, name: str) -> None:
@@ -87,7 +100,7 @@ class Counting(TorchDispatchMode):
         self._tally.sites[_site()] += 1
 
 
-def _num_waits(device: torch.device) -> int:
+def _device_waits(device: torch.device) -> int:
     return torch.ops.stand_in.waits() if device.type == "stand_in" else 0
 
 
@@ -96,6 +109,24 @@ def _is_free(func: Any, name: str) -> bool:
         return True
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)  # a view
+
+
+def _waits(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], found: list[Tensor]
+) -> bool:
+    if name.startswith(_SIZED_BY_VALUES):
+        return True
+    if name.startswith(("aten.index.Tensor", "aten.index_put", "aten._index_put")):
+        return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+    if not name.startswith(_COPIES) or not given or not found:
+        return False
+    source, target = (args[1], args[0]) if name.startswith("aten.copy") else (args[0], found[0])
+    if source.device.type == target.device.type:
+        return False
+    asked = kwargs.get("non_blocking", args[2] if name.startswith("aten.copy") and len(args) > 2 else False)
+    # As on CUDA: an asynchronous copy needs pinned memory at the host's end; from pageable memory the host waits.
+    host = source if source.device.type == "cpu" else target
+    return not asked or not (host.is_pinned() or (name.startswith("aten._to_copy") and host is target))
 
 
 def _site() -> str:

@@ -267,7 +267,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   if (kAtomicSums.count(name)) reorder(name, args);
-  if (kWaits.count(name) || (masked && kTakesHostTensors.count(name))) synchronize();
+  if (kWaits.count(name) || (masked && name == "aten::index")) synchronize();
   ++kernels;
   stack->insert(stack->end(), args.begin(), args.end());
   const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
@@ -317,7 +317,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     target.copy_(source);
   } else if (non_blocking && from.is_cpu()) {
     target.copy_(source);
-    waits += !from.is_pinned();  // as on CUDA, the host waits for pageable memory
     if (from.is_pinned() && from.is_contiguous()) under_way.push_back({from.detach(), from.clone(), false});
   } else if (non_blocking && to.is_pinned() && to.is_non_overlapping_and_dense()) {
     under_way.push_back({to.detach(), source.to(to.scalar_type(), /*non_blocking=*/false, /*copy=*/true), true});
