@@ -118,11 +118,21 @@ def an_opening_and_a_growth(path, opened):
 
 
 def two_growths(path, opened):
+    """A table that has grown does not become smaller again."""
     with writing(path) as table:
         table.put(0, values(range(11)))
     store = for_writing(opened, path)
     store.open_table(NAME)
-    return lambda: store.grow_table(NAME, 15), lambda: grown(path, 20)
+
+    def look():
+        with reading(path) as table:
+            assert table.spec.num_rows == 20
+
+    def grow():
+        grown(path, 20)
+        opened.callback(look)
+
+    return lambda: store.grow_table(NAME, 15), grow
 
 
 def two_puts(path, opened):
