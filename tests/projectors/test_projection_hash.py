@@ -11,7 +11,9 @@ import statistics
 
 import pytest
 import torch
+from projection_cases import assert_close, lookups
 
+from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors.random.hash import (
     GaussianEntries,
     RademacherEntries,
@@ -22,7 +24,10 @@ from trak_lite.projectors.random.hash import (
     normal_quantiles,
     parameter_key,
 )
+from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.blocks import fourier_takes_less_time
+from trak_lite.projectors.sketch.matrix import MatrixSketch
+from trak_lite.types import DenseBlock
 
 CPU = torch.device("cpu")
 KINDS = {"rademacher": RademacherEntries, "gaussian": GaussianEntries}
@@ -141,6 +146,19 @@ def test_words_and_entries_are_the_same_on_cuda():
         for kind in KINDS:
             found = draw(kind, 500, 200, start=start, device=cuda).cpu()
             assert torch.equal(found, draw(kind, 500, 200, start=start))
+
+
+@pytest.mark.parametrize("budget", [1, 100_000, 1 << 28])
+@pytest.mark.parametrize(("shape", "proj_dim"), [((90, 75), 7), ((60, 70), 500), ((64, 128), 64)])
+def test_rows_of_tables_for_all_blocks_at_once_have_the_features_of_one_after_the_other(
+    shape, proj_dim, budget, monkeypatch
+):
+    """As on an accelerator; tests/device needs a compiler."""
+    monkeypatch.setattr("trak_lite.projectors.sketch.blocks.scratch_bytes", lambda device: budget)
+    rows, projector = lookups(shape, 7), CountSketchProjector(proj_dim, seed=3)
+    expected = projector.sketch(DenseBlock("w", rows.dense()), shape, 1)
+    found = MatrixSketch(shape, proj_dim, Keys(3, 1, "w"), device=CPU)._at_once.looked_up(rows)
+    assert_close(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize(
