@@ -1,6 +1,7 @@
 """A verdict belongs to the training that it was made with: changed ones are noticed, and processes share the work."""
 
 import shutil
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import trak_lite
 from trak_lite import Attributor
+from trak_lite.unrolled import SGD, Recipe
 
 N, M, BUDGET, RESAMPLES = 24, 5, 6, 20
 
@@ -42,6 +44,61 @@ def train(indices, seed, config, data=TRAIN):
         bent = inputs[indices] + config.get("bend", 0.0) * inputs[indices] ** 2
         model.weight += config["lr"] * wanted.T @ bent
     return model
+
+
+def closure(value):
+    def fit(indices, seed):
+        return value
+
+    return fit
+
+
+@dataclass(frozen=True)
+class Settings:
+    lr: float
+    data: torch.Tensor
+
+    def fit(self, indices, seed):
+        return self.lr
+
+
+DIFFERENT = [
+    lambda indices, seed: 1,
+    lambda indices, seed: 2,
+    *map(closure, (1, 1.0, "1", (1, 2), torch.ones(2), torch.zeros(2), np.ones(2), closure(1))),
+    partial(closure(1), 1),
+    partial(closure(1), seed=1),
+    Settings(0.1, torch.ones(2)).fit,
+    Settings(0.2, torch.ones(2)).fit,
+    Settings(0.1, torch.zeros(2)).fit,
+    torch.relu,
+    torch.sigmoid,
+    nn.Linear,
+]
+
+
+def described(function):
+    """What a recipe tells of its loss."""
+    return Recipe(build, function, TRAIN, SGD(0.1), batch_size=1, epochs=1).identity()["loss"]
+
+
+@pytest.mark.quick
+def test_other_source_settings_or_data_are_another_training_and_what_changes_while_it_trains_is_not():
+    assert len({repr(described(function)) for function in DIFFERENT}) == len(DIFFERENT)
+    model, calls, counts = nn.Linear(2, 2), [], {}
+    before = [described(closure(thing)) for thing in (model, calls, counts)]
+    model.weight.data.add_(1.0)
+    calls.append(1)
+    counts["a"] = 1
+    assert [described(closure(thing)) for thing in (model, calls, counts)] == before
+
+    def again(indices, seed):
+        return again(indices, later)  # calls itself, and reads what is not there yet
+
+    before = described(again)
+    later = 1
+    assert before["values"] == [{"again": before["function"]}, "'empty'"]
+    assert described(again)["values"][1] == repr(later)
 
 
 EDITS = {
