@@ -31,7 +31,7 @@ WHY = (
 )
 MORE_THAN_100 = ("resnet50", "t5", "lora-vit", "switch_transformers")
 OTHERS = (
-    "distilbert",
+    "gpt2",
     "efficientnet",
     "videomae",
     "hubert",
