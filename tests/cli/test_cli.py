@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,15 @@ class Interrupted(TensorDataset):
 )
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT interrupts; a job in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_run_that_is_interrupted_by_a_signal_says_what_is_safe_and_goes_on_there(tmp_path, capsys):
     recipe = f"import signal\n{INTERRUPTED}"
     config = write_case(tmp_path, recipe=recipe, more="train_data: {batch_size: 8, name: rows}\n")
