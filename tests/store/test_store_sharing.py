@@ -92,6 +92,18 @@ def test_a_table_is_opened_once_per_store(path):
     store.close()
 
 
+def test_a_lock_ends_also_if_the_log_cannot_be_looked_at(path, table):
+    claimed = table.claim(0)
+    claimed.__enter__()
+    with (
+        mock.patch("os.fstat", side_effect=OSError(errno.EIO, "broken")),
+        pytest.raises(OSError, match="broken"),
+    ):
+        claimed.__exit__(None, None, None)
+    with writing(path, LONG) as other, other.claim(0) as pending:
+        assert len(pending) == LONG.chunk_rows
+
+
 def test_the_name_of_its_last_holder_in_a_log_does_not_say_who_holds_a_chunk_now(path, table):
     """A new holder has the lock a moment before its name is there; the last one must wait for it, not give up."""
     table.put([0], values([0], LONG))

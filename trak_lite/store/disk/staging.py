@@ -337,9 +337,11 @@ class StagedChunk:
 
     def close(self) -> None:
         """Release the lock; done rows stay done."""
-        if self._open:
-            self.stamp = self._stamp_of_log()
-        self._open.close()
+        try:
+            if self._open:
+                self.stamp = self._stamp_of_log()
+        finally:
+            self._open.close()
 
 
 _HELD: weakref.WeakSet[StagedChunk] = weakref.WeakSet()
