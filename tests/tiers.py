@@ -63,8 +63,13 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     "what the goldens hold as well": (
         "featurizing/test_iterative_solvers.py::test_lissa_converges_to_the_dense_solve",
     ),
-    "integrations, told by other tests as well": ("attributor/test_ported_examples.py",),
+    "integrations, told by other tests as well": (
+        "attributor/test_ported_examples.py",
+        "integrations/test_huggingface.py::test_gradient_checkpointing_changes_no_row",
+    ),
     "more ranks and processes": (
+        "models/test_sharded_models.py::test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round",
+        "parallel/test_shared_runs.py::test_processes_append_rows_together",
         "modelout_functions/test_modelout_registry.py::test_identities_are_the_same_in_another_process",
         "models/test_sharded_models.py::test_copies_of_shards_change_nothing",
         "models/test_sharded_models.py::test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step",

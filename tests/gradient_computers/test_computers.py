@@ -536,3 +536,26 @@ class TestAUsersRule(GradientRuleTests):
 
     def make_input(self, count):
         return (torch.randn(count, 5, 4),)
+
+
+@every_computer
+def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer: Any) -> None:
+    class Tripled(computer):
+        def compute_per_sample_grad(self, batch: Any) -> Any:
+            return {name: 3 * grad for name, grad in super().compute_per_sample_grad(batch).items()}
+
+        def compute_loss_grad(self, batch: Any) -> Tensor:
+            return 5 * super().compute_loss_grad(batch)
+
+    model, batch = nn.Linear(3, 1), (torch.randn(2, 3), torch.randn(2))
+    blocks: dict[str, Tensor] = {}
+
+    def keep(block: GradientBlock) -> None:
+        blocks[block.name] = block.dense()
+
+    plain = computer(model, resolve_task("regression")).stream_gradients(batch, keep)
+    once = dict(blocks)
+    terms = Tripled(model, resolve_task("regression")).stream_gradients(batch, keep)
+
+    torch.testing.assert_close(blocks["weight"], 3 * once["weight"])
+    torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)

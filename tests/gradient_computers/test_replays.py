@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trak_lite import Normalization
 from trak_lite.errors import UnsupportedModelError
+from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.rows import compute_features
 from trak_lite.gradient_computers import (
     HookGradientComputer,
@@ -29,6 +31,7 @@ from trak_lite.gradient_computers import (
 from trak_lite.gradient_computers.replays import Replays, _close
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import resolve_task
+from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.select import select_projector
 
@@ -847,3 +850,19 @@ def test_on_a_gpu_new_weights_are_those_of_the_next_graph(change, always_capture
             change(model)
         batch = tuple(part.cuda() for part in batch)
         torch.testing.assert_close(run(batch)[0], reference(model, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["global", "module"])
+@pytest.mark.parametrize("kind", ["none", "unit"])
+def test_a_batch_that_is_streamed_again_has_the_same_rows_and_norms(kind, scope):
+    """As after a pass that failed half way, and for comparisons."""
+    model, batch = nn.Linear(4, 3), (torch.randn(4, 4), torch.arange(4) % 3)
+    computer = HookGradientComputer(model, resolve_task("image_classification"))
+    normalizer = RowNormalizer(Normalization(kind, scope=scope), 4)
+    projector, found = CountSketchProjector(8), []
+    for _ in range(2):
+        accumulator = projector.accumulator(4, model_id=0, parameters=computer.parameters)
+        normalizer.stream(computer, batch, accumulator.add)
+        found.append((normalizer.scale(accumulator.features()), normalizer.norms()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

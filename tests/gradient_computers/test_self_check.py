@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -625,3 +626,17 @@ def test_the_check_holds_one_gradient_of_one_parameter_at_a_time() -> None:
         return int(ran.stdout)
 
     assert peak(True) - peak(False) < 50e6
+
+
+def test_traker_refuses_its_own_computer_if_that_loses_gradients(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = tied("list", loop=False), labelled(torch.randint(10, (4, 5)))
+
+    refused = pytest.raises(UnsupportedModelError, match=r"'emb.weight'.*HookGradientComputer")
+    settings = {"task": "image_classification", "proj_dim": 8, "device": "cpu", "train_set_size": 4}
+    for name, computer in (("refused", {}), ("taken", {"gradient_computer": HookGradientComputer})):
+        traker = TRAKer(model=model, save_dir=tmp_path / name, **settings, **computer)
+        traker.load_checkpoint(model.state_dict(), model_id=0)
+        with nullcontext() if computer else refused:
+            traker.featurize(data.tensors, num_samples=4)
+        traker.close()

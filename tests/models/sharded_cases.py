@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 from versioned import Old, Versioned
 
-from trak_lite import Attributor, TRAKer, token_scores, verify
+from trak_lite import Attributor, Rows, TRAKer, token_scores, verify
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers import (
     HookGradientComputer,
@@ -224,6 +224,36 @@ def featurize_in_other_ways(folder: str) -> None:
 def rows_missing(path: str, sharded: bool) -> int:
     """Return how many rows of a finished store a model writes, whole or sharded."""
     return run(shard(mlp()) if sharded else mlp(), "mlp", path)
+
+
+class Failing(Dataset):
+    """Rows of which those from number 50 on cannot be read."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 50:
+            raise OSError(f"row {index} is gone")
+        return self.rows[index]
+
+
+def featurize_rest(path: str, sharded: bool) -> int:
+    model = shard(mlp()) if sharded else mlp()
+    return attributor(model, path).featurize(Rows(data("mlp"), name="rows")).rows_written
+
+
+def break_off(path: str, sharded: bool) -> None:
+    """Featurize until a row cannot be read."""
+    model = shard(mlp()) if sharded else mlp()
+    try:
+        attributor(model, path).featurize(Rows(Failing(data("mlp")), name="rows"))
+    except (OSError, TrakLiteError):  # on the rank that reads it, and on those that are told
+        return
+    raise AssertionError("no row was gone")
 
 
 def trained(model: nn.Module) -> list[Tensor]:

@@ -168,3 +168,20 @@ def test_what_is_not_supported_is_refused_by_name(looks):
         for said, found in look["refused"].items():
             assert found.startswith(kinds.get(said, "UnsupportedModelError")), (said, found)
             assert said in found, (said, found)
+
+
+def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_path, ranks):
+    expected, begun_whole, begun_sharded = (
+        str(tmp_path / f"{name}.zarr") for name in ("all", "whole", "sharded")
+    )
+    cases.featurize_rest(expected, False)
+
+    cases.break_off(begun_whole, False)
+    written = ranks(2, cases.featurize_rest, begun_whole, True)
+    ranks(2, cases.break_off, begun_sharded, True)
+    rest = cases.featurize_rest(begun_sharded, False)
+
+    assert 0 < sum(written) < cases.N
+    assert 0 < rest < cases.N
+    for path in (begun_whole, begun_sharded):
+        check_same(path, cases.contents(expected))

@@ -249,3 +249,17 @@ def test_dampings_that_agree_in_six_digits_have_targets_of_their_own(tmp_path: P
 
     folders = [path for path in (tmp_path / "a.zarr/preconditioned/t").iterdir() if path.is_dir()]
     assert len(folders) == len({array.tobytes() for array in scores}) == len(methods)
+
+
+def test_processes_append_rows_together(tmp_path: Path, alone: Any) -> None:
+    path = tmp_path / "a.zarr"
+    all_ends(2, str(path))
+    before = contents(path)["ckpt-0/features"]
+
+    written = all_ends(3, str(path), N + R + 1)
+
+    assert sum(written) == 2 * (R + 1)
+    found, expected = contents(path), alone(N + R + 1)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-3, atol=1e-4, err_msg=name)
+    np.testing.assert_array_equal(found["ckpt-0/features"][:N], before)

@@ -203,7 +203,7 @@ def check_colours(page: Page, *, dark: bool) -> int:
             assert ratio[1] / ratio[0] >= least, (name, ink, layers)
             shades.add(layers)
     grounds = [luminance(layers) for layers in shades]
-    assert (max(grounds) < 0.3) if dark else (min(grounds) > 0.1)
+    assert (max(grounds) < 0.1) if dark else (min(grounds) > 0.1)
     return len(shades)
 
 

@@ -1,6 +1,9 @@
 """A verdict belongs to the training that it was made with: changed ones are noticed, and processes share the work."""
 
+import os
 import shutil
+import sys
+import types
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,16 +107,25 @@ def test_other_source_settings_or_data_are_another_training_and_what_changes_whi
 EDITS = {
     "dict in a partial": "lr = partial(dict.get, {'a': LR}, 'a')",
     "global of a helper": "v = LR\ndef h(): return v\ndef lr(): return h()",
+    "chain of helpers": (
+        "".join(f"def h{i}(): return h{i + 1}()\n" for i in range(12)) + "def h12(): return LR\nlr = h0"
+    ),
+    "closure over a namespace": "def make(ns):\n    return lambda: ns.lr\nlr = make(types.SimpleNamespace(lr=LR))",
     "method of a base class": "class B:\n    def __call__(self): return LR\nclass H(B): pass\nlr = H()",
     "attribute of an object": "class H:\n    def get(self): return self.v\nh = H(); h.v = LR\nlr = h.get",
     "file": "Path(FOLDER, 'r').write_text(str(LR))\ndef lr(): return float(Path(FOLDER, 'r').read_text())",
+    "environment": "os.environ['A_RATE'] = str(LR)\ndef lr(): return float(os.environ['A_RATE'])",
+    "another module": (
+        "sys.modules['rates'] = types.SimpleNamespace(v=LR)\ndef lr():\n    import rates\n    return rates.v"
+    ),
     "train set": "def lr(): return 0.5\ndata = TRAIN if LR == 0.5 else OTHER_TRAIN",
 }
 
 
 def edited(edit, lr, folder):
     """Return a training whose learning rate comes from a module that was written with this value."""
-    own = {**globals(), "FOLDER": str(folder), "data": TRAIN, "Path": Path, "__name__": "edited"}
+    own = {"os": os, "types": types, "Path": Path, **globals(), "data": TRAIN}
+    own |= {"FOLDER": str(folder), "__name__": "edited"}
     fit = "def fit(indices, seed): v = float(lr()); return train(indices, seed, {'lr': v, 'bend': v - 0.5}, data)"
     exec(f"{EDITS[edit]}\n{fit}".replace("LR", repr(lr)), own)
     return own["fit"]
@@ -155,8 +167,10 @@ def other(scored_store, tmp_path):
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_the_verdict_is_that_of_the_present_training(edit, made, other, tmp_path):
+def test_the_verdict_is_that_of_the_present_training(edit, made, other, tmp_path, monkeypatch):
     """In the same attributor, and in one that is opened later, as by another process."""
+    monkeypatch.setenv("A_RATE", "")
+    monkeypatch.setitem(sys.modules, "rates", None)
     old = verify(made, edited(edit, 0.5, tmp_path))
     CALLS.clear()
     new = verify(made, edited(edit, -0.1, tmp_path))

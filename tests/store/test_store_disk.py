@@ -41,7 +41,12 @@ def path_of(fd):
 
 @pytest.mark.parametrize(
     "errors",
-    [(OSError(errno.EIO, "broken"),), (KeyboardInterrupt(),), (KeyboardInterrupt(), SystemExit(143))],
+    [
+        (OSError(errno.EIO, "broken"),),
+        (KeyboardInterrupt(),),
+        (SystemExit(143),),
+        (KeyboardInterrupt(), SystemExit(143)),
+    ],
 )
 @pytest.mark.parametrize("call", ["open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink"])
 def test_any_call_may_fail(tmp_path, call, errors):
