@@ -14,29 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-__all__ = [
-    "Float32Products",
-    "HostCopy",
-    "add_at_",
-    "copied_ahead",
-    "eigh_of_positive",
-    "float32_products",
-    "float64_device",
-    "forked_rng",
-    "full_float32",
-    "in_float64",
-    "model_pass",
-    "one_behind",
-    "rng_state",
-    "seed_rng",
-    "set_rng_state",
-    "switched_off",
-    "to_device",
-    "undisturbed",
-    "wide_dtype",
-]
-
-
 Float32Products: TypeAlias = Literal["ieee", "tf32"]
 """How float32 products are computed: in full precision, or with factors rounded to 10 bits of mantissa (TF32)."""
 

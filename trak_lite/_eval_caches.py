@@ -6,9 +6,6 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["drop_eval_caches", "has_own_train"]
-
-
 _CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.train")})
 """Module and name of methods that are not called: that of transformers only chooses kernels."""
 

@@ -21,8 +21,6 @@ with warnings.catch_warnings():  # a notebook without ipywidgets shows text bars
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["KeptProgress", "Stages", "announce", "distributed_rank", "duration", "progress_bar"]
-
 logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")

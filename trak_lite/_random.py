@@ -14,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["STEP", "mixed", "mixed_int", "row_noise", "seeded_normals", "seeded_uniforms", "shifted"]
-
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 2**64 - 1
 _BITS = 23  # (k + 1/2) / 2^23 is exact in float32, and below 1

@@ -14,19 +14,6 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, MissingPackageError, UnknownNameError
 
-__all__ = [
-    "check_depth",
-    "installing",
-    "known_names",
-    "one_of",
-    "parse_json",
-    "positive_int",
-    "real_at_least",
-    "require_packages",
-    "some_of",
-    "target_number",
-]
-
 _DEEPEST = 128
 _MOST_BYTES = 64 << 20
 _MOST_VALUES = 1 << 21

@@ -61,8 +61,6 @@ from trak_lite.store.remote.place import resolve_place
 from trak_lite.types import Batch, FeatureLayout
 from trak_lite.unrolled import TrainingRun, unrolled
 
-__all__ = ["Attributor", "FeaturizeSummary"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -76,8 +76,6 @@ from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
-__all__ = ["TRAKer"]
-
 logger = logging.getLogger(__name__)
 
 RowIndices: TypeAlias = Sequence[int] | NDArray[Any] | Tensor

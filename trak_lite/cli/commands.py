@@ -46,8 +46,6 @@ from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
-__all__ = ["COMMANDS", "Job", "beside", "conditions", "effects", "renders", "report"]
-
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
 

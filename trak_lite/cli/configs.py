@@ -34,8 +34,6 @@ from trak_lite.store import RemotePlace
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import unrolled
 
-__all__ = ["RunConfig", "help_text", "read_config", "run_keys"]
-
 Option: TypeAlias = tuple[str, str]
 """Name and text of an option of the command line."""
 

@@ -15,8 +15,6 @@ from trak_lite.run.tables import CAPTURED, all_score_paths, stored_content
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 
-__all__ = ["done_lines", "inspection"]
-
 _MOST_LISTED: Final = 8
 """Tables that differ by their checkpoint only, or entries of a folder, that are listed one by one."""
 

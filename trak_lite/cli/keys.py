@@ -19,8 +19,6 @@ from docstring_parser import parse as parse_docstring
 
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["REQUIRED", "Key", "is_plain", "keys_of", "plain_type"]
-
 REQUIRED: Final = inspect.Parameter.empty
 """Default of a key without a default."""
 _NONE = type(None)

@@ -22,8 +22,6 @@ from trak_lite.store.remote.place import resolve_place
 if TYPE_CHECKING:
     from trak_lite.cli.records import RunRecord
 
-__all__ = ["main"]
-
 _PROGRAM = "trak-lite"
 _WRONG_USE, _INTERRUPTED = 2, 130
 _EXTRA = ("jsonargparse", "docstring_parser", "yaml", "typeshed_client")

@@ -27,8 +27,6 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.checkpoints import module_versions, with_versions
 
-__all__ = ["SECTION", "Recipe", "last_trained", "load_recipe", "recipe_columns", "trained_states"]
-
 SECTION = "recipe_arguments"
 """Section of a config for the arguments of the recipe's functions."""
 _NEEDED = ("build_model", "train_data", "target_data")

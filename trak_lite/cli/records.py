@@ -18,8 +18,6 @@ from trak_lite.errors import CorruptStoreError
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.store.manifest import differing_keys
 
-__all__ = ["RunRecord", "last_record", "store_record_of_run", "stored_records"]
-
 _NAME, _KEY = "runs", "run records, format 1"
 _MOST = 100
 """Number of records that a store holds; the oldest are dropped first."""

@@ -30,8 +30,6 @@ from trak_lite.serve.pages import Pages
 from trak_lite.serve.sets import Sets
 from trak_lite.store import Manifest, open_store
 
-__all__ = ["pages_of", "serve"]
-
 _PORT = "8765"
 
 

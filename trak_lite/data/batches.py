@@ -15,17 +15,6 @@ from trak_lite._devices import to_device
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = [
-    "DEFAULT_BATCH_SIZE",
-    "batch_size",
-    "default_batch_size",
-    "flatten_batch",
-    "map_tensors",
-    "move_batch",
-    "rows_in_batches",
-    "take_rows",
-]
-
 DEFAULT_BATCH_SIZE: Final = 32
 _LARGEST_DEFAULT: Final = 256
 _DENSE: Final = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm)

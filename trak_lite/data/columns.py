@@ -16,20 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from trak_lite._validate import known_names
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
-__all__ = [
-    "MOST_TEXT_BYTES",
-    "Column",
-    "Where",
-    "column_of",
-    "columns_of",
-    "label_text",
-    "require_columns",
-    "short_texts",
-    "size_of_texts",
-    "wanted_rows",
-    "weights_of",
-]
-
 _MOST_SHOWN: Final = 10
 """Labels of a column in a message."""
 

@@ -29,8 +29,6 @@ from trak_lite.data.batches import DEFAULT_BATCH_SIZE, flatten_batch, move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["HeldRows", "Rows", "checked_indices", "every_nth", "rows_of", "spread_rows"]
-
 _RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 _DIGESTED_ROWS = 1 << 20

@@ -21,8 +21,6 @@ from trak_lite.data.datasets import _refuse_unindexed
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-__all__ = ["BORDERS", "Documents", "pad_documents", "token_columns"]
-
 logger = logging.getLogger(__name__)
 
 BORDERS: Final = ("seq_lengths", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")

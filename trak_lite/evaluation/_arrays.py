@@ -7,8 +7,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.errors import InvalidInputError, NonFiniteError
 
-__all__ = ["boolean_masks", "coverage", "finite_array", "finite_matrix", "standardised"]
-
 
 def finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
     """Return a finite float64 array of any shape."""

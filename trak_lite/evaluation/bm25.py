@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["bm25"]
-
 Text = str | Sequence[Hashable]
 """A text, which is split into lower-case words, or its tokens."""
 

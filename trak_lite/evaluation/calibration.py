@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["fit_weights"]
-
 _PENALTIES: Final = (1e-2, 1e-1, 1.0, 10.0, 100.0, np.inf)
 """Ridge penalties in units of the parts' mean square; an infinite penalty gives the default weights."""
 _LEAST_SCALE: Final = 0.05

@@ -23,17 +23,6 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import boolean_masks, coverage, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
 
-__all__ = [
-    "LinearDatamodelingScore",
-    "NoiseCeiling",
-    "ScoreDifference",
-    "compare_datamodeling_scores",
-    "leave_one_out_correlation",
-    "linear_datamodeling_score",
-    "seed_noise_ceiling",
-    "summed_scores",
-]
-
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)

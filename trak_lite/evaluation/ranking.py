@@ -15,8 +15,6 @@ from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import finite_array
 
-__all__ = ["MislabelDetection", "auc", "mislabel_detection", "precision_at", "spearman"]
-
 
 def auc(scores: ArrayLike, labels: ArrayLike) -> float:
     """Return the area under the ROC curve.

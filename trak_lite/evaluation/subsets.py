@@ -17,8 +17,6 @@ from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 
-__all__ = ["LossRise", "leave_one_out_masks", "removal_masks", "subset_masks", "target_loss_rise"]
-
 
 def subset_masks(
     num_rows: int, num_subsets: int, *, alpha: float = 0.5, seed: int = 0, strata: ArrayLike | None = None

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from trak_lite.errors import printable
 from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
 
-__all__ = ["Baseline", "Calibration", "Estimate", "OneRunVerdict", "Predictions", "Verdict"]
-
 _SHOWN: Final = 10
 """Largest number of lines of a table in a notebook."""
 _LONGEST: Final = 300

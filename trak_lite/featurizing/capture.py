@@ -50,8 +50,6 @@ from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import whole_file
 from trak_lite.types import Batch
 
-__all__ = ["Capture"]
-
 _MOST_KEPT_BYTES: Final = 1 << 26
 """Rows that are held in memory before they are written."""
 _SETTLED_AFTER: Final = 8

@@ -24,8 +24,6 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["finite_numbers", "naming_rows", "refuse_non_finite"]
-
 
 @contextmanager
 def naming_rows(

@@ -43,16 +43,6 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Tabl
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout, Segment
 
-__all__ = [
-    "DrawnRows",
-    "FisherFits",
-    "drawn_batch_size",
-    "drawn_spec",
-    "not_fitted",
-    "require_writable",
-    "split_squares",
-]
-
 _VERSION = 2
 _GRAM = "gram"
 _GRAM_ROWS = 512

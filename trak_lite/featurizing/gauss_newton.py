@@ -42,8 +42,6 @@ from trak_lite.modelout_functions._base import LossModelOutput
 from trak_lite.projectors import NoOpProjector
 from trak_lite.types import Batch, ParameterShapes
 
-__all__ = ["CurvatureProducts", "quiet_forward_mode"]
-
 logger = logging.getLogger(__name__)
 
 _TANGENTS = 1024

@@ -10,8 +10,6 @@ from torch import Tensor
 from trak_lite._devices import add_at_, full_float32
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
-__all__ = ["GradientNorms", "squared_norms", "sums_by_row"]
-
 _CANCELLED = 1e-3
 """A squared norm below this share of its upper bound (no cancellation) is too inexact in float32: recomputed."""
 

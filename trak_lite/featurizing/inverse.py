@@ -34,8 +34,6 @@ from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import ParameterShapes
 
-__all__ = ["InverseCurvature", "Solution"]
-
 logger = logging.getLogger(__name__)
 
 _POWER_ITERATIONS = 10

@@ -30,8 +30,6 @@ from trak_lite.types import (
     scaled_rows,
 )
 
-__all__ = ["RowNormalizer"]
-
 _MOST_ENTRIES: Final = 1 << 24
 """Entries of the dense gradients of one parameter that are held at a time."""
 

@@ -20,8 +20,6 @@ from torch import nn
 
 from trak_lite.store import AbstractRowTable, Column
 
-__all__ = ["PROBED_ROWS", "Computed", "DoneRows", "differences", "done_rows", "rounding_of"]
-
 PROBED_ROWS: Final = 8
 """Largest number of rows of a table that are recomputed."""
 

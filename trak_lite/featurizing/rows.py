@@ -45,16 +45,6 @@ from trak_lite.run.tables import CAPTURED, FEATURES, GRADIENT_NORM, LOSS_CURVATU
 from trak_lite.store import TableSpec
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "ComputedRows",
-    "HostRows",
-    "RowPass",
-    "RowWork",
-    "SampleRows",
-    "compute_features",
-    "joined",
-]
-
 logger = logging.getLogger(__name__)
 
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch

@@ -66,8 +66,6 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
-__all__ = ["FeaturizingSession", "KnownSource", "Run", "marking_last"]
-
 logger = logging.getLogger(__name__)
 
 KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Tensor]] | None]

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from trak_lite._devices import wide_dtype
 
-__all__ = ["Convergence", "conjugate_gradients", "largest_eigenvalue", "neumann_series", "row_norms"]
-
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """A linear map ``(m, P) -> (m, P)``, row by row."""
 

@@ -18,8 +18,6 @@ from trak_lite.run.tables import complete_tables, model_id_of, target_table_path
 from trak_lite.store import AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["TargetSet"]
-
 logger = logging.getLogger(__name__)
 
 

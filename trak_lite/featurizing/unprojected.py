@@ -33,8 +33,6 @@ from trak_lite.types import (
     num_entries,
 )
 
-__all__ = ["GradientPass", "ProductProjector", "RowProducts", "by_name"]
-
 
 def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
     """Return gradients ``(m, P)`` as views ``(m, *shape)`` by parameter name, parameters in model order."""

@@ -23,8 +23,6 @@ from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
-__all__ = ["GRADIENT_COMPUTERS", "ChosenComputer", "choose_gradient_computer"]
-
 logger = logging.getLogger(__name__)
 
 GRADIENT_COMPUTERS: dict[str, type[AbstractStreamingComputer]] = {

@@ -19,8 +19,6 @@ from trak_lite.data.batches import flatten_batch
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
-__all__ = ["FunctionalGradientComputer"]
-
 
 class FunctionalGradientComputer(AbstractStreamingComputer):
     """Vectorised per-sample gradients: ``vmap(grad(f))`` over the kept parameters; one pass gives f, q and g.

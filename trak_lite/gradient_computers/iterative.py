@@ -23,8 +23,6 @@ from trak_lite.gradient_computers._base import (
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
-__all__ = ["IterativeGradientComputer"]
-
 
 class IterativeGradientComputer(AbstractStreamingComputer):
     """A for-loop over ``torch.autograd.grad``: slower than the other computers, but it needs only autograd.

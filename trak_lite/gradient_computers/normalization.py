@@ -19,9 +19,6 @@ from trak_lite._devices import in_float64
 from trak_lite._validate import one_of
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["Normalization", "NormalizationKind", "as_normalization", "clip", "clipping_threshold"]
-
-
 NormalizationKind: TypeAlias = Literal["none", "unit", "clip", "adam", "adam_update"]
 _KINDS: Final = get_args(NormalizationKind)
 

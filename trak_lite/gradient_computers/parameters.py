@@ -14,8 +14,6 @@ from trak_lite._validate import known_names
 from trak_lite.errors import InvalidInputError
 from trak_lite.models._adapters import adapter_parameters
 
-__all__ = ["ParameterChoice", "differentiating_only", "listed", "select_parameters"]
-
 ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
 

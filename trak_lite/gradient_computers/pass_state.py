@@ -22,8 +22,6 @@ from trak_lite._devices import rng_state
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
 
-__all__ = ["identities", "python_state"]
-
 _MOST_DESCRIBED: Final = 1 << 14
 """Entries of a list or a dict that are compared by value; larger ones are compared by identity and length."""
 _DEPTH: Final = 8

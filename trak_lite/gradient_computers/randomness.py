@@ -19,8 +19,6 @@ from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machi
 from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.types import Batch
 
-__all__ = ["RandomState", "draws_numbers", "refuse_random", "restoring_draws"]
-
 
 @dataclass(frozen=True, slots=True)
 class RandomState:

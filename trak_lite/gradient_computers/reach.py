@@ -22,8 +22,6 @@ from trak_lite.gradient_computers._base import AbstractGradientComputer, select_
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.types import Batch, GradientBlock
 
-__all__ = ["Coverage", "GradientReach", "ParameterCoverage", "ParameterReach", "gradient_reach"]
-
 _Line = TypeVar("_Line", "ParameterCoverage", "ParameterReach")
 
 

@@ -14,20 +14,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten
 
-__all__ = [
-    "BUFFERS",
-    "ENTRIES",
-    "UNINITIALISED",
-    "OtherPathError",
-    "Recording",
-    "Step",
-    "UnrecordableError",
-    "Variable",
-    "leaves_of",
-    "tensors_of",
-    "version_of",
-]
-
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | UNINITIALISED
 

@@ -31,15 +31,6 @@ from trak_lite.errors import (
 from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "CheckedComputer",
-    "SeenDtypes",
-    "gradients_alone",
-    "in_float64",
-    "naming_graph_failures",
-    "widened",
-]
-
 
 class CheckedComputer(Protocol):
     """Interface of a gradient computer that can be checked."""

@@ -32,8 +32,6 @@ from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
-__all__ = ["Replays"]
-
 logger = logging.getLogger(__name__)
 
 _SECONDS, _PASSES, _SAVED = 0.05, 1.5, 0.4

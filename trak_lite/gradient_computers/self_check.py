@@ -31,17 +31,6 @@ from trak_lite.gradient_computers.reference import (
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, GradientBlock
 
-__all__ = [
-    "Samples",
-    "SelfCheck",
-    "SelfCheckError",
-    "compare",
-    "draws_masks",
-    "is_scheduled",
-    "rounding_of",
-    "structure_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -31,8 +31,6 @@ from trak_lite.gradient_computers.recording import (
     tensors_of,
 )
 
-__all__ = ["Tape", "is_plain"]
-
 _READS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten._nested_tensor_from_mask_left_aligned.default,

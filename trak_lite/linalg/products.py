@@ -22,8 +22,6 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel, check_rows, check_widths
 from trak_lite.types import FeatureLayout
 
-__all__ = ["score_block", "self_scores", "unit_segments"]
-
 _TILE_ROWS: Final = 256
 """Rows upcast at a time on a CPU, whose cache they fit into."""
 _TILE_BYTES: Final = 1 << 26

@@ -18,8 +18,6 @@ from torch import Tensor
 from trak_lite._devices import wide_dtype
 from trak_lite.errors import StateError
 
-__all__ = ["Spread", "agreement", "expected_agreement"]
-
 
 @final
 class Spread:

@@ -16,9 +16,6 @@ from torch import Tensor
 from trak_lite._validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 
-__all__ = ["TopK", "TopRows", "merged_top", "not_finite"]
-
-
 _FEW: Final = 16
 """Rows that can be among the best are added one by one if they are at most this part of a tile."""
 

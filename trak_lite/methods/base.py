@@ -19,14 +19,6 @@ from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import FeatureLayout
 
-__all__ = [
-    "AbstractKernelMethod",
-    "AbstractLearningRateMethod",
-    "AbstractMethod",
-    "MadeScores",
-    "MatrixParts",
-]
-
 
 class MadeScores(NamedTuple):
     """Scores of one target set in memory."""

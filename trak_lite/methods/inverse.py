@@ -15,8 +15,6 @@ from trak_lite.methods.base import AbstractMethod, optional
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._base import LossModelOutput
 
-__all__ = ["CG", "EKFAC", "AbstractInverseMethod", "AbstractIterativeMethod", "LiSSA"]
-
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
 
 

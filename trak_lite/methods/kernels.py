@@ -13,8 +13,6 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._base import fisher_task
 from trak_lite.types import FeatureLayout
 
-__all__ = ["TRAK", "Fisher", "GaussNewton"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GaussNewton(AbstractKernelMethod):

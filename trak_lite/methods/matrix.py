@@ -17,8 +17,6 @@ from trak_lite.methods.base import AbstractMethod, MadeScores, MatrixParts
 from trak_lite.methods.registry import Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 
-__all__ = ["AbstractMatrixMethod", "Mean", "ReplayableRun", "Unrolled"]
-
 
 class ReplayableRun(Protocol):
     """A finished :class:`~trak_lite.unrolled.TrainingRun`."""

@@ -12,8 +12,6 @@ from trak_lite.linalg.products import unit_segments
 from trak_lite.methods.base import CHECK_LAYOUT, AbstractLearningRateMethod, AbstractMethod
 from trak_lite.types import FeatureLayout
 
-__all__ = ["LESS", "GradCos", "GradDot", "TracIn"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GradDot(AbstractMethod):

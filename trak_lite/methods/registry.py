@@ -14,8 +14,6 @@ from trak_lite.methods.inverse import CG, EKFAC, LiSSA
 from trak_lite.methods.kernels import TRAK, Fisher, GaussNewton
 from trak_lite.methods.products import LESS, GradCos, GradDot, TracIn
 
-__all__ = ["METHODS", "Method", "as_method"]
-
 Method: TypeAlias = Mapping[str, bool | int | float | str | Sequence[float] | None] | str | AbstractMethod
 """A method, its name, or its name and fields: ``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``."""
 

@@ -36,8 +36,6 @@ from trak_lite.modelout_functions._margins import UniformNoise, multiclass_terms
 from trak_lite.modelout_functions.language_modeling import pooled
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["CLIPModelOutput", "ContrastiveModelOutput"]
-
 _QUERY, _POSITIVE, _NEGATIVE, _LABELS = "query_", "positive_", "negative_", "labels"
 _PREFIXES = (_QUERY, _POSITIVE, _NEGATIVE)
 _STATES = ("sentence_embedding", "embeddings", "last_hidden_state")

@@ -27,8 +27,6 @@ from trak_lite.modelout_functions._inputs import (
 from trak_lite.modelout_functions._margins import UniformNoise, linear_terms, sampled_values
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["DiffusionModelOutput"]
-
 Prediction: TypeAlias = Literal["epsilon", "sample", "v_prediction"]
 
 _SAMPLE, _SEED, _TIMESTEP, _TARGET = "sample", "seed", "timestep", "target"

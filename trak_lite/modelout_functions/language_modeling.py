@@ -37,20 +37,6 @@ from trak_lite.modelout_functions._margins import (
 )
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "IGNORED",
-    "CausalLanguageModelingModelOutput",
-    "DenseClassificationModelOutput",
-    "MaskedLanguageModelingModelOutput",
-    "PositionOutput",
-    "PositionwiseModelOutput",
-    "SequenceToSequenceModelOutput",
-    "aligned_tokens",
-    "label_terms",
-    "pooled",
-    "token_inputs",
-]
-
 IGNORED = -100
 """Label of a position that is not predicted (padding, a prompt), as in PyTorch and Hugging Face."""
 

@@ -21,8 +21,6 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import columns_of, logits_of
 
-__all__ = ["require_separate_documents"]
-
 _ANYWHERE: Final = ("input_ids", *BORDERS[1:], "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns for models that take any keyword argument, such as those of Transformers and PEFT."""
 

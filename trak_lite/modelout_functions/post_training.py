@@ -43,15 +43,6 @@ from trak_lite.modelout_functions._margins import (
 from trak_lite.modelout_functions.language_modeling import IGNORED, aligned_tokens, label_terms
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "AnswerDifferenceModelOutput",
-    "DPOModelOutput",
-    "PolicyGradientModelOutput",
-    "RewardModelOutput",
-    "reference_columns",
-    "response_labels",
-]
-
 _CHOSEN, _REJECTED = "chosen_", "rejected_"
 _PREFERRED, _MARGIN = "preferred", "margin"
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")

@@ -31,8 +31,6 @@ from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
 from trak_lite.modelout_functions.language_modeling import pooled
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["ActivationModelOutput", "QuestionsModelOutput"]
-
 _QUESTION, _WEIGHTS, _DIGEST = "question", "weights", "digest"
 _KEYS = {_QUESTION, _WEIGHTS, _DIGEST}
 

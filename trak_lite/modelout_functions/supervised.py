@@ -40,15 +40,6 @@ from trak_lite.modelout_functions._margins import (
 )
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = [
-    "BinaryClassificationModelOutput",
-    "ImageClassificationModelOutput",
-    "IterativeImageClassificationModelOutput",
-    "MultiLabelModelOutput",
-    "RegressionModelOutput",
-    "TextClassificationModelOutput",
-]
-
 
 class _Classifier(AbstractModelOutput):
     """Margin of the label; a subclass says how the model is called with a batch."""

@@ -17,8 +17,6 @@ from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.models.checkpoints import entries_digest, more_entries
 from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sharding, reset_passes, reshard
 
-__all__ = ["borrow_model", "in_eval_mode", "model_device", "resolve_device"]
-
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Names of the hooks of Transformers and of PEFT that let embedded tokens require grad."""
 

@@ -30,24 +30,6 @@ from trak_lite.errors import CheckpointError, summary
 from trak_lite.models._adapters import completed_adapter
 from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
 
-__all__ = [
-    "HUGGING_FACE_FILES",
-    "Checkpoint",
-    "CheckpointSource",
-    "bare_name",
-    "entries_digest",
-    "iterate_checkpoints",
-    "load_into",
-    "module_versions",
-    "more_entries",
-    "noted_checkpoint",
-    "read_content",
-    "read_weights",
-    "weights_digest",
-    "weights_inside",
-    "with_versions",
-]
-
 logger = logging.getLogger(__name__)
 
 CheckpointSource: TypeAlias = Any

@@ -22,8 +22,6 @@ from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.models.checkpoints import HUGGING_FACE_FILES, Checkpoint, bare_name, read_content
 from trak_lite.types import ParameterShapes
 
-__all__ = ["AdamState", "AdamStates", "adam_states", "named_optimizer_state"]
-
 _KEYS: Final = ("optimizer", "optimizer_state_dict", "optimizer_states")
 """Keys of the optimizer state beside the weights; the last is Lightning's, a list with one state per optimizer."""
 _BESIDE: Final = "optimizer.pt"

@@ -25,25 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trak_lite.errors import RankError, UnsupportedModelError
 from trak_lite.models.tree import ModelTree
 
-__all__ = [
-    "ALONE",
-    "Lockstep",
-    "ShardedModel",
-    "Turns",
-    "Watcher",
-    "class_of",
-    "is_sharded",
-    "of_all_ranks",
-    "refuse_sharded",
-    "refuse_sharded_parts",
-    "refuse_unsupported_sharding",
-    "reset_passes",
-    "reshard",
-    "shard_like",
-    "sharded_modules",
-    "watch_borders",
-]
-
 _PAUSE = 0.02  # seconds, between looks of ranks that are done
 
 

@@ -7,8 +7,6 @@ from typing import final
 
 from torch import nn
 
-__all__ = ["ModelTree"]
-
 
 @final
 class ModelTree:

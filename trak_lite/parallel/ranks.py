@@ -34,8 +34,6 @@ from torch import distributed as dist
 from trak_lite.errors import RankError
 from trak_lite.models.sharded import ALONE, Lockstep
 
-__all__ = ["Ranks", "joined_ranks", "num_ranks"]
-
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")

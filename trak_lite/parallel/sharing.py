@@ -27,16 +27,6 @@ from trak_lite.errors import BusyError, HeldHereError, StateError
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.store import AbstractRowTable, TableSpec
 
-__all__ = [
-    "LazyTable",
-    "Patience",
-    "SharedRows",
-    "has_free_rows",
-    "holder_of",
-    "pauses",
-    "plan_batches",
-]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds

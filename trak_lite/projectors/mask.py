@@ -50,8 +50,6 @@ from trak_lite.projectors.random.hash import (
 )
 from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes, num_entries
 
-__all__ = ["AbstractMaskProjector", "GraSSProjector", "MaskProjector"]
-
 # These numbers are appended to the keys of the stream, which gives separate keys.
 _CHOICE, _BUCKET, _SIGN = 1, 2, 3
 _TILE: Final = 1 << 20

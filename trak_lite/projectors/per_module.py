@@ -31,8 +31,6 @@ from trak_lite.projectors._base import (
 from trak_lite.projectors._scratch import FeatureRows
 from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, num_entries
 
-__all__ = ["NoOpProjector", "PerModuleProjector"]
-
 
 @final
 class NoOpProjector(AbstractProjector):

@@ -15,9 +15,6 @@ from trak_lite.projectors.per_module import NoOpProjector, PerModuleProjector
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.projector import TwoSidedProjector
 
-__all__ = ["PROJECTORS", "projector_name", "select_projector"]
-
-
 PROJECTORS: dict[str, Callable[..., AbstractProjector]] = {
     "countsketch": CountSketchProjector,
     "fast_jl": FastJLProjector,

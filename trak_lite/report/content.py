@@ -21,8 +21,6 @@ from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.linalg.topk import TopRows
 from trak_lite.store import Manifest
 
-__all__ = ["LEVELS", "Content", "PairRender", "Render", "Renders", "ReportedScores", "cut", "rendered"]
-
 Render: TypeAlias = Callable[[int], Any]
 """Returns the content of a row from its number; :func:`rendered` lists the types of content."""
 PairRender: TypeAlias = Callable[[int, int], Any]

@@ -25,8 +25,6 @@ from trak_lite.report.survey import Histogram
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FIGURES", "chart", "drawn_figures"]
-
 FIGURES: Final = ("histogram", "damping", "retrained", "checkpoints")
 """Names of the figures, in the order of the page."""
 _NUM_BARS: Final = 64

@@ -25,16 +25,6 @@ from trak_lite.report.survey import Survey
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = [
-    "Gallery",
-    "environment",
-    "fragment",
-    "notebook_summary",
-    "notebook_table",
-    "visible",
-    "write_report",
-]
-
 _SETTING_LENGTH: Final = 600
 _NOTEBOOK_LENGTH: Final = 200
 """Largest number of characters of a value in a notebook."""

@@ -16,8 +16,6 @@ from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg.topk import TopK, TopRows
 from trak_lite.report.content import ReportedScores
 
-__all__ = ["Histogram", "Survey", "chosen_targets"]
-
 MOST_TARGETS: Final = 100
 """Number of targets on the page if the user selects none."""
 _HALF: Final = 512

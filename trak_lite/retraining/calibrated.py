@@ -38,19 +38,6 @@ from trak_lite.scoring.tiles import ScoreTerm, WhereQ, score_tile, tile_ranges
 from trak_lite.store import AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = [
-    "VIEWS",
-    "SubsetSums",
-    "calibrate",
-    "calibrated_matrix",
-    "fitted_to_subsets",
-    "lds_of",
-    "lead_of",
-    "require_kernel",
-    "summed_over",
-    "unit_rows",
-]
-
 Array: TypeAlias = NDArray[np.float64]
 
 VIEWS: Final[tuple[WhereQ, ...]] = ("outside", "inside", "off")

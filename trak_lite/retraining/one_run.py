@@ -24,8 +24,6 @@ from trak_lite.store.disk.files import refuse_links
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
-__all__ = ["check_budget", "verify_run"]
-
 _SHARES: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out."""
 

@@ -44,16 +44,6 @@ from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import SubsetTraining
 
-__all__ = [
-    "OutputFunction",
-    "Retrained",
-    "TrainFunction",
-    "retrain",
-    "retrain_into",
-    "retrain_many",
-    "retrain_run",
-]
-
 logger = logging.getLogger(__name__)
 
 TrainFunction: TypeAlias = Callable[[NDArray[np.int64], int], Any]

@@ -49,8 +49,6 @@ from trak_lite.scoring.stored import source_of_stored
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
-__all__ = ["OpenedTargets", "calibrated_scores", "opened_targets", "require_measurable", "verify"]
-
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
 _FEWEST_FOR_CALIBRATION: Final = 6

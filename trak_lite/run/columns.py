@@ -23,8 +23,6 @@ from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.run.tables import COLUMNS, column_path, num_train_rows
 from trak_lite.store import AbstractFeatureStore, Manifest
 
-__all__ = ["store_columns", "stored_columns"]
-
 logger = logging.getLogger(__name__)
 
 _NAME, _LABELS, _PLACES = "name", "labels", "places"

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 
-__all__ = ["SAME", "Comparison", "compare", "conditions", "outputs_of_model"]
-
 _T = TypeVar("_T")
 
 SAME: Final = 1e-2

@@ -50,9 +50,6 @@ from trak_lite.store import Column, Manifest, TableSpec
 from trak_lite.store._columns import DTYPES, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
-__all__ = ["AttributorSettings", "GradientComputerFactory", "StoredSettings", "Task"]
-__all__ += ["row_kind", "row_widths", "stored_arguments", "versions"]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROW_WIDTH: Final = 32768

@@ -20,8 +20,6 @@ from trak_lite.modelout_functions._describe import (
     tensor_json,
 )
 
-__all__ = ["describe_source"]
-
 _SIMPLE = (type(None), bool, int, float, str)
 
 

@@ -42,8 +42,6 @@ from trak_lite.store import (
 )
 from trak_lite.store.manifest import compare_fingerprints, differing_keys
 
-__all__ = ["FirstRows", "Workspace", "naming_dropped"]
-
 logger = logging.getLogger(__name__)
 
 FirstRows = Callable[[int], Mapping[str, Any]]

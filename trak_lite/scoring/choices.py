@@ -20,8 +20,6 @@ from trak_lite.linalg.topk import TopK, TopRows, not_finite
 from trak_lite.scoring.matrix import AbstractScoreMatrix, Sign, StreamedMatrix
 from trak_lite.scoring.source import ScoreSource
 
-__all__ = ["DampingPath", "GroupSums", "RowChoice", "chosen_top", "group_sums"]
-
 Tiles: TypeAlias = Callable[[NDArray[np.bool_] | None], Iterator[tuple[int, NDArray[Any]]]]
 """As :meth:`trak_lite.Scores.tiles`."""
 

@@ -30,8 +30,6 @@ from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor, table_path
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
-__all__ = ["CACHED_ROWS", "Grams"]
-
 CACHED_ROWS = 4096
 """Gram matrices of fewer rows are not stored: summing them again takes less time than writing and reading them."""
 

@@ -44,8 +44,6 @@ from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
-__all__ = ["indexed_top", "mean_lower_bound"]
-
 logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1

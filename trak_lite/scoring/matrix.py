@@ -24,18 +24,6 @@ from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm
 from trak_lite.store import AbstractRowTable
 
-__all__ = [
-    "AbstractScoreMatrix",
-    "HeldMatrix",
-    "PartialMatrix",
-    "Sign",
-    "StoredMatrix",
-    "StreamedMatrix",
-    "best_of",
-    "top_and_bottom",
-    "top_and_bottom_of",
-]
-
 Sign = Literal["helpful", "harmful"]
 _ENDS: tuple[Sign, Sign] = ("helpful", "harmful")
 _HELD_ROWS = 1024

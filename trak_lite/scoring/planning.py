@@ -37,8 +37,6 @@ from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import CACHED_ROWS
 from trak_lite.types import FeatureLayout
 
-__all__ = ["Plan", "Span", "planned"]
-
 _WARM: Final = 3
 """Batches that choose, check and record the gradient computer, and are counted once per checkpoint."""
 _LONGEST: Final = 3.0  # seconds of one trial after these batches

@@ -26,8 +26,6 @@ from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.store.manifest import stored_json
 
-__all__ = ["ScoreEntries", "ScoreRecord", "shown_settings"]
-
 _VerdictType = TypeVar("_VerdictType", Verdict, OneRunVerdict)
 _VERDICTS: Final = {Verdict: (verdict_path, "verdict"), OneRunVerdict: (one_run_path, "verdict of one run")}
 """Path and name in messages of every kind of verdict."""

@@ -41,8 +41,6 @@ from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout
 
-__all__ = ["ScoreSource"]
-
 logger = logging.getLogger(__name__)
 
 _HELD_BYTES = 2 << 30

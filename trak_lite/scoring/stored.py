@@ -48,8 +48,6 @@ from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["ScoreResult", "drop_scores", "score_source", "source_of_stored", "stored_scores"]
-
 
 def stored_scores(
     workspace: Workspace,

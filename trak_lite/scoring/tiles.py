@@ -22,8 +22,6 @@ from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
 from trak_lite.store import AbstractRowTable
 
-__all__ = ["ScoreTerm", "WhereQ", "group_tile", "score_rows", "score_tile", "tile_ranges"]
-
 WhereQ = Literal["outside", "inside", "off"]
 
 _TILE_ROWS = 1024

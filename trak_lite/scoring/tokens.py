@@ -45,8 +45,6 @@ from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.scores import Scores, checked_rows
 from trak_lite.types import Batch
 
-__all__ = ["split_scores", "token_scores"]
-
 logger = logging.getLogger(__name__)
 
 

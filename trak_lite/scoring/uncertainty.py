@@ -24,8 +24,6 @@ from trak_lite.run.tables import score_table_spec
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm, group_tile, tile_ranges
 
-__all__ = ["Reliability", "Repeats"]
-
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
 

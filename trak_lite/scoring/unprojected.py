@@ -37,8 +37,6 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout, num_entries
 
-__all__ = ["MAX_BYTES", "Refine", "refined_scores", "scores_of_stream", "unprojected_method"]
-
 logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30

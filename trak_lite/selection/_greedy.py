@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 from trak_lite.errors import NonFiniteError
 
-__all__ = ["NOISE", "GreedyChoice", "greedy"]
-
 NOISE = 0.1
 """delta: the second copy of a row adds 0.27 of what the first adds, the third 0.16."""
 _EQUAL = 1e-9

@@ -15,8 +15,6 @@ from trak_lite._validate import one_of, some_of
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["quotas_of"]
-
 
 def quotas_of(groups: Column, k: int, quotas: str | Mapping[Any, int]) -> NDArray[np.int64]:
     """Return the number of rows to take of each label, ``(G,)``; they add up to k.

@@ -18,8 +18,6 @@ from trak_lite.scoring.choices import RowChoice
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 
-__all__ = ["Candidates", "Reduction", "TargetGroups", "best_rows", "shape_of"]
-
 Reduction = Literal["mean", "sum", "max"]
 _TILE_VALUES = 1 << 20
 """Scores that are converted to float64 at a time."""

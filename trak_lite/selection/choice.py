@@ -21,8 +21,6 @@ from trak_lite.selection._quotas import quotas_of
 from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, shape_of
 from trak_lite.selection.result import Selection
 
-__all__ = ["select"]
-
 Method = Literal["top", "less", "greedy", "balanced"]
 REDUCTIONS: Final[dict[str, Reduction]] = {"top": "mean", "less": "max", "greedy": "mean", "balanced": "mean"}
 """The methods, and the default reduction of each."""

@@ -17,8 +17,6 @@ from trak_lite.report.page import notebook_table
 from trak_lite.scoring.frames import DataFrame, frame, write_parquet
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
-__all__ = ["Selection"]
-
 _SHOWN: Final = 5
 _JSON_ROWS: Final = 250_000
 _VERSION: Final = 2

@@ -21,8 +21,6 @@ from starlette.routing import Route
 from trak_lite.errors import InvalidInputError, TrakLiteError
 from trak_lite.serve.pages import Pages, Params
 
-__all__ = ["PATIENCE", "application"]
-
 PATIENCE: Final = 15.0
 """Seconds for a client to send a request, and to accept what it is sent."""
 _HOSTS: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE | re.ASCII)

@@ -34,8 +34,6 @@ from trak_lite.scoring.tokens import split_scores
 from trak_lite.store import AbstractFeatureStore, open_store
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["ASKED", "MOST_ASKED", "LiveModel"]
-
 logger = logging.getLogger(__name__)
 
 ASKED: Final = "asked-"

@@ -27,8 +27,6 @@ from trak_lite.store.disk.files import (
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.store.manifest import compare_fingerprints
 
-__all__ = ["MARKS", "Mark", "MarksFile", "relabelling"]
-
 MARKS: Final = ("keep", "flip", "drop")
 _FORMAT: Final = 2
 _UNSEALED: Final = 1

@@ -28,8 +28,6 @@ from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
 from trak_lite.serve.sets import Sets, scatter_of, strongest
 
-__all__ = ["Pages", "Params", "policy"]
-
 logger = logging.getLogger(__name__)
 
 Params = Mapping[str, str]

@@ -15,8 +15,6 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.serve.app import PATIENCE
 from trak_lite.serve.pages import policy
 
-__all__ = ["ADDRESS", "listener", "server"]
-
 ADDRESS: Final = "127.0.0.1"
 _HEADERS: Final = [
     ("x-content-type-options", "nosniff"),

@@ -24,8 +24,6 @@ from trak_lite.scoring.choices import RowChoice, chosen_top
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
 
-__all__ = ["Sets", "scatter_of", "strongest"]
-
 _HELD_BYTES: Final = 1 << 28
 _MOST_HELD: Final = 64
 _Held = TypeVar("_Held")

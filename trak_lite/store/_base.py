@@ -15,8 +15,6 @@ from trak_lite.store._grid import compare_specs
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store.manifest import Manifest, differing_keys
 
-__all__ = ["NEEDED_UNTIL", "AbstractFeatureStore"]
-
 NEEDED_UNTIL = "needed_until"
 """Attribute of an intermediate table: path of the table computed from it. Once that is complete, this one is unused."""
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from trak_lite._validate import some_of
 from trak_lite.errors import printable
 
-__all__ = ["Finding", "Report", "SetAside", "Tally", "row_ranges"]
-
 _MOST_SHOWN = 100
 _LONGEST = 600  # characters of a cell
 _TITLES = ("level", "table", "chunk", "rows", "column", "finding", "next step")

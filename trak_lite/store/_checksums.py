@@ -8,8 +8,6 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["crc32c"]
-
 # google_crc32c holds the GIL for a whole call; short pieces let other threads run.
 _PIECE = 1 << 20
 

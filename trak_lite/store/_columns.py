@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from trak_lite.store._quantised import QUANTISATION, QUANTISED, dequantise, quantise
 
-__all__ = ["DTYPES", "Column", "StoredArray", "StoredRows", "TableSpec", "dtype_fingerprint"]
-
 DTYPES = ("float32", "float16", *QUANTISED)
 """Allowed values of ``Column.dtype``."""
 

@@ -16,8 +16,6 @@ from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import short_list
 from trak_lite.store.manifest import differing_keys
 
-__all__ = ["Difference", "diff_tables", "refuse_conflicts", "take_missing"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

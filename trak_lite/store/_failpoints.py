@@ -9,17 +9,6 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = [
-    "DROP_FAILPOINTS",
-    "ENTRY_FAILPOINTS",
-    "FAILPOINTS",
-    "GROWTH_FAILPOINTS",
-    "LIST_FAILPOINTS",
-    "REMOTE_FAILPOINTS",
-    "REPAIR_FAILPOINTS",
-    "failpoint",
-]
-
 _VARIABLE = "TRAK_LITE_FAILPOINT"
 
 FAILPOINTS = (

@@ -13,21 +13,6 @@ from trak_lite.store._columns import DTYPES, Column, TableSpec, dtype_fingerprin
 from trak_lite.store._names import check_name
 from trak_lite.store.manifest import Manifest, StoredValues, canonical_json, compare_fingerprints
 
-__all__ = [
-    "Run",
-    "check_spec",
-    "chunk_rows_for",
-    "compare_specs",
-    "contiguous_runs",
-    "flat_spec",
-    "grown_spec",
-    "plain_json",
-    "plain_manifest",
-    "shape_to_json",
-    "spec_from_json",
-    "spec_to_json",
-]
-
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
 _FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk three times

@@ -8,16 +8,6 @@ from collections.abc import Sequence
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, MissingStoreError
 
-__all__ = [
-    "check_name",
-    "group_of_tables",
-    "inside_a_table",
-    "is_name",
-    "missing_table",
-    "natural_order",
-    "path_parts",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _RESERVED = "zarr.json"
 _LONGEST_PATH = 200  # the joined path is also a file name; file systems allow 255 bytes

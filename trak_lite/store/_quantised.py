@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["QUANTISATION", "QUANTISED", "dequantise", "quantise"]
-
 QUANTISATION = 1
 """Version of the quantisation; part of the fingerprints of quantised columns."""
 

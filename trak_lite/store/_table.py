@@ -17,8 +17,6 @@ from trak_lite.store._grid import shape_to_json
 from trak_lite.store._values import short_list
 from trak_lite.store.manifest import canonical_json
 
-__all__ = ["AbstractRowTable"]
-
 
 class AbstractRowTable(ABC):
     """Rows of one table. A row is done or pending; a done row never changes, even if the process is killed.

@@ -15,8 +15,6 @@ from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import Run, contiguous_runs
 from trak_lite.store._names import path_parts
 
-__all__ = ["RowBlock", "check_block", "check_derived", "short_list"]
-
 _LONGEST_KEY = 1024
 _KINDS = "biuf"
 

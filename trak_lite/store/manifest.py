@@ -13,17 +13,6 @@ from numpy.typing import NDArray
 from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
-__all__ = [
-    "FORMAT",
-    "Manifest",
-    "StoredValues",
-    "canonical_json",
-    "compare_fingerprints",
-    "differing_keys",
-    "replaced_fingerprint",
-    "stored_json",
-]
-
 FORMAT = 3
 """Version of the layout on disk; stores of other versions are rejected."""
 _SHOWN = 100

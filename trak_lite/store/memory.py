@@ -22,11 +22,9 @@ from trak_lite.store.disk.documents import store_record
 from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.manifest import Manifest, replaced_fingerprint
 
-__all__ = ["MemoryFeatureStore"]
-
 
 @dataclass(frozen=True, slots=True)
-class MemoryRows:
+class _MemoryRows:
     """State shared by all handles of a table."""
 
     spec: TableSpec
@@ -38,7 +36,7 @@ class MemoryRows:
     """Claimed chunks, each with the store handle that claimed it."""
 
     @classmethod
-    def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> MemoryRows:
+    def empty(cls, spec: TableSpec, attributes: dict[str, Any]) -> _MemoryRows:
         rows = -(-spec.num_rows // spec.chunk_rows) * spec.chunk_rows
         arrays = {a.name: np.full(a.shape(rows), a.fill, a.stored_dtype) for a in spec.arrays}
         return cls(spec, attributes, arrays, np.zeros(spec.num_rows, np.bool_))
@@ -49,7 +47,7 @@ class _Contents:
     """State shared by all handles of a store."""
 
     manifest: Manifest
-    tables: dict[str, MemoryRows] = field(default_factory=dict)
+    tables: dict[str, _MemoryRows] = field(default_factory=dict)
 
 
 class _Files(dict[str, bytes]):
@@ -74,7 +72,7 @@ class MemoryRowTable(AbstractRowTable):
     """Rows of one table of a :class:`MemoryFeatureStore`."""
 
     _path: str
-    _rows: MemoryRows
+    _rows: _MemoryRows
     _store: MemoryFeatureStore
 
     @property
@@ -203,7 +201,7 @@ class MemoryFeatureStore(RecordedFeatureStore):
         """``None``, because the store is in memory."""
         return
 
-    def require_writable(self, path: str, rows: MemoryRows) -> None:
+    def require_writable(self, path: str, rows: _MemoryRows) -> None:
         """Raise unless this handle is open for writing, and ``rows`` is still the current state of the table."""
         self._require_writable()
         if self._contents.tables.get(path) is not rows:
@@ -222,7 +220,7 @@ class MemoryFeatureStore(RecordedFeatureStore):
         rows = self._contents.tables[path]
         spec = grown_spec(rows.spec, num_rows)
         if spec != rows.spec:
-            grown = MemoryRows.empty(spec, rows.attributes)
+            grown = _MemoryRows.empty(spec, rows.attributes)
             for name, array in rows.arrays.items():
                 grown.arrays[name][: len(array)] = array
             grown.done[: len(rows.done)] = rows.done
@@ -239,7 +237,7 @@ class MemoryFeatureStore(RecordedFeatureStore):
 
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> MemoryRowTable:
         if self._table_record(path) is None:
-            self._contents.tables[path] = MemoryRows.empty(spec, dict(attributes))
+            self._contents.tables[path] = _MemoryRows.empty(spec, dict(attributes))
         return self._open(path)
 
     def _open(self, path: str) -> MemoryRowTable:

@@ -14,8 +14,6 @@ from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.place import RemotePlace, resolve_place
 from trak_lite.store.remote.remote_store import RemoteFeatureStore
 
-__all__ = ["check_store", "create_store", "open_store"]
-
 
 def create_store(place: str | RemotePlace, manifest: Manifest) -> ZarrFeatureStore | RemoteFeatureStore:
     """Create a store, or open an existing one with the same settings for writing."""

@@ -29,8 +29,6 @@ from trak_lite.gradient_computers import AbstractGradientComputer, HookGradientC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.types import Batch
 
-__all__ = ["GradientComputerTests", "GradientRuleTests"]
-
 
 class GradientComputerTests(ABC):
     """Laws of every gradient computer: row i is the gradient of sample i, and the model is unchanged afterwards."""

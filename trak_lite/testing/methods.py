@@ -31,8 +31,6 @@ from trak_lite.gradient_computers.normalization import NormalizationKind
 from trak_lite.methods import AbstractMethod
 from trak_lite.scoring.scores import Scores
 
-__all__ = ["MethodTests"]
-
 _NUM_ROWS, _NUM_TARGETS, _CLASSES = 40, 6, 3
 
 

@@ -29,8 +29,6 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.types import Batch, OutputTerms
 
-__all__ = ["ModelOutputCase", "ModelOutputTests"]
-
 _RTOL, _ATOL = 1e-9, 1e-11
 
 

@@ -26,8 +26,6 @@ from torch import Tensor
 from trak_lite.projectors import AbstractProjector
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
 
-__all__ = ["ProjectorTests", "RandomProjectorTests"]
-
 _SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (5, 3),
     "norm.scale": (),

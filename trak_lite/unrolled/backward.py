@@ -45,8 +45,6 @@ from trak_lite.unrolled.program import Part, naming_failures, repeatable
 from trak_lite.unrolled.runs import TrainingRun
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
-__all__ = ["Replay"]
-
 logger = logging.getLogger(__name__)
 
 _TOLERANCE: Final = 0.05

@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 from trak_lite._random import STEP, mixed, mixed_int, shifted
 from trak_lite.errors import UnsupportedModelError
 
-__all__ = ["SeededDropout", "step_key"]
-
 _WHOLE = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
 """Functions that drop whole channels, and the axes of a batched input."""
 _RANDOM: dict[Callable[..., Any], tuple[str, int] | None] = {

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Operations"]
-
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Watches the operations in its context, also those of functions that are no modules."""

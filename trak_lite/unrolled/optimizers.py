@@ -13,8 +13,6 @@ from torch import Tensor
 from trak_lite._validate import real_at_least
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["SGD", "AbstractOptimizer", "Adam", "AdamW", "Named", "State"]
-
 Named: TypeAlias = dict[str, Tensor]
 
 

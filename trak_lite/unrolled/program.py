@@ -42,8 +42,6 @@ from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import SeededDropout, step_key
 from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State
 
-__all__ = ["Frozen", "Part", "Program", "RowLoss", "TrainingSettings", "naming_failures", "repeatable"]
-
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
 

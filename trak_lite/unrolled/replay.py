@@ -44,8 +44,6 @@ from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.backward import Replay
 from trak_lite.unrolled.runs import SMOOTH, TrainingRun
 
-__all__ = ["MAX_BYTES", "unrolled"]
-
 logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 2 << 30

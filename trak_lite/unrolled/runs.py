@@ -50,8 +50,6 @@ from trak_lite.unrolled.subsets import (
     trained_side_by_side,
 )
 
-__all__ = ["SMOOTH", "Recipe", "TrainingRun"]
-
 logger = logging.getLogger(__name__)
 
 Spacing = Literal["sqrt", "log", "all"]

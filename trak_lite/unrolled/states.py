@@ -18,8 +18,6 @@ from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.unrolled.optimizers import Named, State
 
-__all__ = ["StateFiles", "flat", "load_tensors", "save_tensors", "unflat"]
-
 _PARAMETERS = "parameters"
 _SUFFIX = ".safetensors"
 

@@ -19,15 +19,6 @@ from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.unrolled.optimizers import State
 from trak_lite.unrolled.program import Program, TrainingSettings, naming_failures, repeatable
 
-__all__ = [
-    "SubsetTraining",
-    "non_finite",
-    "refuse_non_finite",
-    "trained_alone",
-    "trained_model",
-    "trained_side_by_side",
-]
-
 logger = logging.getLogger(__name__)
 
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."

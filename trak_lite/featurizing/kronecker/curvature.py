@@ -23,16 +23,6 @@ from trak_lite.errors import NonFiniteError, StateError
 from trak_lite.featurizing.kronecker.units import Unit, UnitGradient, precise, sample_slices
 from trak_lite.types import FactoredBlock
 
-__all__ = [
-    "ArrayKeeper",
-    "Eigenbasis",
-    "KroneckerCurvature",
-    "Treatment",
-    "UnitArrays",
-    "UnitCurvature",
-    "decomposed",
-]
-
 
 def decomposed(factor: Tensor, *, what: str) -> tuple[Tensor, Tensor | None]:
     """Return the eigenvalues and eigenvectors of a factor, or the diagonal and ``None`` for a diagonal factor.

@@ -26,8 +26,6 @@ from trak_lite.types import (
     ParameterShapes,
 )
 
-__all__ = ["Accumulator", "Inverse", "PreconditionedProjector", "Preconditioner"]
-
 
 class Inverse(Protocol):
     """Multiplies gradients by the inverse of a curvature before they are projected."""

@@ -26,8 +26,6 @@ from trak_lite.run.tables import curvature_path
 from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch
 
-__all__ = ["KroneckerFits"]
-
 _VERSION = 1
 
 

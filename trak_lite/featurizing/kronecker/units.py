@@ -34,8 +34,6 @@ from trak_lite.types import (
     ParameterShapes,
 )
 
-__all__ = ["GradientJoiner", "Unit", "UnitGradient", "UnitSums", "find_units", "precise", "sample_slices"]
-
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SCRATCH = 1 << 22
 """Number of gradient entries that are formed at once."""

@@ -16,19 +16,6 @@ from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.gradient_computers.recording import ENTRIES
 from trak_lite.types import FactoredBlock, LookupBlock, SummedBlock
 
-__all__ = [
-    "Contribution",
-    "OperationCall",
-    "OperationRule",
-    "Pieces",
-    "conjugate",
-    "dense_of",
-    "flattened",
-    "merged",
-    "rebuilt",
-    "transposed",
-]
-
 
 class Pieces(NamedTuple):
     """Dense per-sample gradients, formed for some samples at a time."""

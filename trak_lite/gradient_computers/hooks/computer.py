@@ -37,8 +37,6 @@ from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, OutputTerms
 
-__all__ = ["HookGradientComputer"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 256

@@ -36,8 +36,6 @@ from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.sharded import class_of
 from trak_lite.types import FactoredBlock
 
-__all__ = ["GradientPass", "UnexpectedPathError", "UnexpectedRowsError"]
-
 _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 )

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from trak_lite.gradient_computers.hooks.calls import Contribution, Pieces, dense_of, merged, transposed
 from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
 
-__all__ = ["GradientLedger"]
-
 
 @dataclass(slots=True, eq=False)
 class _Uses:

@@ -19,8 +19,6 @@ from torch import Tensor
 from trak_lite._devices import float64_device
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 
-__all__ = ["Arrangement", "SampleCode", "sketch"]
-
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative deviation from a power of two that counts as rounding (kernels with varying summation order)."""
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from trak_lite.errors import InvalidInputError
 
-__all__ = ["GradientRule", "register_gradient_rule", "rule_for", "unregister_gradient_rule"]
-
 GradientRule: TypeAlias = Callable[
     [Any, tuple[Any, ...], dict[str, Any], Tensor], Mapping[str, Tensor | tuple[Tensor, Tensor]]
 ]

@@ -26,8 +26,6 @@ from trak_lite.gradient_computers.hooks.rules.generic import looped
 from trak_lite.gradient_computers.hooks.rules.operations import RULES, matrices_of
 from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["RowLayout", "RowTags", "routed_contributions", "summed_by_sample"]
-
 _FOUND, _GROUPED = "rows found by their gradients", "grouped matmul"
 _OF_IMAGES = ("convolution", "transposed convolution", "group norm", "batch norm", "instance norm")
 

@@ -30,8 +30,6 @@ from trak_lite.projectors._base import ProjectionType
 from trak_lite.projectors.dense.matrices import AbstractMatrices
 from trak_lite.projectors.random.hash import Stream, key32, parameter_key
 
-__all__ = ["MOST_ROWS", "FastJLMatrices", "fast_jl_matrices"]
-
 logger = logging.getLogger(__name__)
 
 _COLUMNS = 512  # the extension makes multiples of this many features

@@ -27,8 +27,6 @@ from trak_lite.projectors.random.hash import (
     parameter_key,
 )
 
-__all__ = ["AbstractMatrices", "HashedMatrices"]
-
 _CPU_WORKSPACE = 4 << 20  # stays in a core's cache
 _ACCELERATOR_WORKSPACE = 256 << 20  # large enough to hide the launches
 _CAST_BYTES = 2 << 20  # gradients of another dtype or device are converted in pieces of about this size

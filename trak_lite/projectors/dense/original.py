@@ -30,8 +30,6 @@ from trak_lite.projectors._base import (
 from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET, AbstractDenseProjector
 from trak_lite.types import ParameterShapes, num_entries
 
-__all__ = ["BasicProjector", "BasicSingleBlockProjector", "ChunkedCudaProjector", "CudaProjector"]
-
 
 class BasicSingleBlockProjector(AbstractDenseProjector):
     """The same map as :class:`BasicProjector`, with the original TRAK's name and constructor."""

@@ -34,16 +34,6 @@ from trak_lite.projectors.dense.fast_jl import MOST_ROWS, fast_jl_matrices
 from trak_lite.projectors.dense.matrices import AbstractMatrices, HashedMatrices
 from trak_lite.types import GradientBlock, ParameterShapes
 
-__all__ = [
-    "DEFAULT_MEMORY_BUDGET",
-    "AbstractDenseProjector",
-    "AbstractScaledProjector",
-    "FastJLProjector",
-    "GaussianProjector",
-    "RademacherProjector",
-    "integer_seed",
-]
-
 DEFAULT_MEMORY_BUDGET = 1 << 30
 """Memory limit of a dense projector in bytes: enough for a matrix of 512 columns and half a million rows."""
 

@@ -22,8 +22,6 @@ from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.random.hash import RademacherEntries, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, rademacher_word, sign_floats
 
-__all__ = ["DTYPES", "add_signed_product_", "why_unusable"]
-
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Gradient dtypes that the kernel reads; it converts them to float32."""
 

@@ -29,25 +29,6 @@ from torch import Tensor
 
 from trak_lite.projectors._scratch import empty_buffer
 
-__all__ = [
-    "AbstractEntries",
-    "GaussianEntries",
-    "RademacherEntries",
-    "Stream",
-    "hash_offsets",
-    "hash_permutations",
-    "hash_signs",
-    "hash_words_",
-    "key32",
-    "key_grid",
-    "mix32",
-    "mix32_",
-    "normal_quantiles",
-    "parameter_key",
-    "sign_table",
-    "wrap32",
-]
-
 _MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
 _WORD = 0xFFFFFFFF
 _FIRST_KEY = 0x9E3779B9

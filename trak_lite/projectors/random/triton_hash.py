@@ -15,8 +15,6 @@ import triton.language as tl
 
 from trak_lite.projectors.random import hash as _hash
 
-__all__ = ["hash_word", "jit", "mix32", "rademacher_word", "sign_floats"]
-
 _FIRST = tl.constexpr(_hash._MULTIPLIERS[0])
 _SECOND = tl.constexpr(_hash._MULTIPLIERS[1])
 _COLUMN_STEP = tl.constexpr(_hash._COLUMN_STEP)

@@ -16,8 +16,6 @@ from trak_lite.projectors._scratch import Scratch, in_pieces, scratch_bytes, sum
 from trak_lite.projectors.random.hash import Stream, key_grid, parameter_key
 from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["AbstractSketch", "Keys", "form_tables", "triton_kernels"]
-
 _KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
 
 

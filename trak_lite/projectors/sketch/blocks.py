@@ -21,8 +21,6 @@ from torch import Tensor
 from trak_lite.projectors._scratch import in_pieces, scratch_bytes, sum_dtype
 from trak_lite.types import FactoredBlock, LookupBlock
 
-__all__ = ["AllBlocks", "BlockHashes", "convolved", "fourier_takes_less_time"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

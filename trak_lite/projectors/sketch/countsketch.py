@@ -36,8 +36,6 @@ from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, ParameterShapes, SingleBlock
 
-__all__ = ["CountSketchProjector"]
-
 _NARROW = 64
 """Minimum number of columns for sketching a parameter as a matrix; part of the definition."""
 

@@ -45,8 +45,6 @@ from trak_lite.types import FactoredBlock, LookupBlock
 if TYPE_CHECKING:
     from trak_lite.projectors.sketch.triton import MatrixKernel
 
-__all__ = ["FactorMethod", "MatrixSketch", "fourier_is_cheaper"]
-
 FactorMethod: TypeAlias = Literal["auto", "form", "fourier"]
 """Method for gradients given as factors: form a few rows at a time, or use Fourier transforms."""
 

@@ -28,8 +28,6 @@ from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
 from trak_lite.projectors.sketch.blocks import BlockHashes
 
-__all__ = ["DTYPES", "MatrixKernel", "VectorKernel", "why_unusable"]
-
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Gradient dtypes that the kernels read."""
 

@@ -27,8 +27,6 @@ from trak_lite.types import FactoredBlock, LookupBlock
 if TYPE_CHECKING:
     from trak_lite.projectors.sketch.triton import VectorKernel
 
-__all__ = ["VectorSketch"]
-
 _WIDE = 32768
 _SMALL = 256  # features for which an operation on a CPU takes longer to start than to run
 _SEGMENT = 64

@@ -31,8 +31,6 @@ from trak_lite.projectors._scratch import sum_dtype
 from trak_lite.projectors.random.hash import Stream
 from trak_lite.types import Batch, BlockSink, FactoredBlock, GradientBlock, OutputTerms, ParameterShapes
 
-__all__ = ["DEFAULT_MAX_SIDE", "GradientStream", "PrincipalAxes", "matrix_shapes"]
-
 DEFAULT_MAX_SIDE = 16384
 """Longest side of a matrix that is projected on both sides. It includes the layers of language models of up to about
 8 billion parameters and excludes their embeddings and heads, whose vocabulary side is longer."""

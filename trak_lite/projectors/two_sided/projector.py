@@ -50,8 +50,6 @@ from trak_lite.types import (
     SummedBlock,
 )
 
-__all__ = ["TwoSidedProjector"]
-
 _RANDOM: dict[str, type[AbstractEntries]] = {
     entries.kind: entries for entries in (RademacherEntries, GaussianEntries)
 }

@@ -39,16 +39,6 @@ from trak_lite.store.disk.folders import is_old, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 from trak_lite.store.disk.records import CommitLogs
 
-__all__ = [
-    "NEXT_WRITER",
-    "OTHER_TABLE",
-    "AnyTableLook",
-    "DiskLook",
-    "StoreLook",
-    "TableLook",
-    "missing_store",
-]
-
 OTHER_TABLE = "another table than the one that the store lists under this path"
 _METADATA = "zarr.json"
 _SCRATCH = re.compile(r".+\.safetensors\.new-[0-9a-f]{32}")

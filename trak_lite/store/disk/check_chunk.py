@@ -23,8 +23,6 @@ from trak_lite.store.disk.files import file_size, named_errors, open_file
 from trak_lite.store.disk.records import CommitLogs, CommitRecord, holder_lives
 from trak_lite.store.disk.staging import StagedRows
 
-__all__ = ["AGAIN", "REPAIR", "ChunkLook", "ChunkState", "stored_checksum"]
-
 _PIECE = 1 << 20
 
 REPAIR = "check with --repair, then featurize again"

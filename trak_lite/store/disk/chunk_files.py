@@ -50,8 +50,6 @@ from trak_lite.store.disk.files import (
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.records import CommitLog, CommitLogs, CommitRecord
 
-__all__ = ["COMMITS", "SET_ASIDE", "STAGE", "ChunkIndex", "ColumnFiles", "TableFiles"]
-
 # These are subfolders of the first column: zarr tools list the folder of a group and complain about unknown names,
 # but they never list the folder of an array.
 STAGE = ".stage"

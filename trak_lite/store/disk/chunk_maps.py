@@ -17,8 +17,6 @@ from trak_lite.store.disk.chunk_files import ChunkIndex, ColumnFiles, TableFiles
 from trak_lite.store.disk.files import file_size, is_network, map_file, named_errors
 from trak_lite.store.disk.records import CommitRecord
 
-__all__ = ["ChunkMaps"]
-
 _KEPT_BYTES = 256 << 20  # another pass over a mapped table costs no page faults
 _KEPT = 4096  # maximum number of maps; Linux allows 65530 per process
 _KEPT_WHERE_READ = 4  # each copy takes memory; buffers are not reused, because callers may keep the arrays

@@ -24,35 +24,6 @@ from trak_lite.store._grid import spec_from_json, spec_to_json
 from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
 
-__all__ = [
-    "CHECKSUM",
-    "DROPPED",
-    "GROWS_TO",
-    "array_document",
-    "attributes_from_json",
-    "check_array",
-    "check_hidden",
-    "encode_document",
-    "group_document",
-    "hidden_document",
-    "identity_of",
-    "manifest_from_json",
-    "misnamed",
-    "own_attributes",
-    "parse_zarr_json",
-    "read_attributes",
-    "read_zarr_bytes",
-    "read_zarr_json",
-    "record_checksum",
-    "refuse_undescribed",
-    "sealed",
-    "sizes_under_way",
-    "store_record",
-    "table_documents",
-    "table_from_json",
-    "table_identity",
-]
-
 CHECKSUM = "checksum"
 DROPPED = "dropped"
 """Key of the record that replaces that of a table while its objects are deleted."""

@@ -44,20 +44,6 @@ from trak_lite.store.disk.files import (
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
 
-__all__ = [
-    "CACHE",
-    "ENTRIES",
-    "Files",
-    "HiddenFiles",
-    "Lock",
-    "StoreEntries",
-    "array_file_name",
-    "decode_array",
-    "encode_array",
-    "entry_files",
-    "entry_of",
-]
-
 ARRAY_SUFFIX: Final = ".safetensors"
 CACHE = ".cache"
 _LONGEST_HEAD = 4096

@@ -33,36 +33,6 @@ from trak_lite.errors import (
     refuse_machine_failure,
 )
 
-__all__ = [
-    "Descriptors",
-    "file_size",
-    "is_named",
-    "is_network",
-    "list_folder",
-    "locked_file",
-    "make_folder",
-    "map_file",
-    "named_errors",
-    "network_devices",
-    "new_file",
-    "open_file",
-    "open_folder",
-    "read_file",
-    "refuse_links",
-    "refuse_other_names",
-    "remove_file",
-    "remove_tree",
-    "rename",
-    "reserve",
-    "stamp",
-    "sync_files",
-    "sync_folder",
-    "sync_folders",
-    "write_all",
-    "write_file",
-    "zeros",
-]
-
 logger = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -27,18 +27,6 @@ from trak_lite.store.disk.files import (
     write_file,
 )
 
-__all__ = [
-    "building",
-    "is_free",
-    "is_old",
-    "make_folders",
-    "names_in",
-    "publish_folder",
-    "scratch_folder",
-    "whole_file",
-    "write_document",
-]
-
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 _ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds
 

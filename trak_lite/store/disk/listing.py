@@ -38,8 +38,6 @@ from trak_lite.store.disk.files import (
 )
 from trak_lite.store.disk.folders import building, is_free, names_in
 
-__all__ = ["TABLES", "TableList", "decode_entry", "encode_entry", "entry_name", "listed_path", "lost_table"]
-
 TABLES = ".tables"
 _METADATA = "zarr.json"
 _NEW, _DROPPED = ".new-", ".dropped-"

@@ -43,8 +43,6 @@ from trak_lite.store.disk.listing import TABLES, entry_name, listed_path, lost_t
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["RecordedFeatureStore", "read_group"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -34,8 +34,6 @@ from trak_lite.store.disk.files import (
 )
 from trak_lite.store.disk.folders import names_in
 
-__all__ = ["HOLDER_BYTES", "CommitLog", "CommitLogs", "CommitRecord", "holder_line", "holder_lives"]
-
 HOLDER_BYTES = 64
 _HIGHEST_PID = (1 << 31) - 1
 _LONGEST_LINE = 1 << 20  # a commit record has about 100 bytes plus 100 per column

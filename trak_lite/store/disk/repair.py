@@ -27,8 +27,6 @@ from trak_lite.store.disk.listing import TableList
 from trak_lite.store.disk.records import CommitLogs
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
 
-__all__ = ["check_folder"]
-
 
 def repair_list(root: str, look: DiskLook) -> list[SetAside]:
     """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them."""

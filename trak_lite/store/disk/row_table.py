@@ -37,8 +37,6 @@ from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
 
-__all__ = ["RowTable"]
-
 logger = logging.getLogger(__name__)
 
 _OPEN_CHUNKS = 32  # maximum number of open row logs; each holds a lock and a file

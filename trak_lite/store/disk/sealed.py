@@ -24,8 +24,6 @@ from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.manifest import Manifest
 
-__all__ = ["BLANK", "RUN", "SEAL", "check_run", "run_identity", "seal", "sealed_content"]
-
 SEAL: Final = "crc32c"
 BLANK: Final = "0" * 8
 """Start of the member before :func:`seal` fills it in."""

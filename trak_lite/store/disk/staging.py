@@ -51,8 +51,6 @@ from trak_lite.store.disk.files import (
 from trak_lite.store.disk.folders import names_in
 from trak_lite.store.disk.records import HOLDER_BYTES, holder_line
 
-__all__ = ["StagedChunk", "StagedRows", "logs_locked"]
-
 _FRAME = struct.Struct("<8sII")
 _CHECK = struct.Struct("<I")
 _MOST_HEAD = _FRAME.size + 8 + _CHECK.size

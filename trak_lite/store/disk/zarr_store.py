@@ -78,8 +78,6 @@ from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import StagedChunk, logs_locked
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
 
-__all__ = ["ZarrFeatureStore"]
-
 logger = logging.getLogger(__name__)
 
 CheckChunks = Literal["first_touch", "never"]

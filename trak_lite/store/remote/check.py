@@ -18,8 +18,6 @@ from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["check_remote"]
-
 _METADATA = "zarr.json"
 _REMOVE = "remove it, then featurize again"
 

@@ -29,8 +29,6 @@ from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.records import CommitRecord, holder_line
 from trak_lite.store.remote.objects import AbstractObjects
 
-__all__ = ["FetchedChunks", "RemoteIndex", "decode_log"]
-
 _KEPT_BYTES = 256 << 20
 
 

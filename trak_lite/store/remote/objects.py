@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from trak_lite.errors import UnsupportedStoreError
 
-__all__ = ["AbstractObjects", "Content", "require_exclusive"]
-
 Content: TypeAlias = bytes | memoryview
 """Content of an object. A memoryview must be contiguous, have itemsize 1, and not change during the upload."""
 

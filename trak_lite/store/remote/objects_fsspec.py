@@ -13,8 +13,6 @@ from trak_lite.store.remote.objects import AbstractObjects, Content
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["FsspecObjects", "open_fsspec"]
-
 
 def open_fsspec(url: str, options: dict[str, object]) -> FsspecObjects:
     """Return the objects below a URL; ImportError without the package for its scheme, ValueError if it is unknown."""

@@ -13,8 +13,6 @@ from trak_lite.store.remote.objects import AbstractObjects, Content
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["ObstoreObjects", "is_obstore", "open_obstore"]
-
 
 def is_obstore(where: object) -> bool:
     """Return whether an object is an obstore store."""

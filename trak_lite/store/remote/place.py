@@ -15,8 +15,6 @@ from trak_lite.store.remote.objects import AbstractObjects
 from trak_lite.store.remote.objects_fsspec import open_fsspec
 from trak_lite.store.remote.objects_obstore import ObstoreObjects, is_obstore, open_obstore
 
-__all__ = ["RemotePlace", "resolve_place"]
-
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
 _OF_OBSTORE = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https"}
 

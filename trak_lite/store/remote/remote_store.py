@@ -48,8 +48,6 @@ from trak_lite.store.remote.index import FetchedChunks, RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 
-__all__ = ["RemoteFeatureStore"]
-
 logger = logging.getLogger(__name__)
 
 _METADATA = "zarr.json"

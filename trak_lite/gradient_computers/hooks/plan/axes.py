@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["BatchAxis", "batch_axis", "by_sample", "sum_to_parameter"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:

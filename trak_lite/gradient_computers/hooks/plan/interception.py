@@ -20,8 +20,6 @@ from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
 from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
 from trak_lite.models.tree import ModelTree
 
-__all__ = ["AbstractInterceptor", "Function", "undispatched"]
-
 Function = Callable[..., Any]
 
 

@@ -23,8 +23,6 @@ from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
 
-__all__ = ["Plan", "Site", "describe", "make_plan", "mixed", "sample_on_path"]
-
 
 @dataclass(slots=True)
 class Site:

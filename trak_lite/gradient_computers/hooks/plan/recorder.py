@@ -22,8 +22,6 @@ from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterce
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.recording import leaves_of, tensors_of
 
-__all__ = ["RECURRENT", "Record", "Recorder", "differentiable", "grows_twice", "is_in_place", "written"]
-
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
     torch.gru: "gru",

@@ -18,8 +18,6 @@ from torch.nn import functional
 from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, Pieces, conjugate
 from trak_lite.types import FactoredBlock
 
-__all__ = ["conv_rule"]
-
 _PIECE_BYTES = 3 << 19
 """Gradients formed at a time on a CPU. With more, one call takes up to five times as long; with fewer, up to twice."""
 _FEWEST = 8

@@ -13,8 +13,6 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.owners import Arrangement
 from trak_lite.types import LookupBlock
 
-__all__ = ["embedding_bag_rule", "embedding_rule"]
-
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
 

@@ -21,8 +21,6 @@ from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable
 
-__all__ = ["generic_rule", "looped"]
-
 
 def generic_rule(
     call: OperationCall, grads: Sequence[Tensor | None]

@@ -22,8 +22,6 @@ from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
 from trak_lite.types import FactoredBlock
 
-__all__ = ["MAY_DRAW", "RULES", "matrices_of", "reads_nothing"]
-
 _Parts = Iterator[tuple[Tensor, Contribution]]
 
 

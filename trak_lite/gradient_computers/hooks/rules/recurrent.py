@@ -27,8 +27,6 @@ from torch.nn import functional
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.types import FactoredBlock
 
-__all__ = ["Steps", "Tap", "Trace", "is_recurrence", "num_sequences", "run_recurrent"]
-
 Tap: TypeAlias = Callable[[Tensor, Sequence[Any], Callable[[Tensor], list[Any]]], Tensor]
 """``tap(value, weights, parts)``: once the gradient of ``value`` is known, ``parts(gradient)`` returns one contribution
 per weight. The caller continues with the value that ``tap`` returns."""
