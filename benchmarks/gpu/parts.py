@@ -31,7 +31,7 @@ PARTS = {
     "gradients": Part(speed.gradient_cases, 110, 25),
     "simple_cnn": Part(speed.simple_cnn_cases, 25, 25),
     "projection": Part(speed.projection_cases, 75, 25),
-    "language": Part(language.language_cases, 110, 70),
+    "language": Part(language.language_cases, 190, 110),
     "scoring": Part(speed.scoring_cases, 50, 30),
     "ranks": Part(ranks.rank_cases, 75, 75),
 }

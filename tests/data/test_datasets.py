@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +187,7 @@ def test_an_error_inside_a_dataset_names_the_sample(loader, error, named, monkey
     monkeypatch.setattr(get, "__defaults__", (0.2,))
     with pytest.raises(error, match=named):
         list(Rows(loader).batches(iter(plan([6, 7, 8], [9]))))
+    gc.collect()  # collected later, torch's loaders would wait 5 s each for their workers
 
 
 def test_an_error_outside_a_worker_names_the_sample_in_a_note_and_ends_a_run():

@@ -28,7 +28,7 @@ def test_no_fault_breaks_a_promise(campaign, kind, number):
 
 def test_power_cuts_before_some_changes_break_no_promise(campaign):
     """The standard tier's part of every_power_cut."""
-    broken = campaign.run("every_power_cut", 0, every=7)
+    broken = campaign.run("every_power_cut", 0, every=14)
     assert broken is None, broken.trace
 
 

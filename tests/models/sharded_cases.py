@@ -366,8 +366,8 @@ def versions_found() -> tuple[int, int]:
     before.load_state_dict({"0.weight": -other[0].weight, "0.bias": other[0].bias})
     states = [other.state_dict(), dict(other.state_dict()), before.state_dict()]
     states = copy.deepcopy(states)
-    fully_shard(other)
-    fully_shard(model)
+    fully_shard(other, mesh=mesh())
+    fully_shard(model, mesh=mesh())
     return _found(model, [*states, other.state_dict()])
 
 

@@ -111,7 +111,7 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
             "model is sharded."
         )
     reshard(model)
-    saved = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(model).items()}
+    saved = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model).items()}
     others = more_entries(model)
     restore = _modules_kept(model)
     try:
