@@ -48,6 +48,11 @@ def in_float64(values: Tensor) -> Tensor:
     return values.to(float64_device(values.device)).double()
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 or better."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to a device; from the host to an accelerator without waiting, through pinned memory.
 
@@ -62,14 +67,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _pins_memory(device: torch.device) -> bool:
-    """Return whether torch has pinned memory for copies to and from this device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type and device.type != "mps"
 
 
 class _Begun(Protocol):
-    """A copy that was begun."""
-
     @property
     def is_done(self) -> bool:
         """Whether nothing has to be waited for."""
@@ -84,7 +86,6 @@ class HostCopy:
     """A copy of tensors to the host. From an accelerator it goes on while the host and the device do other work."""
 
     def __init__(self, *values: Tensor) -> None:
-        """Start to copy tensors of one device."""
         device = values[0].device
         self._event: torch.Event | None = None
         if not _pins_memory(device):
