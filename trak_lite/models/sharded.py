@@ -351,8 +351,7 @@ class Lockstep:
             return [int(flag) for flag in mine]
         counts = torch.tensor(mine, dtype=torch.int64, device=self._device)
         torch.distributed.all_reduce(counts, group=self._group)
-        found: list[int] = counts.tolist()
-        return found
+        return counts.tolist()
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank; all ranks must call this."""
@@ -404,7 +403,6 @@ class Turns:
         self._idle(seconds, unfinished=True)
 
     def __enter__(self) -> Self:
-        """Return the turns."""
         return self
 
     def __exit__(
