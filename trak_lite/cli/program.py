@@ -59,7 +59,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser with error messages of one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
         _warn(f"{self.prog}: {message}. Try '{self.prog} --help'.\n")
         self.exit(_WRONG_USE)
 
@@ -178,13 +177,11 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
 
 
 def _say(text: str) -> None:
-    """Write a line to standard output, at once."""
     sys.stdout.write(_shown(f"{text}\n", sys.stdout))
     sys.stdout.flush()
 
 
 def _warn(text: str) -> None:
-    """Write text to standard error."""
     sys.stderr.write(_shown(text, sys.stderr))
 
 
