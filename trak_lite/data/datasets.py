@@ -37,7 +37,6 @@ _WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context",
 """Worker settings copied from the user's loader."""
 _NUM_PROBES = 64
 """Samples hashed to recognise a dataset. 64 probes miss a 10 % label change with probability 0.1 %."""
-
 _NUM_HELD = 8
 """Samples of the first loaded batch that are kept."""
 _MOST_COLUMNS = 4
@@ -52,11 +51,9 @@ class _AsTheyAre:
     __slots__ = ()
 
     def numbers(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the row numbers to use in messages."""
         return rows
 
     def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
-        """Return a batch as the model expects it."""
         return batch
 
 
@@ -122,7 +119,6 @@ class Rows(_AsTheyAre):
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
     def __len__(self) -> int:
-        """Return the number of rows at construction."""
         return self._size if self._indices is None else len(self._indices)
 
     @property
@@ -234,7 +230,6 @@ class Rows(_AsTheyAre):
         return found
 
     def _in_dataset(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the dataset indices of some rows."""
         return rows if self._indices is None else self._indices[rows]
 
 
@@ -278,7 +273,6 @@ class _Samples(Dataset[Any]):
     _what: str
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Return the collated batch of some samples."""
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch is None:
             samples = _loaded(self._dataset, indices, self._what)
@@ -299,7 +293,6 @@ class _Samples(Dataset[Any]):
 
 
 def _loaded(dataset: Any, indices: Sequence[int], what: str) -> list[Any]:
-    """Return samples that are loaded one by one."""
     samples = []
     for index in indices:
         with _naming([index], what):
@@ -497,7 +490,6 @@ class HeldRows(_AsTheyAre):
         return len(self.held)
 
     def __len__(self) -> int:
-        """Return the number of rows of the whole dataset."""
         return self.num_rows
 
     def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
