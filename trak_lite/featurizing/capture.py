@@ -63,7 +63,6 @@ class Capture:
     def __init__(
         self, run: Run, rows: Rows, name: str, optimizer: torch.optim.Optimizer | None, *, resume: bool
     ) -> None:
-        """Check the arguments, which are those of ``Attributor.capture``, and find the rows of this name."""
         self.name = check_name(name, what="capture")
         self._run, self._rows, self._optimizer = run, rows, optimizer
         self._refuse_unsupported()

@@ -332,7 +332,6 @@ class DrawnRows:
         """Batches of the same train rows with drawn labels, by the numbers of the rows and of the draws."""
 
     def __len__(self) -> int:
-        """Return n."""
         return self._draws * len(self._chosen)
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -415,7 +414,6 @@ class _RepeatedCall(ModelCall):
     _versions: list[int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the model."""
         leaves, structure = tree_flatten((args, kwargs))
         if self._inputs is not None and self._versions is not None:
             last, before, state = self._inputs

@@ -170,7 +170,6 @@ class InverseCurvature:
         return Solution(found, convergence)
 
     def _report(self, convergence: Convergence, tolerance: float, remedy: str) -> None:
-        """Log the iterations and residuals, and warn of targets that did not converge."""
         iterations, residuals = convergence.iterations, convergence.residuals
         name = self.method.name
         logger.info(

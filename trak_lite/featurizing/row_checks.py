@@ -22,7 +22,6 @@ from trak_lite.store import AbstractRowTable, Column
 
 PROBED_ROWS: Final = 8
 """Largest number of rows of a table that are recomputed."""
-
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Allowed relative difference of a row between processors, batch sizes and gradient computers, by dtype.
 
@@ -67,10 +66,7 @@ class Computed:
 
 
 def done_rows(
-    table: AbstractRowTable,
-    wanted: NDArray[np.int64] | None = None,
-    *,
-    without: frozenset[int] = frozenset(),
+    table: AbstractRowTable, wanted: NDArray[np.int64] | None = None, *, without: frozenset[int] = frozenset()
 ) -> DoneRows | None:
     """Return up to ``PROBED_ROWS`` rows of a table that are done, from its first and its last chunk.
 

@@ -240,7 +240,6 @@ class HostRows:
     """Columns of one batch, on their way to the host: they are waited for once, by :meth:`put`."""
 
     def __init__(self, found: ComputedRows, spec: TableSpec) -> None:
-        """Start to copy the features, q and w of a batch, and further columns, as a table stores them."""
         self._found = found
         features, terms = found.features, found.terms
         stored, norms, lost = _in_storage_dtype(features, spec)
@@ -260,12 +259,7 @@ class HostRows:
         return self._copy.is_done
 
     def put(
-        self,
-        table: RowSink,
-        rows: NDArray[np.int64],
-        what: str,
-        *,
-        numbers: NDArray[np.int64] | None = None,
+        self, table: RowSink, rows: NDArray[np.int64], what: str, *, numbers: NDArray[np.int64] | None = None
     ) -> None:
         """Wait for the columns, check them, and write them.
 

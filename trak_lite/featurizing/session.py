@@ -198,12 +198,7 @@ class FeaturizingSession:
     """Computes the missing rows and fits of an open store, with a borrowed model."""
 
     def __init__(
-        self,
-        run: Run,
-        *,
-        own: Mapping[str, Tensor],
-        ranks: Ranks,
-        train: Rows | HeldRows | None,
+        self, run: Run, *, own: Mapping[str, Tensor], ranks: Ranks, train: Rows | HeldRows | None
     ) -> None:
         """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
         self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
@@ -386,7 +381,6 @@ class FeaturizingSession:
         written, patience = 0, Patience()
 
         def holders() -> str:
-            """Return the holder of rows of the first unfinished checkpoint."""
             path = self._unfinished[0][1]
             holder = holder_of(self._found(path))
             return holder or f"another process works on the curvature fit of {path}."
@@ -408,7 +402,6 @@ class FeaturizingSession:
         return written
 
     def _is_featurized(self, table: AbstractRowTable) -> bool:
-        """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         fisher: Fisher | None = self.settings.method.fisher_fit
         return table.complete and (fisher is None or self._fisher_fits(fisher).has(table_path(table)))
 
@@ -420,7 +413,6 @@ class FeaturizingSession:
         return fisher is not None and self._fisher_fits(fisher).is_left_alone(table_path(table))
 
     def _found(self, path: str) -> AbstractRowTable:
-        """Return the table of a checkpoint that is being featurized."""
         table = self.workspace.table(path)
         if table is None:
             raise StateError(
@@ -447,9 +439,7 @@ class FeaturizingSession:
         if fisher is None:
             return
         has = self._fisher_fits(fisher).has
-        waiting = {
-            digest: table for digest, table in train.items() if not self.agreed(has(table_path(table)))
-        }
+        waiting = {digest: own for digest, own in train.items() if not self.agreed(has(table_path(own)))}
         if waiting:
             rows = self.train_rows(f"{method.name} has to be fitted to")
             self.visit(
@@ -678,8 +668,7 @@ class FeaturizingSession:
         """
         settings = self.settings
         normalization = settings.normalization.of_targets()
-        projector = settings.projector
-        projector = projector if inverse is None else PreconditionedProjector(projector, inverse)
+        projector = None if inverse is None else PreconditionedProjector(settings.projector, inverse)
         passes = self.row_pass(rows, model_id, projector=projector, normalization=normalization)
         return passes, settings.row_fingerprint(model_id, self._digest, passes.adam)
 
@@ -722,15 +711,7 @@ class FeaturizingSession:
 
 
 def _capture_of(checkpoint: Checkpoint, table: AbstractRowTable | None) -> str | None:
-    """Return the name of the capture that made a checkpoint's rows, ``None`` for others.
-
-    Args:
-        checkpoint: The weights.
-        table: Their train rows in the store, if there are some.
-
-    Raises:
-        ManifestMismatchError: If the checkpoint was just captured, and the stored rows are others.
-    """
+    """Return the name of the capture that made a checkpoint's rows (``table``, if stored); ``None`` for others."""
     captured = checkpoint.name if checkpoint.is_captured else None
     if table is None:
         return captured

@@ -38,7 +38,6 @@ class TargetSet:
     """JSON values that identify the targets; if the method uses a curvature fit, they include the fit."""
 
     def __post_init__(self) -> None:
-        """Set the identity."""
         self.identity = self.session.run.target_identity(self.rows)
         if self.method.inverse is not None:
             self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
@@ -63,9 +62,8 @@ class TargetSet:
         Raises:
             StateError: If the weights of a checkpoint cannot be found.
         """
-        waiting = {
-            digest: table for digest, table in train.items() if not self.session.agreed(self._is_there(table))
-        }
+        agreed = self.session.agreed
+        waiting = {digest: table for digest, table in train.items() if not agreed(self._is_there(table))}
         self.session.visit(waiting, partial(self._fill, train), purpose="to score new targets")
 
     def compare(self, train: Mapping[str, AbstractRowTable]) -> None:
@@ -80,9 +78,8 @@ class TargetSet:
         solver: AbstractInverseMethod | None = self.method.inverse
         if self.is_compared or (solver is not None and solver.is_iterative):  # see _fill
             return
-        there = {
-            digest: table for digest, table in train.items() if self.session.agreed(self._is_there(table))
-        }
+        agreed = self.session.agreed
+        there = {digest: table for digest, table in train.items() if agreed(self._is_there(table))}
         if not there:
             return
         try:

@@ -17,21 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import precise
 from trak_lite._progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.kronecker.precondition import Accumulator
-from trak_lite.featurizing.kronecker.units import precise, sample_slices
+from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
-from trak_lite.types import (
-    FeatureLayout,
-    GradientBlock,
-    OutputTerms,
-    ParameterShapes,
-    num_entries,
-)
+from trak_lite.types import FeatureLayout, GradientBlock, OutputTerms, ParameterShapes, num_entries
 
 
 def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
@@ -69,7 +64,6 @@ class ProductProjector(AbstractProjector):
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
-        del model_id
         products = self._like.new_zeros(num_samples, self.proj_dim)
 
         @torch.no_grad()
@@ -86,7 +80,6 @@ class ProductProjector(AbstractProjector):
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment of m columns."""
-        del parameters
         return FeatureLayout.joint(self.proj_dim)
 
 

@@ -66,13 +66,7 @@ class KroneckerFits:
         return KroneckerCurvature.of(self._arrays(digest), device)
 
     def fit(
-        self,
-        digest: str,
-        rows: Rows,
-        device: torch.device,
-        *,
-        label: str,
-        progress: bool | None,
+        self, digest: str, rows: Rows, device: torch.device, *, label: str, progress: bool | None
     ) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part of the fit.
 
