@@ -236,9 +236,6 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
     """Return values as an array. Texts and bytes of a list stay objects.
 
     In an array of texts each has the size of the longest, and NULs at its end are lost.
-
-    Raises:
-        InvalidInputError: If they are lists of several lengths.
     """
     given: Any = values
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):

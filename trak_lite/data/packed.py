@@ -228,11 +228,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _document_numbers(name: str, given: NDArray[Any], length: int, where: str) -> NDArray[np.int64]:
-    """Return the number of each token's document in a packed row, -1 for padding, ``(T,)``.
-
-    Raises:
-        InvalidInputError: If the column of borders has another form.
-    """
+    """Return the number of each token's document in a packed row, -1 for padding, ``(T,)``."""
     numbers, given_text = np.full(length, -1, np.int64), f"{given.tolist()!s:.80}"
     has_integers = given.dtype.kind in "iu" or not given.size
     given = given.astype(np.int64) if has_integers else given[:0]

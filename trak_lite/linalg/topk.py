@@ -199,17 +199,10 @@ def merged_top(
 
 
 def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest keys of each target, ascending by row; of keys tied at the cut, the lowest rows.
+    """Return rows and keys, each ``(M, k)``, of the k highest of ``(M, b)`` keys, ascending by row.
 
-    ``torch.topk`` does not define which of equal entries it returns, but its values are well-defined: the k-th value
-    is the cut, and keys equal to it are taken in row order.
-
-    Args:
-        keys: ``(M, b)`` finite.
-        k: At most b.
-
-    Returns:
-        Rows ``(M, k)`` int64 and their keys ``(M, k)``.
+    Of keys tied at the cut, the lowest rows. ``torch.topk`` does not define which of equal entries it returns, but its
+    values are well-defined: the k-th value is the cut, and keys equal to it are taken in row order.
     """
     cut = keys.topk(k, dim=1).values[:, -1:]
     above = keys > cut
