@@ -23,12 +23,8 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
-from trak_lite.gradient_computers.parameters import (
-    ParameterChoice,
-    differentiating_only,
-    listed,
-    select_parameters,
-)
+from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
+from trak_lite.gradient_computers.parameters import differentiating_only, listed, select_parameters
 from trak_lite.gradient_computers.randomness import refuse_random
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
@@ -44,18 +40,6 @@ from trak_lite.types import (
     ParameterShapes,
     num_entries,
 )
-
-__all__ = [
-    "AbstractGradientComputer",
-    "AbstractStreamingComputer",
-    "ParameterChoice",
-    "collect_gradients",
-    "differentiating_only",
-    "joined_terms",
-    "refuse_batch_statistics",
-    "refuse_detached",
-    "select_parameters",
-]
 
 
 def products_fingerprint(products: Float32Products) -> dict[str, str]:
@@ -415,7 +399,6 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream_checked(
         self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
     ) -> OutputTerms:
-        """Stream the blocks of a batch, and run the self-check if it is due."""
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
         conditions = self._conditions(kept)

@@ -14,12 +14,11 @@ from trak_lite.errors import InvalidInputError, UnsupportedModelError, refuse_ma
 from trak_lite.gradient_computers._base import (
     AbstractGradientComputer,
     AbstractStreamingComputer,
-    ParameterChoice,
-    select_parameters,
 )
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
+from trak_lite.gradient_computers.parameters import ParameterChoice, select_parameters
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 

@@ -16,10 +16,10 @@ from trak_lite.data.batches import take_rows
 from trak_lite.errors import InvalidInputError, summary
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
-    differentiating_only,
     joined_terms,
     refuse_detached,
 )
+from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 

@@ -85,9 +85,7 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
             if parametrize.is_parametrized(module):
                 found += module.parametrizations.parameters()  # type: ignore[union-attr]
     if not found:
-        owners = {
-            type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))
-        }
+        owners = {type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))}
         raise InvalidInputError(
             f"grad_wrt names the class {module_class.__name__}, and no module of that class in "
             f"{type(model).__name__} owns a parameter. Classes that do: {sorted(owners)}."

@@ -180,7 +180,6 @@ class SeenDtypes(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note the dtype of its result."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
             self.dtypes.add(result.dtype.to_real())

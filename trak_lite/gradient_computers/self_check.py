@@ -41,7 +41,6 @@ _SPREAD = 8.0
 """Allowed error as a multiple of the difference between two references."""
 _MOST_FLOAT64_BYTES = 1 << 30
 """Largest size of the temporary float64 copy of parameters and buffers."""
-
 _SAMPLES_AT_FIRST = 8
 """Number of samples compared in the first batch of a size."""
 _LONGEST_GAP = 64
@@ -51,7 +50,6 @@ _MOST_KEPT_BYTES = 1 << 26
 """Memory limit for the gradients held for comparison; two samples are always allowed."""
 _MOST_ENTRIES = 1 << 20
 """Entries of the dense gradients of one parameter that are formed at a time; one sample is always allowed."""
-
 _WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
 _Parameters = Mapping[str, nn.Parameter]
 _Rows = Mapping[str, NDArray[np.int64]]
@@ -91,7 +89,6 @@ class SelfCheck:
     """
 
     def __init__(self) -> None:
-        """Start with nothing checked."""
         self._progress: dict[Any, _Progress] = {}
         self._failed: dict[Any, str] = {}
         self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}

@@ -21,7 +21,6 @@ class Pieces(NamedTuple):
     """Dense per-sample gradients, formed for some samples at a time."""
 
     num_samples: int
-    """B."""
     step: int
     """Samples whose gradients fit into the processor's cache."""
     form: Callable[[slice], Tensor]
@@ -45,7 +44,6 @@ class OperationCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     num_samples: int
-    """B."""
     targets: dict[int, Tensor]
     """The parameters (or tensors computed from them) to differentiate, by ``id`` of the argument in their place."""
     axes: dict[int, BatchAxis | None] = field(default_factory=dict)
@@ -103,8 +101,6 @@ class OperationCall:
 
 OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]]]
 """``rule(call, output_grad)`` yields pairs of argument and contribution; nothing if it does not apply."""
-
-
 _SIZES = frozenset({tuple, list, torch.Size})
 
 

@@ -20,15 +20,13 @@ from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers._base import (
     AbstractStreamingComputer,
-    ParameterChoice,
-    differentiating_only,
     joined_terms,
     refuse_detached,
-    select_parameters,
 )
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
+from trak_lite.gradient_computers.parameters import ParameterChoice, differentiating_only, select_parameters
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
@@ -203,7 +201,6 @@ class HookGradientComputer(AbstractStreamingComputer):
     _stream_checked = _stream_samples  # it compares chunk by chunk
 
     def _planned(self, key: Any, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
-        """Return the plan of this batch structure; make it if there is none."""
         known = self._plans.pop(key, None)
         if known is None:
             self.checks.forget(key)

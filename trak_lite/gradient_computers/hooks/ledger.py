@@ -48,7 +48,6 @@ class GradientLedger:
     _kept: Mapping[str, nn.Parameter]
     """Parameters to keep gradients for, by name."""
     num_samples: int
-    """B."""
     _sink: BlockSink
     _start: int = 0
     """Row in the batch of this pass's sample 0."""
@@ -56,7 +55,6 @@ class GradientLedger:
     """Whether to stream the factors of matrices and convolutions even if the gradients are smaller."""
 
     def __post_init__(self) -> None:
-        """Start without uses."""
         self.methods: dict[str, dict[str, None]] = {name: {} for name in self._kept}
         """The rules that computed each parameter's gradient."""
         self._uses = {id(p): _Uses(p, (name,)) for name, p in self._kept.items()}

@@ -29,7 +29,6 @@ RECURRENT: dict[Any, str] = {
     torch.rnn_relu: "relu",
 }
 """Kind of recurrence by operation. It may read the rows of a packed sequence, whose order shapes do not show."""
-
 _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 
@@ -120,7 +119,6 @@ class Recorder(AbstractInterceptor):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch operation, and record how it moves rows."""
         kwargs = kwargs or {}
         if self.looks_away:
             return func(*args, **kwargs)
@@ -296,7 +294,6 @@ def _name_of(function: Function) -> str:
 
 
 def _parts_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts of a subscript."""
     return args[1] if isinstance(args[1], tuple) else args[1:2]
 
 
@@ -339,9 +336,9 @@ def _num_read(name: str, function: Function, args: tuple[Any, ...], kwargs: Mapp
         sizes = [(part.start, part.stop, part.step) for part in _parts_of(args) if isinstance(part, slice)]
     elif name in _FACTORIES or name in _TAKING_SIZES:
         sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
-    return (
-        sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point()) if sizes else 0
-    )
+    if not sizes:
+        return 0
+    return sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point())
 
 
 class _Call(NamedTuple):
@@ -405,9 +402,7 @@ def _by_subscript(call: _Call) -> tuple[int, ...]:
                 moved.append(_size(values, axis))
         axis += _axes_of(part, by_name)
     if moved and not fixed and call.name in ("__setitem__", "index_put"):
-        moved += [
-            part.numel() if isinstance(part, Tensor) else len(part) for part in filter(_is_index, parts)
-        ]
+        moved += [p.numel() if isinstance(p, Tensor) else len(p) for p in filter(_is_index, parts)]
     return tuple(moved)
 
 

@@ -105,9 +105,8 @@ def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
     for term, tensor in zip(terms, tensors, strict=True):
         if not term.isalpha() or len(set(term)) != len(term) or len(term) != tensor.dim():
             return False
-        if any(
-            sizes.setdefault(letter, size) != size for letter, size in zip(term, tensor.shape, strict=True)
-        ):
+        pairs = zip(term, tensor.shape, strict=True)
+        if any(sizes.setdefault(letter, size) != size for letter, size in pairs):
             return False
     return True
 
@@ -289,10 +288,8 @@ _TABLE: list[tuple[str, OperationRule, Sequence[Any]]] = [
 ]
 RULES = {function: (name, rule) for name, rule, functions in _TABLE for function in functions}
 """Name and rule by function; several functions may run the same operation."""
-
 MAY_DRAW = frozenset({torch._C._nn.scaled_dot_product_attention})
 """Operations with a rule for calls that draw no random numbers."""
-
 _READING_NOTHING = frozenset(
     {torch.add, T.add, T.add_, torch.sub, T.sub, T.sub_, T.__rsub__, T.expand, T.expand_as}
 )
