@@ -72,9 +72,8 @@ def _pins_memory(device: torch.device) -> bool:
 
 
 class _Begun(Protocol):
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing has to be waited for."""
+    is_done: bool
+    """Whether nothing has to be waited for."""
 
 
 _Key = TypeVar("_Key")
@@ -88,7 +87,9 @@ class HostCopy:
     def __init__(self, *values: Tensor) -> None:
         device = values[0].device
         self._event: torch.Event | None = None
-        if not _pins_memory(device):
+        self.is_done = not _pins_memory(device)
+        """Whether nothing has to be waited for: the tensors were on the CPU."""
+        if self.is_done:
             self._host = [tensor.cpu() for tensor in values]
             return
         self._host = [
@@ -98,11 +99,6 @@ class HostCopy:
             host.copy_(tensor, non_blocking=True)
         self._event = torch.Event(device)
         self._event.record(torch.accelerator.current_stream(device))
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing has to be waited for: the tensors were on the CPU."""
-        return self._event is None
 
     def arrays(self) -> list[NDArray[Any]]:
         """Wait until the copy is done, and return one array per tensor; from a CPU they share the tensors' memory."""

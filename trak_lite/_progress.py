@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Final, Self, TypeVar, final
 
 import torch
@@ -240,12 +239,7 @@ class KeptProgress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._bar.close()
         if isinstance(error, KeyboardInterrupt):
             # "At least": the interrupt may come between saving a result and counting it.

@@ -6,7 +6,7 @@ Shapes: N documents, T tokens of a packed row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from trak_lite._validate import one_of
-from trak_lite.data.datasets import _refuse_unindexed
+from trak_lite.data.datasets import Collate, _refuse_unindexed
 from trak_lite.errors import InvalidInputError
-from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Documents(Dataset[dict[str, Any]]):
         *,
         borders: str | None = None,
         shift: bool = True,
-        training_collate: Callable[[list[Any]], Batch] | None = None,
+        training_collate: Collate | None = None,
         check: bool = True,
     ) -> None:
         """Find the documents of all packed rows, in one pass over the data.

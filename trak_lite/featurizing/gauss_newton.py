@@ -16,9 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.func import vjp as torch_vjp
@@ -28,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from trak_lite._devices import full_float32
 from trak_lite._random import row_noise
 from trak_lite.data.batches import batch_size
-from trak_lite.data.datasets import Rows
+from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
@@ -75,7 +73,7 @@ class CurvatureProducts:
     _forward_mode: bool | None = None
     """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 
-    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+    def __call__(self, vectors: Tensor, wanted: RowNumbers, /, *, scale: float = 1.0) -> Tensor:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
 
         Raises:
@@ -98,9 +96,7 @@ class CurvatureProducts:
         return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
 
     @torch.no_grad()
-    def _add_drawn(
-        self, total: Tensor, vectors: Tensor, rows: NDArray[np.int64], batch: Batch, draw: int
-    ) -> None:
+    def _add_drawn(self, total: Tensor, vectors: Tensor, rows: RowNumbers, batch: Batch, draw: int) -> None:
         noise = row_noise(rows, seed=self.seed, draw=draw)
         labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
         accumulator = NoOpProjector(device=self.device).accumulator(

@@ -4,8 +4,6 @@
 ``functools.partial`` of a class, can be passed instead of a name.
 """
 
-from __future__ import annotations
-
 from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
 from trak_lite.gradient_computers.choice import GRADIENT_COMPUTERS, choose_gradient_computer
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays, decomposed
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units
@@ -36,7 +35,7 @@ __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 
 logger = logging.getLogger(__name__)
 
-NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[NDArray[np.int64], Batch]]]
+NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[RowNumbers, Batch]]]
 """Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
 
 

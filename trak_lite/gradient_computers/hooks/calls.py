@@ -99,8 +99,10 @@ class OperationCall:
         return by_sample(tensor, self.output_axis, self.num_samples)
 
 
-OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]]]
-"""``rule(call, output_grad)`` yields pairs of argument and contribution; nothing if it does not apply."""
+Parts: TypeAlias = Iterator[tuple[Tensor, Contribution]]
+"""Arguments of an operation, each with a contribution to its gradient."""
+OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Parts]
+"""``rule(call, output_grad)``; it yields nothing if it does not apply."""
 _SIZES = frozenset({tuple, list, torch.Size})
 
 

@@ -6,13 +6,14 @@ propagates them to its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite.gradient_computers.hooks.calls import Contribution, Pieces, dense_of, merged, transposed
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
 
 
@@ -45,7 +46,7 @@ class _Uses:
 class GradientLedger:
     """Counts the uses of parameters in one forward pass, and collects their gradients in the backward pass."""
 
-    _kept: Mapping[str, nn.Parameter]
+    _kept: Kept
     """Parameters to keep gradients for, by name."""
     num_samples: int
     _sink: BlockSink

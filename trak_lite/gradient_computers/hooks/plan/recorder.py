@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.registry import GradientRule
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.recording import leaves_of, tensors_of
 
 RECURRENT: dict[Any, str] = {
@@ -92,7 +93,7 @@ def grows_twice(two: Sequence[int], three: Sequence[int]) -> bool:
 class Recorder(AbstractInterceptor):
     """Records every operation that depends on a kept parameter, and runs it unchanged."""
 
-    def __init__(self, kept: Mapping[str, nn.Parameter], smaller: Recorder | None = None) -> None:
+    def __init__(self, kept: Kept, smaller: Recorder | None = None) -> None:
         """Prepare a forward pass; ``smaller`` recorded a smaller batch, and shows the axes that grow."""
         super().__init__()
         self.watched = {id(parameter): parameter for parameter in kept.values()}
