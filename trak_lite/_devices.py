@@ -48,6 +48,11 @@ def in_float64(values: Tensor) -> Tensor:
     return values.to(float64_device(values.device)).double()
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 or better."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to a device; from the host to an accelerator without waiting, through pinned memory.
 
@@ -62,17 +67,13 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _pins_memory(device: torch.device) -> bool:
-    """Return whether torch has pinned memory for copies to and from this device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type and device.type != "mps"
 
 
 class _Begun(Protocol):
-    """A copy that was begun."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing has to be waited for."""
+    is_done: bool
+    """Whether nothing has to be waited for."""
 
 
 _Key = TypeVar("_Key")
@@ -84,10 +85,11 @@ class HostCopy:
     """A copy of tensors to the host. From an accelerator it goes on while the host and the device do other work."""
 
     def __init__(self, *values: Tensor) -> None:
-        """Start to copy tensors of one device."""
         device = values[0].device
         self._event: torch.Event | None = None
-        if not _pins_memory(device):
+        self.is_done = not _pins_memory(device)
+        """Whether nothing has to be waited for: the tensors were on the CPU."""
+        if self.is_done:
             self._host = [tensor.cpu() for tensor in values]
             return
         self._host = [
@@ -97,11 +99,6 @@ class HostCopy:
             host.copy_(tensor, non_blocking=True)
         self._event = torch.Event(device)
         self._event.record(torch.accelerator.current_stream(device))
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing has to be waited for: the tensors were on the CPU."""
-        return self._event is None
 
     def arrays(self) -> list[NDArray[Any]]:
         """Wait until the copy is done, and return one array per tensor; from a CPU they share the tensors' memory."""

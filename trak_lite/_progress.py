@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Final, Self, TypeVar, final
 
 import torch
@@ -43,7 +42,6 @@ class Stages:
     """
 
     def __init__(self, count: int | None, units: int) -> None:
-        """Start the clock; see :meth:`of`."""
         self._count, self._units, self._number = count, units, 0
         self._left, self._computed = 0, 0
         self._began = self.said = time.monotonic()
@@ -134,7 +132,6 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
         self._began = self._said = time.monotonic()
 
     def update(self, n: float | None = 1) -> bool | None:
-        """Count units, and write a line if it is due."""
         if self.writes_lines and n:
             self._now += n
             self._write_line_if_due()
@@ -240,16 +237,9 @@ class KeptProgress:
         self._bar.set_postfix_str(text)
 
     def __enter__(self) -> Self:
-        """Return the progress."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the bar; add a note on the progress to a ``KeyboardInterrupt``."""
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._bar.close()
         if isinstance(error, KeyboardInterrupt):
             # "At least": the interrupt may come between saving a result and counting it.

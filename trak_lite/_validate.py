@@ -40,14 +40,20 @@ def positive_int(**named: object) -> int:
 def real_at_least(minimum: float, **named: object) -> float:
     """Return the one keyword value as a finite float of at least ``minimum``."""
     ((name, value),) = named.items()
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value < minimum
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < math.inf:
         raise InvalidInputError(f"{name} must be a finite number of at least {minimum:g}, got {value!r}.")
     return float(value)
+
+
+def positive_real(
+    message: str = "{name} must be a finite number above 0, got {value!r}.", **named: object
+) -> float:
+    """Return the one keyword value as a finite float above 0; ``message`` is that for 0."""
+    ((name, value),) = named.items()
+    number = real_at_least(0.0, **named)
+    if number == 0.0:
+        raise InvalidInputError(message.format(name=name, value=value))
+    return number
 
 
 def one_of(allowed: Collection[str], **named: object) -> str:
@@ -65,15 +71,10 @@ def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) ->
     names = [given] if isinstance(given, str) else list(given)
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        near = [
-            match for name in unknown for match in difflib.get_close_matches(str(name), list(allowed), n=1)
-        ]
-        hint = (
-            f" Nearest known: {near}."
-            if near
-            else f" Known: {list(allowed)[:10]}{' ...' if len(allowed) > 10 else ''}."
-        )
-        raise UnknownNameError(f"Unknown {what}: [{some_of(map(repr, unknown))}].{hint}")
+        known = list(allowed)
+        near = [match for name in unknown for match in difflib.get_close_matches(str(name), known, n=1)]
+        hint = f"Nearest known: {near}" if near else f"Known: {known[:10]}{' ...' if known[10:] else ''}"
+        raise UnknownNameError(f"Unknown {what}: [{some_of(map(repr, unknown))}]. {hint}.")
     return names
 
 

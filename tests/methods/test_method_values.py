@@ -46,6 +46,7 @@ def test_a_method_its_name_and_its_json_are_the_same(cls):
         ("GausNewton", "Did you mean 'GaussNewton'"),
         ({"damping": 1.0}, "a mapping with that name and fields"),
         ({"name": "EKFAC", "dampin": 1.0}, "Nearest known: \\['damping'\\]"),
+        ({"name": "LiSSA", "zzzz": 1}, r"Known: \['q', .*, 'scale'\]\.$"),
         ({"name": "TracIn", "q": "off"}, r"Unknown fields of TracIn: \['q'\]"),
         (3, "got 3"),
         (None, "got None"),

@@ -94,10 +94,17 @@ def test_a_forward_pass_that_changes_parameters_is_refused_and_the_model_comes_b
 
 
 def test_after_a_pass_in_eval_mode_the_same_rows_come_out_every_time():
-    model = Rescaling().eval()
+    model, calls = Rescaling().eval(), []
     model(TRAIN.tensors[0])
+
+    def make_inputs_require_grads(*_):  # the name that Transformers gives it
+        calls.append("called")
+
+    handle = model.first.register_forward_hook(make_inputs_require_grads)
 
     first = scores(model, "auto")
 
+    assert not calls
+    assert model.first._forward_hooks == {handle.id: make_inputs_require_grads}
     assert model.rescaled
     np.testing.assert_array_equal(scores(model, "auto"), first)

@@ -48,7 +48,6 @@ from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
-
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 _SHOWN_GROUPS = 20
 _MOST_NAMED = 10_000_000
@@ -69,7 +68,6 @@ class Job:
     attributor: Attributor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Build the model and resolve every setting."""
         model = self.recipe.call("build_model", self.config.recipe_arguments)
         self.attributor = Attributor(model, **self.config.attributor_arguments())
 
@@ -111,9 +109,8 @@ class Job:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with scratch_folder(folder) as scratch:  # also removes the folders of killed trainings
             number = 0
-            samples = getattr(
-                self.train_data, "dataset", self.train_data
-            )  # the length of a loader counts batches
+            # The length of a loader counts batches.
+            samples = getattr(self.train_data, "dataset", self.train_data)
             trained = train(np.arange(len(samples)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
                 file = f"{scratch}/checkpoint-{number}.safetensors"
@@ -179,7 +176,6 @@ class Job:
         )
 
     def _scored(self) -> Scores:
-        """Return the stored scores."""
         score = self.config.values["score"]
         return self.attributor.scores(score["name"], method=score["method"], task=score["task"])
 
@@ -280,7 +276,8 @@ def run(job: Job) -> Iterator[str]:
         yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"
     yield from featurize(job)
     yield from job.shown(job.score())
-    store, recipe = (shlex.quote(_short(str(path))) for path in (job.config.path, job.recipe.path))
+    here = os.getcwd() + os.sep
+    store, recipe = (shlex.quote(str(path).removeprefix(here)) for path in (job.config.path, job.recipe.path))
     yield f"next: trak-lite serve {store} --recipe {recipe}          (questions in a browser)"
     yield f"      trak-lite report {store} --recipe {recipe}         (one page of HTML)"
     if "train" in job.recipe.functions:
@@ -500,12 +497,6 @@ def _is_store(place: str | RemotePlace) -> bool:
     except MissingStoreError:
         return False
     return True
-
-
-def _short(path: str) -> str:
-    """Return a path below the current folder as a relative one."""
-    folder = os.getcwd() + os.sep
-    return path.removeprefix(folder) or path
 
 
 def _has_entries(path: str) -> bool:

@@ -36,7 +36,6 @@ from trak_lite.unrolled import unrolled
 
 Option: TypeAlias = tuple[str, str]
 """Name and text of an option of the command line."""
-
 _OWN_KEYS = (
     Key("recipe", str, REQUIRED, "Python file of the recipe. In a config: relative to the config's folder."),
     Key("path", str, REQUIRED, "Folder of the store (runs/digits.zarr), or its address in an object store."),
@@ -280,7 +279,6 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse repeated keys."""
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(names)) < len(names):
             problem = f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice"

@@ -20,17 +20,13 @@ _MOST_LISTED: Final = 8
 
 
 class _Content(NamedTuple):
-    """What is shown of a table."""
+    """What is shown of a table: rows done and in all, their bytes, and the name of the checkpoint."""
 
     path: str
     done: int
-    """Rows."""
     total: int
-    """Rows."""
     num_bytes: int
-    """Of all rows."""
     name: str | None
-    """Of the checkpoint."""
     is_captured: bool
 
 

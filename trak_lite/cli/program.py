@@ -59,7 +59,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser with error messages of one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
         _warn(f"{self.prog}: {message}. Try '{self.prog} --help'.\n")
         self.exit(_WRONG_USE)
 
@@ -148,11 +147,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
 
 
 def _source(command: str, named: str | None, store: str | None, usage: str) -> str | RunRecord:
-    """Return the path of the config, or the record of the last run in the store.
-
-    Raises:
-        InvalidInputError: If neither or both are given, or the store has no record of a run.
-    """
+    """Return the path of the config, or the record of the last run in the store; raise unless one of them is given."""
     from trak_lite.cli.records import RunRecord, last_record
 
     if command in _OF_STORE and store is None:
@@ -178,13 +173,11 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
 
 
 def _say(text: str) -> None:
-    """Write a line to standard output, at once."""
     sys.stdout.write(_shown(f"{text}\n", sys.stdout))
     sys.stdout.flush()
 
 
 def _warn(text: str) -> None:
-    """Write text to standard error."""
     sys.stderr.write(_shown(text, sys.stderr))
 
 
@@ -198,11 +191,7 @@ def _shown(text: str, stream: TextIO) -> str:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of every ``--name text`` or ``--name=text``.
-
-    Raises:
-        InvalidInputError: If an argument is not an option, or an option has no value.
-    """
+    """Yield name and text of every ``--name text`` or ``--name=text``; raise for all else."""
     rest = iter(arguments)
     for argument in rest:
         name, equals, text = argument.removeprefix("--").partition("=")

@@ -199,10 +199,8 @@ def _keys(name: str, function: Callable[..., Any]) -> list[Key]:
 def _run(path: Path, content: bytes, name: str) -> ModuleType:
     module = module_from_spec(ModuleSpec(name, None, origin=str(path)))
     module.__file__ = str(path)
-    if str(path.parent) not in sys.path:
-        sys.path.append(
-            str(path.parent)
-        )  # at the end, so that no module beside the recipe hides an installed package
+    if str(path.parent) not in sys.path:  # at the end: no module beside the recipe hides an installed package
+        sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)

@@ -42,11 +42,7 @@ class RunRecord:
     """The store from which the record was read."""
 
     def __post_init__(self) -> None:
-        """Check the types, because stores hold arbitrary JSON. The config is checked when it is used.
-
-        Raises:
-            TypeError: If a value has the wrong type.
-        """
+        # Stores hold arbitrary JSON. The config is checked when it is used.
         texts = (self.command, self.time, self.recipe_digest)
         mappings = (self.config, self.versions)
         if {type(value) for value in texts} != {str} or {type(value) for value in mappings} != {dict}:

@@ -102,7 +102,6 @@ def pages_of(config: RunConfig) -> Pages:
 
 
 def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
-    """Return the model that the recipe builds, which can score new texts."""
     arguments, values = config.recipe_arguments, config.values
     model = recipe.call("build_model", arguments)
     attributor = Attributor.open(config.path, model, device=values["device"], progress=False)

@@ -35,9 +35,7 @@ def default_batch_size(model: nn.Module, num_rows: int) -> int:
         model: Its parameters decide.
         num_rows: N; at least 8 batches remain.
     """
-    holders = [
-        module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
-    ]
+    holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     if not all(type(module) in _DENSE for module in holders):
         return DEFAULT_BATCH_SIZE
     num_values = sum(parameter.numel() for parameter in model.parameters())
@@ -71,9 +69,8 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
         return dataclasses.replace(batch, **changes)
     if isinstance(batch, tuple):
         items = [map_tensors(function, item) for item in batch]
-        return (
-            type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-        )  # a named tuple takes its fields as separate arguments
+        # A named tuple takes its fields as separate arguments.
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
     if isinstance(batch, list):
         return [map_tensors(function, item) for item in batch]
     return batch

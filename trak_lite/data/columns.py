@@ -21,7 +21,6 @@ _MOST_SHOWN: Final = 10
 
 Where: TypeAlias = ArrayLike | Mapping[str, Any]
 """A mask ``(N,)`` of booleans, or a value (or several) per column name."""
-
 MOST_TEXT_BYTES: Final = 1 << 28
 """Limit on an array of texts."""
 _NUMBERS: Final = "biuf"
@@ -228,19 +227,15 @@ def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None
 
 def _names(data: Any) -> Iterable[Any] | None:
     """Return the names of the columns of some data, ``None`` if they have none."""
+    own = data.keys() if isinstance(data, Mapping) else None
     found = (getattr(data, kind, None) for kind in ("column_names", "columns"))
-    return next(
-        (names for names in found if names is not None), data.keys() if isinstance(data, Mapping) else None
-    )
+    return next((names for names in found if names is not None), own)
 
 
 def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
     """Return values as an array. Texts and bytes of a list stay objects.
 
     In an array of texts each has the size of the longest, and NULs at its end are lost.
-
-    Raises:
-        InvalidInputError: If they are lists of several lengths.
     """
     given: Any = values
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):

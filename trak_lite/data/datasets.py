@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -29,15 +29,16 @@ from trak_lite.data.batches import DEFAULT_BATCH_SIZE, flatten_batch, move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-_RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
-
+Collate: TypeAlias = Callable[[list[Any]], Batch]
+"""Turns a list of samples into a batch."""
+RowNumbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+"""Numbers of rows, ``(n,)``."""
 _DIGESTED_ROWS = 1 << 20
 """Row numbers hashed at a time."""
 _WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 """Worker settings copied from the user's loader."""
 _NUM_PROBES = 64
 """Samples hashed to recognise a dataset. 64 probes miss a 10 % label change with probability 0.1 %."""
-
 _NUM_HELD = 8
 """Samples of the first loaded batch that are kept."""
 _MOST_COLUMNS = 4
@@ -51,12 +52,10 @@ class _AsTheyAre:
 
     __slots__ = ()
 
-    def numbers(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the row numbers to use in messages."""
+    def numbers(self, rows: RowNumbers) -> RowNumbers:
         return rows
 
-    def prepared(self, batch: Batch, rows: _RowNumbers) -> Batch:
-        """Return a batch as the model expects it."""
+    def prepared(self, batch: Batch, rows: RowNumbers) -> Batch:
         return batch
 
 
@@ -69,7 +68,7 @@ class Rows(_AsTheyAre):
         *,
         indices: Sequence[int] | None = None,
         batch_size: int | None = None,
-        collate: Callable[[list[Any]], Batch] | None = None,
+        collate: Collate | None = None,
         name: str | None = None,
         what: str = "the dataset",
     ) -> None:
@@ -122,11 +121,10 @@ class Rows(_AsTheyAre):
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
     def __len__(self) -> int:
-        """Return the number of rows at construction."""
         return self._size if self._indices is None else len(self._indices)
 
     @property
-    def indices(self) -> _RowNumbers:
+    def indices(self) -> RowNumbers:
         """Dataset index of every row, ``(N,)`` int64."""
         return self._in_dataset(np.arange(len(self)))
 
@@ -144,7 +142,7 @@ class Rows(_AsTheyAre):
                 "another call: featurize(..., append=True)."
             )
 
-    def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
+    def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield each list of rows in the plan with its collated batch; no other row is loaded.
 
         The plan is consumed lazily in this process; with workers, a few batches ahead.
@@ -161,7 +159,7 @@ class Rows(_AsTheyAre):
                 self._hold(rows, batch)
                 yield rows, batch
             return
-        drawn: deque[_RowNumbers] = deque()
+        drawn: deque[RowNumbers] = deque()
 
         def dataset_indices() -> Iterator[list[int]]:
             for rows in plan:
@@ -183,12 +181,12 @@ class Rows(_AsTheyAre):
             self._hold(drawn[0], batch)
             yield drawn.popleft(), batch
 
-    def moved(self, wanted: _RowNumbers, device: torch.device) -> Iterator[tuple[_RowNumbers, Batch]]:
+    def moved(self, wanted: RowNumbers, device: torch.device) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield some rows in batches, each with its batch on a device; see :meth:`batches`."""
         for rows, batch in self.batches(rows_in_batches(wanted, self.batch_size)):
             yield rows, move_batch(batch, device)
 
-    def _hold(self, rows: _RowNumbers, batch: Batch) -> None:
+    def _hold(self, rows: RowNumbers, batch: Batch) -> None:
         """Keep a copy of a few samples of the first batch whose tensors all have one entry per row."""
         leaves = flatten_batch(batch)[0] if self.held is None else []
         if leaves and all(len(leaf) == len(rows) for leaf in leaves):
@@ -233,18 +231,11 @@ class Rows(_AsTheyAre):
             found["collated"] = _digest([self.collate([sample]) for sample in samples])
         return found
 
-    def _in_dataset(self, rows: _RowNumbers) -> _RowNumbers:
-        """Return the dataset indices of some rows."""
+    def _in_dataset(self, rows: RowNumbers) -> RowNumbers:
         return rows if self._indices is None else self._indices[rows]
 
 
-def rows_of(
-    data: Any,
-    *,
-    what: str,
-    batch_size: int | None = None,
-    collate: Callable[[list[Any]], Batch] | None = None,
-) -> Rows:
+def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Collate | None = None) -> Rows:
     """Return new :class:`Rows` of a dataset, with its current length.
 
     Args:
@@ -273,12 +264,11 @@ class _Samples(Dataset[Any]):
     """Wraps the user's dataset and collate function for torch's loader; their exceptions name the samples."""
 
     _dataset: Any
-    _collate: Callable[[list[Any]], Batch]
+    _collate: Collate
     _worker_init: Callable[[int], None] | None
     _what: str
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Return the collated batch of some samples."""
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch is None:
             samples = _loaded(self._dataset, indices, self._what)
@@ -299,7 +289,6 @@ class _Samples(Dataset[Any]):
 
 
 def _loaded(dataset: Any, indices: Sequence[int], what: str) -> list[Any]:
-    """Return samples that are loaded one by one."""
     samples = []
     for index in indices:
         with _naming([index], what):
@@ -333,7 +322,7 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def spread_rows(num_rows: int, most: int | None) -> _RowNumbers:
+def spread_rows(num_rows: int, most: int | None) -> RowNumbers:
     """Return at most ``most`` of ``num_rows`` rows (``None``: all), evenly spaced and starting with row 0."""
     count = num_rows if most is None else min(most, num_rows)
     return np.arange(count, dtype=np.int64) * num_rows // count
@@ -398,7 +387,7 @@ def _are_columns(dataset: Any) -> bool:
     return 1 < len(shapes) == len(dataset) <= _MOST_COLUMNS and len({shape[0] for shape in shapes}) == 1
 
 
-def checked_indices(indices: Sequence[int] | _RowNumbers, size: int, what: str) -> _RowNumbers:
+def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -> RowNumbers:
     """Return indices into a dataset as an array.
 
     Raises:
@@ -484,7 +473,7 @@ class HeldRows(_AsTheyAre):
 
     what: str
     """Name of the dataset in messages."""
-    held: _RowNumbers
+    held: RowNumbers
     """``(n,)`` row numbers."""
     batch: Batch
     """Their collated batch."""
@@ -497,10 +486,9 @@ class HeldRows(_AsTheyAre):
         return len(self.held)
 
     def __len__(self) -> int:
-        """Return the number of rows of the whole dataset."""
         return self.num_rows
 
-    def batches(self, plan: Iterable[_RowNumbers]) -> Iterator[tuple[_RowNumbers, Batch]]:
+    def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield each list of rows in the plan with a copy of its samples; all rows must be held."""
         places = {row: place for place, row in enumerate(self.held.tolist())}
         for rows in plan:

@@ -6,7 +6,7 @@ Shapes: N documents, T tokens of a packed row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from trak_lite._validate import one_of
-from trak_lite.data.datasets import _refuse_unindexed
+from trak_lite.data.datasets import Collate, _refuse_unindexed
 from trak_lite.errors import InvalidInputError
-from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Documents(Dataset[dict[str, Any]]):
         *,
         borders: str | None = None,
         shift: bool = True,
-        training_collate: Callable[[list[Any]], Batch] | None = None,
+        training_collate: Collate | None = None,
         check: bool = True,
     ) -> None:
         """Find the documents of all packed rows, in one pass over the data.
@@ -122,11 +121,9 @@ class Documents(Dataset[dict[str, Any]]):
             logger.info("Left out %d documents without a token to predict.", self._left_out)
 
     def __len__(self) -> int:
-        """Return N, the number of documents with a token to predict."""
         return len(self.row)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a document; its packed row is loaded."""
         return self._cut(self.packed[int(self.row[index])], index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -230,11 +227,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _document_numbers(name: str, given: NDArray[Any], length: int, where: str) -> NDArray[np.int64]:
-    """Return the number of each token's document in a packed row, -1 for padding, ``(T,)``.
-
-    Raises:
-        InvalidInputError: If the column of borders has another form.
-    """
+    """Return the number of each token's document in a packed row, -1 for padding, ``(T,)``."""
     numbers, given_text = np.full(length, -1, np.int64), f"{given.tolist()!s:.80}"
     has_integers = given.dtype.kind in "iu" or not given.size
     given = given.astype(np.int64) if has_integers else given[:0]

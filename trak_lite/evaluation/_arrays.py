@@ -56,5 +56,4 @@ def standardised(values: NDArray[np.floating]) -> NDArray[np.float64]:
     """
     centred = np.asarray(values, np.float64) - np.mean(values, axis=0, dtype=np.float64)
     spread = centred.std(axis=0)
-    found: NDArray[np.float64] = centred / np.where(spread > 0, spread, 1.0)
-    return found
+    return centred / np.where(spread > 0, spread, 1.0)

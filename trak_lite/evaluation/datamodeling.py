@@ -38,12 +38,10 @@ class LinearDatamodelingScore:
     confidence: float
     """Nominal coverage of the interval."""
     num_subsets: int
-    """S."""
     num_constant: int
     """Targets left out of the mean because their outputs are the same for all subsets."""
 
     def __str__(self) -> str:
-        """Return mean, interval, and the numbers of subsets and targets."""
         low, high = self.interval
         left_out = f", {self.num_constant} constant targets left out" if self.num_constant else ""
         return (

@@ -147,12 +147,10 @@ def _average_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return ranks from 1; equal values share their mean rank."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2.0)[group]
-    return ranks
+    return (last - (counts - 1) / 2.0)[group]
 
 
 def _scores_and_labels(scores: ArrayLike, labels: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return scores and labels after checking their values and lengths."""
     values, flags = _finite_vector(scores, "scores"), np.asarray(labels)
     _same_length(values, flags, "scores", "labels")
     if not np.isin(flags, (0, 1)).all():
@@ -163,7 +161,6 @@ def _scores_and_labels(scores: ArrayLike, labels: ArrayLike) -> tuple[NDArray[np
 
 
 def _finite_vector(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    """Return a finite 1-D float64 array."""
     shape = np.shape(values)
     if len(shape) != 1:
         raise InvalidInputError(f"{name} must be one-dimensional, got shape {shape}.")
@@ -171,7 +168,6 @@ def _finite_vector(values: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def _same_length(first: NDArray[Any], second: NDArray[Any], first_name: str, second_name: str) -> None:
-    """Raise if two arrays differ in shape."""
     if first.shape != second.shape:
         raise InvalidInputError(
             f"{first_name} and {second_name} must have one shape (n,), got {first.shape} and {second.shape}."

@@ -122,11 +122,9 @@ class Trials:
     """Whether the sets are complements of the random subsets of a verdict, compared with each other."""
 
     def __len__(self) -> int:
-        """Return the number of trials."""
         return len(self.shares)
 
     def __str__(self) -> str:
-        """Return the sizes of the trials and how far predictions and changes go, on a few lines."""
         sizes = [
             f"without {share:.1%} of the train rows ({here.sum()} sets): changes {_size(self.measured[here]):.3g}, "
             f"predicted {_size(self.predicted[here]):.3g}"
@@ -160,8 +158,7 @@ class Trials:
     @property
     def concentration(self) -> Array:
         """``(J,)`` how much the rows of each set act in the same direction; about 1 for random sets."""
-        found: Array = concentration_of(self.standard)
-        return found
+        return concentration_of(self.standard)
 
     def to_array(self) -> Array:
         """Return the trials as one array ``(J + 1, 1 + 3 M)``, as a store keeps them."""
@@ -306,9 +303,7 @@ class _Variance(NamedTuple):
         return cls(float(factors[0]), float(factors[1]), _LEAST_VARIANCE * mean)
 
     def deviation(self, predicted: Array) -> Array:
-        """Return the standard deviation of residuals of some predictions."""
-        found: Array = np.sqrt(np.maximum(self.constant + self.proportional * predicted**2, self.least))
-        return found
+        return np.sqrt(np.maximum(self.constant + self.proportional * predicted**2, self.least))
 
 
 def standardised_sum(predicted: Array, count: int, num_rows: int, mean: Array, deviation: Array) -> Array:

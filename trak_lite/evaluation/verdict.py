@@ -36,11 +36,8 @@ class Estimate:
     """A mean with its bootstrap interval."""
 
     mean: float
-    """The value."""
     low: float
-    """Lower end of the interval."""
     high: float
-    """Upper end of the interval."""
 
     @classmethod
     def of(cls, found: LinearDatamodelingScore | ScoreDifference) -> Self:
@@ -48,7 +45,6 @@ class Estimate:
         return cls(found.mean, *found.interval)
 
     def __str__(self) -> str:
-        """Return mean and interval."""
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
@@ -58,9 +54,7 @@ class Baseline:
     """Result of a simple method on the same retrained models."""
 
     name: str
-    """Name of the method."""
     lds: Estimate
-    """Its linear datamodeling score."""
     lead: Estimate
     """Score of the scores minus that of the baseline, paired over subsets and targets."""
 
@@ -94,7 +88,6 @@ class Calibration:
     """What is held out: ``"subsets"`` of retrained models, or ``"targets"`` of a teacher."""
 
     def __str__(self) -> str:
-        """Return gain and LDS on one line."""
         return (
             f"calibrated kernel {'kept' if self.kept else 'not kept'}: gain {self.gain} on {self.num_held_out} "
             f"held-out {self.across} (LDS {self.calibrated} instead of {self.default})"
@@ -106,11 +99,9 @@ class _Stored:
     """What a store keeps as JSON and a notebook displays."""
 
     def __repr__(self) -> str:
-        """Return the verdict on a few lines."""
         return indent(f"{type(self).__name__}\n{self}", "  ")[2:]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -141,7 +132,6 @@ class Verdict(_Stored):
     alpha: float
     """Share of the train rows in a subset."""
     num_targets: int
-    """Number of targets."""
     num_constant: int
     """Targets whose output is the same for all subsets; left out."""
     confidence: float
@@ -175,7 +165,6 @@ class Verdict(_Stored):
         )
 
     def __str__(self) -> str:
-        """Return the verdict on a few lines."""
         ceiling = "" if self.ceiling is None else f", a perfect method about {self.ceiling:.3f}"
         lines = [
             f"LDS {self.lds} on {self.num_subsets} subsets x {self.num_seeds} seeds of {self.alpha:.0%} of the rows, "
@@ -187,7 +176,6 @@ class Verdict(_Stored):
         return printable("\n".join([*lines, self.conclusion, *([self.compared] if self.compared else [])]))
 
     def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the score, beside those of the baselines, and how it was measured."""
         more = [str(one) for one in (self.calibration, self.conclusion, self.compared) if one]
         return _html(
             f"LDS {self.lds.mean:.3f}",
@@ -211,7 +199,6 @@ class OneRunVerdict(_Stored):
     num_subsets: int
     """Subsets per share."""
     num_targets: int
-    """Number of targets."""
     metasmoothness: float
     """How linearly the run follows the weights of its rows; see :meth:`TrainingRun.metasmoothness`."""
     confidence: float
@@ -220,7 +207,6 @@ class OneRunVerdict(_Stored):
     """Digest of the run."""
 
     def __str__(self) -> str:
-        """Return the verdict on a few lines."""
         lines = [
             f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
             f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
@@ -229,7 +215,6 @@ class OneRunVerdict(_Stored):
         return printable("\n".join(lines))
 
     def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the score for each share of rows that is left out."""
         return _html(
             "LDS, the same run",
             ("left out", "LDS"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trak_lite._devices import undisturbed
 from trak_lite.data.batches import batch_size, map_tensors, move_batch
-from trak_lite.data.datasets import Rows, checked_indices
+from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
 from trak_lite.featurizing.diagnosis import naming_rows
@@ -63,7 +63,6 @@ class Capture:
     def __init__(
         self, run: Run, rows: Rows, name: str, optimizer: torch.optim.Optimizer | None, *, resume: bool
     ) -> None:
-        """Check the arguments, which are those of ``Attributor.capture``, and find the rows of this name."""
         self.name = check_name(name, what="capture")
         self._run, self._rows, self._optimizer = run, rows, optimizer
         self._refuse_unsupported()
@@ -82,7 +81,7 @@ class Capture:
         self._path, self._model_id = "", 0
         self._finished: str | None = None
         """Digest of the weights of the finished checkpoint of this name."""
-        self._kept: list[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]] = []
+        self._kept: list[tuple[RowNumbers, dict[str, NDArray[Any]]]] = []
         self._kept_bytes = 0
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
@@ -160,7 +159,7 @@ class Capture:
                 found = passes.compute(numbers, batch, to_come)
             HostRows(found, self._spec).put(self, numbers, self._rows.what)
 
-    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+    def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
         """Keep the rows of a batch that are new, until they are written."""
         new = ~self._done[rows]
         self._done[rows] = True
@@ -276,9 +275,7 @@ class Capture:
                 store.create_table(path, self._spec, {NEEDED_UNTIL: checkpoint})
                 self._path = path
 
-    def _computer_for(
-        self, batch: Batch, numbers: NDArray[np.int64]
-    ) -> tuple[AbstractGradientComputer, float]:
+    def _computer_for(self, batch: Batch, numbers: RowNumbers) -> tuple[AbstractGradientComputer, float]:
         """Return the gradient computer for a batch, and how many batches may follow with its plan."""
         run, settings = self._run, self._run.settings
         computer, count = run.capturing

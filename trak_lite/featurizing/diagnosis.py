@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.data.batches import flatten_batch, take_rows
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
@@ -27,7 +28,7 @@ from trak_lite.types import Batch, OutputTerms
 
 @contextmanager
 def naming_rows(
-    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
 ) -> Iterator[None]:
     """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
 
@@ -88,11 +89,7 @@ def finite_numbers(features: Tensor, terms: OutputTerms) -> Tensor:
 
 
 def refuse_non_finite(
-    finite: NDArray[np.bool_],
-    rows: NDArray[np.int64],
-    what: str,
-    computer: AbstractGradientComputer,
-    batch: Batch,
+    finite: NDArray[np.bool_], rows: RowNumbers, what: str, computer: AbstractGradientComputer, batch: Batch
 ) -> None:
     """Raise the most specific error if any number of a batch is NaN or infinite.
 
@@ -121,7 +118,7 @@ def refuse_non_finite(
 
 
 def _refuse_the_row(
-    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: NDArray[np.int64], what: str
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
 ) -> None:
     """Run the output function eagerly on each sample alone; raise for the first sample that it refuses."""
     if is_sharded(model):
@@ -134,6 +131,6 @@ def _refuse_the_row(
             raise type(error)(f"Row {row} of {what}: {error}") from error
 
 
-def _some(rows: NDArray[np.int64]) -> str:
+def _some(rows: RowNumbers) -> str:
     shown = rows[:5].tolist()
     return f"{shown}" if len(rows) <= 5 else f"{shown} and {len(rows) - 5} more"

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite.data.batches import map_tensors
-from trak_lite.data.datasets import Rows, spread_rows
+from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import BusyError, MissingStoreError, ReadOnlyStoreError, StateError, StoreError
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers.recording import repeating_inputs
@@ -240,7 +240,7 @@ class FisherFits:
                 shared.put(wanted, {_GRAM: (scale * rows).float().cpu().numpy()})
 
     def _add_products(
-        self, rows: Tensor, wanted: NDArray[np.int64], drawn: AbstractRowTable, segment: Segment
+        self, rows: Tensor, wanted: RowNumbers, drawn: AbstractRowTable, segment: Segment
     ) -> None:
         """Add the rows of a segment's gram matrix of drawn features that are among ``wanted`` to ``rows``."""
         places = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
@@ -332,27 +332,24 @@ class DrawnRows:
         """Batches of the same train rows with drawn labels, by the numbers of the rows and of the draws."""
 
     def __len__(self) -> int:
-        """Return n."""
         return self._draws * len(self._chosen)
 
-    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, rows: RowNumbers) -> RowNumbers:
         """Return the train rows of some drawn samples."""
         group, size, place = self._places(rows)
         return self._chosen[group * self._at_once + place % size]
 
-    def _places(
-        self, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _places(self, rows: RowNumbers) -> tuple[RowNumbers, RowNumbers, RowNumbers]:
         """Return the groups of some drawn samples, the numbers of their train rows, and the places in the groups."""
         group, place = np.divmod(rows, self._at_once * self._draws)
         return group, np.minimum(self._at_once, len(self._chosen) - group * self._at_once), place
 
-    def batches(self, plan: Iterable[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+    def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its batch; labels are those of the data."""
-        planned: deque[tuple[NDArray[np.int64], bool]] = deque()
+        planned: deque[tuple[RowNumbers, bool]] = deque()
 
-        def train_rows() -> Iterator[NDArray[np.int64]]:
-            before: NDArray[np.int64] | None = None
+        def train_rows() -> Iterator[RowNumbers]:
+            before: RowNumbers | None = None
             for wanted in plan:
                 numbers = self.numbers(wanted)
                 is_new = before is None or not np.array_equal(numbers, before)
@@ -373,7 +370,7 @@ class DrawnRows:
             yield planned.popleft()[0], last
 
     @torch.no_grad()
-    def prepared(self, batch: Batch, rows: NDArray[np.int64]) -> Batch:
+    def prepared(self, batch: Batch, rows: RowNumbers) -> Batch:
         """Return the batch with labels drawn from the model.
 
         If the next batches have the same train rows, their labels are drawn too, with the same pass of the model.
@@ -415,7 +412,6 @@ class _RepeatedCall(ModelCall):
     _versions: list[int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the model."""
         leaves, structure = tree_flatten((args, kwargs))
         if self._inputs is not None and self._versions is not None:
             last, before, state = self._inputs

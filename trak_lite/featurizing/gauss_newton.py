@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.func import vjp as torch_vjp
@@ -28,13 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from trak_lite._devices import full_float32
 from trak_lite._random import row_noise
 from trak_lite.data.batches import batch_size
-from trak_lite.data.datasets import Rows
-from trak_lite.errors import (
-    MODEL_FAILURES,
-    TrakLiteError,
-    UnsupportedModelError,
-    refuse_machine_failure,
-)
+from trak_lite.data.datasets import RowNumbers, Rows
+from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -51,6 +44,8 @@ _BYTES = 2**28
 
 Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 @final
@@ -78,7 +73,7 @@ class CurvatureProducts:
     _forward_mode: bool | None = None
     """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 
-    def __call__(self, vectors: Tensor, wanted: NDArray[np.int64], /, *, scale: float = 1.0) -> Tensor:
+    def __call__(self, vectors: Tensor, wanted: RowNumbers, /, *, scale: float = 1.0) -> Tensor:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
 
         Raises:
@@ -101,10 +96,7 @@ class CurvatureProducts:
         return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
 
     @torch.no_grad()
-    def _add_drawn(
-        self, total: Tensor, vectors: Tensor, rows: NDArray[np.int64], batch: Batch, draw: int
-    ) -> None:
-        """Add the products with the gradients of a batch for the labels of one draw to ``total``."""
+    def _add_drawn(self, total: Tensor, vectors: Tensor, rows: RowNumbers, batch: Batch, draw: int) -> None:
         noise = row_noise(rows, seed=self.seed, draw=draw)
         labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
         accumulator = NoOpProjector(device=self.device).accumulator(
@@ -116,7 +108,6 @@ class CurvatureProducts:
         total.addmm_(vectors @ gradients.T, gradients)
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
-        """Add the products with the matrix of a batch to ``total``, some vectors at a time."""
         try:
             outputs = _ModelOutputs(
                 self.model, self.task.log_likelihood() or self.task, batch, list(self.parameters)
@@ -200,24 +191,19 @@ class _ModelOutputs:
         """Return J v as the derivative of u -> J^T u, which is linear."""
 
         def transposed(cotangents: Outputs) -> Named:
-            _, back = _vjp(self._outputs, self._values)
-            found: Named = back(cotangents)[0]
-            return found
+            return _vjp(self._outputs, self._values)[1](cotangents)[0]
 
         _, back = _vjp(transposed, tuple(torch.zeros_like(part) for part in self._found))
-        found: Outputs = back(vector)[0]
-        return found
+        return back(vector)[0]
 
     def backward(self, cotangents: Outputs) -> Named:
         """Return J^T u."""
-        found: Named = self._to_parameters(cotangents)[0]
-        return found
+        return self._to_parameters(cotangents)[0]
 
     def curved(self, tangents: Outputs) -> Outputs:
         """Return the product of the Hessian of the loss in the outputs with a tangent."""
         _, back = _vjp(grad(self._loss), tuple(part.detach() for part in self._found))
-        found: Outputs = back(tangents)[0]
-        return found
+        return back(tangents)[0]
 
     def _loss(self, outputs: Outputs) -> Tensor:
         """Return the summed loss of the outputs, up to a constant, to second order in f."""
@@ -231,7 +217,7 @@ class _ModelOutputs:
         return (0.5 * self._terms.loss_curvature * change**2 - self._terms.out_to_loss_grad * change).sum()
 
 
-def _vjp(function: Callable[..., Any], at: Any) -> tuple[Any, Callable[..., Any]]:
+def _vjp(function: Callable[[_In], _Out], at: _In) -> tuple[_Out, Callable[[_Out], tuple[_In]]]:
     """Return the value of a function of one argument, and the map from cotangents to its gradient, in a tuple."""
     value, back = torch_vjp(function, at)[:2]
     return value, back
@@ -251,8 +237,6 @@ def _is_real(leaf: Any) -> bool:
 
 @final
 class _Recording(ModelCall):
-    """Calls the model and records what it returns."""
-
     def __init__(self, model: nn.Module, parameters: Named, buffers: Named) -> None:
         super().__init__(model, parameters, buffers)
         self.calls: list[tuple[list[Any], TreeSpec]] = []

@@ -7,13 +7,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_, full_float32
+from trak_lite._devices import add_at_, full_float32, precise
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 _CANCELLED = 1e-3
 """A squared norm below this share of its upper bound (no cancellation) is too inexact in float32: recomputed."""
-
-
 _MOST_HELD = 256 << 20
 """Bytes of factors on an accelerator that are held to recompute norms from."""
 
@@ -82,8 +80,7 @@ def squared_norms(block: GradientBlock) -> Tensor:
     arXiv:2110.05679).
     """
     if isinstance(block, DenseBlock | SummedBlock):
-        rows = block.dense()
-        return rows.to(_wide(rows.dtype)).square().sum(1)
+        return precise(block.dense()).square().sum(1)
     if isinstance(block, LookupBlock):
         return sums_by_row(block)[1].square().sum((1, 2))
     squares, doubt = _factored_norms(block)
@@ -97,20 +94,15 @@ def _recompute(squares: Tensor, block: FactoredBlock, cancelled: Tensor) -> None
     if not bool(cancelled.any()):
         return
     rows = cancelled.nonzero().squeeze(1).to(squares.device)
-    x, g = _wide_factors(block)
+    x, g = precise(block.inputs), precise(block.output_grads)
     with full_float32(squares.device):
         squares[rows] = (g[rows].transpose(1, 2) @ x[rows]).square().sum((1, 2))
-
-
-def _wide_factors(block: FactoredBlock) -> tuple[Tensor, Tensor]:
-    x, g = (t.to(_wide(t.dtype)) for t in (block.inputs, block.output_grads))
-    return x, g
 
 
 @torch.no_grad()
 def _factored_norms(block: FactoredBlock) -> tuple[Tensor, tuple[Tensor, FactoredBlock] | None]:
     """Return the squared norms ``(b,)`` of gradients in factors, in full float32; and where they are too inexact."""
-    x, g = _wide_factors(block)
+    x, g = precise(block.inputs), precise(block.output_grads)
     positions, d_in, d_out = x.shape[1], x.shape[2], g.shape[2]
     with full_float32(x.device):  # also if the gradients are computed in TF32
         if positions * (d_in + d_out) >= 2 * d_in * d_out:
@@ -129,14 +121,10 @@ def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
     """
     order = block.rows.argsort(dim=1, stable=True)
     rows = block.rows.gather(1, order)
-    values = block.values.to(_wide(block.values.dtype)).gather(1, order.unsqueeze(2).expand_as(block.values))
+    values = precise(block.values).gather(1, order.unsqueeze(2).expand_as(block.values))
     new = torch.ones_like(rows, dtype=torch.bool)
     new[:, 1:] = rows[:, 1:] != rows[:, :-1]
     place = new.cumsum(1) - 1  # index of each row among the distinct rows of its sample
     first = torch.arange(len(place), device=place.device).unsqueeze(1) * place.shape[1]
     sums = add_at_(torch.zeros_like(values).flatten(0, 1), 0, (first + place).flatten(), values.flatten(0, 1))
     return torch.zeros_like(rows).scatter_(1, place, rows), sums.view_as(values)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

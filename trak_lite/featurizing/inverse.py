@@ -14,10 +14,9 @@ from typing import NamedTuple, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.data.datasets import spread_rows
+from trak_lite.data.datasets import RowNumbers, spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.kronecker.precondition import Accumulator, PreconditionedProjector, Preconditioner
@@ -101,7 +100,7 @@ class InverseCurvature:
         named = by_name(gradients, self.parameters)
         return Solution(PreconditionedProjector(whole, self.preconditioner).project(named, 0), None)
 
-    def _system(self, gradients: Tensor) -> tuple[Callable[[Tensor, NDArray[np.int64]], Tensor], Tensor, int]:
+    def _system(self, gradients: Tensor) -> tuple[Callable[[Tensor, RowNumbers], Tensor], Tensor, int]:
         """Return products with H + Lambda, the right-hand sides, and the number of train rows.
 
         H is estimated by the rows that are given with the vectors. Where Lambda is 0 no train row has a gradient, so
@@ -118,7 +117,7 @@ class InverseCurvature:
             ]
         )
 
-        def damped(vectors: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        def damped(vectors: Tensor, rows: RowNumbers) -> Tensor:
             return products(vectors, rows, scale=num_rows / len(rows)) + damping * vectors
 
         return damped, torch.where(damping > 0, gradients, 0.0), num_rows
@@ -170,7 +169,6 @@ class InverseCurvature:
         return Solution(found, convergence)
 
     def _report(self, convergence: Convergence, tolerance: float, remedy: str) -> None:
-        """Log the iterations and residuals, and warn of targets that did not converge."""
         iterations, residuals = convergence.iterations, convergence.residuals
         name = self.method.name
         logger.info(

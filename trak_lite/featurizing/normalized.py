@@ -21,14 +21,7 @@ from trak_lite.featurizing.gradient_norms import GradientNorms, squared_norms
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.models.optimizers import AdamStates
-from trak_lite.types import (
-    Batch,
-    BlockSink,
-    DenseBlock,
-    GradientBlock,
-    OutputTerms,
-    scaled_rows,
-)
+from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms, scaled_rows
 
 _MOST_ENTRIES: Final = 1 << 24
 """Entries of the dense gradients of one parameter that are held at a time."""
@@ -115,7 +108,6 @@ class RowNormalizer:
         return self._norms.squared().sqrt()
 
     def _pass_scaled(self, block: GradientBlock, sink: BlockSink) -> None:
-        """Pass a block on with every entry multiplied by Adam's scale."""
         scale = self._adam[block.name].scale()
         scaled = block.by_entry(scale)
         if scaled is None:

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.store import AbstractRowTable, Column
 
 PROBED_ROWS: Final = 8
 """Largest number of rows of a table that are recomputed."""
-
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Allowed relative difference of a row between processors, batch sizes and gradient computers, by dtype.
 
@@ -48,7 +48,7 @@ Values = Mapping[str, NDArray[Any]]
 class DoneRows:
     """Stored rows of a table."""
 
-    rows: NDArray[np.int64]
+    rows: RowNumbers
     """``(n,)`` ascending."""
     values: Values
     """Values by column."""
@@ -67,10 +67,7 @@ class Computed:
 
 
 def done_rows(
-    table: AbstractRowTable,
-    wanted: NDArray[np.int64] | None = None,
-    *,
-    without: frozenset[int] = frozenset(),
+    table: AbstractRowTable, wanted: RowNumbers | None = None, *, without: frozenset[int] = frozenset()
 ) -> DoneRows | None:
     """Return up to ``PROBED_ROWS`` rows of a table that are done, from its first and its last chunk.
 
@@ -143,7 +140,7 @@ def differences(
     return differing
 
 
-def _spread(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def _spread(rows: RowNumbers, most: int) -> RowNumbers:
     """Return at most ``most`` evenly spread rows, with the first and the last one."""
     places = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
     return rows[np.unique(places)]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trak_lite._devices import HostCopy, float32_products, one_behind
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.errors import (
     BusyError,
     InvalidInputError,
@@ -55,7 +56,7 @@ _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 class RowSink(Protocol):
     """Takes computed rows: a table, or what keeps them for one."""
 
-    def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
+    def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
         """Take rows by column."""
 
 
@@ -70,13 +71,13 @@ class SampleRows(Protocol):
     def batch_size(self) -> int:
         """Samples per pass."""
 
-    def batches(self, plan: Iterable[NDArray[np.int64]], /) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+    def batches(self, plan: Iterable[RowNumbers], /) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its batch."""
 
-    def prepared(self, batch: Batch, rows: NDArray[np.int64], /) -> Batch:
+    def prepared(self, batch: Batch, rows: RowNumbers, /) -> Batch:
         """Return a batch, on the model's device, after any preparation that needs the model (such as drawn labels)."""
 
-    def numbers(self, rows: NDArray[np.int64], /) -> NDArray[np.int64]:
+    def numbers(self, rows: RowNumbers, /) -> RowNumbers:
         """Return the row numbers to use in messages for some rows."""
 
 
@@ -86,7 +87,7 @@ def compute_features(
     batch: Batch,
     *,
     model_id: int,
-    rows: NDArray[np.int64],
+    rows: RowNumbers,
     what: str,
     normalizer: RowNormalizer | None = None,
     to_come: float | None = None,
@@ -155,7 +156,7 @@ class RowPass:
     """One pass of the model over samples, which computes their features batch by batch."""
 
     rows: SampleRows
-    computer_for: Callable[[Batch, NDArray[np.int64]], AbstractGradientComputer]
+    computer_for: Callable[[Batch, RowNumbers], AbstractGradientComputer]
     """Returns the gradient computer for a batch and its rows."""
     projector: AbstractProjector
     _: KW_ONLY
@@ -171,12 +172,7 @@ class RowPass:
     """Of the features; the original TRAK divides by the root of P."""
 
     def compute(
-        self,
-        wanted: NDArray[np.int64],
-        batch: Batch,
-        to_come: float | None = None,
-        *,
-        is_compared: bool = False,
+        self, wanted: RowNumbers, batch: Batch, to_come: float | None = None, *, is_compared: bool = False
     ) -> ComputedRows:
         """Compute the features of a batch, rows ``wanted``; all passes of the model happen here.
 
@@ -205,10 +201,10 @@ class RowPass:
 
     def stream(
         self,
-        plan: Iterable[NDArray[np.int64]],
+        plan: Iterable[RowNumbers],
         num_left: Callable[[], int],
         turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> Iterator[tuple[NDArray[np.int64], ComputedRows]]:
+    ) -> Iterator[tuple[RowNumbers, ComputedRows]]:
         """Yield the rows of every batch of the plan, in order, and its results.
 
         Args:
@@ -240,7 +236,6 @@ class HostRows:
     """Columns of one batch, on their way to the host: they are waited for once, by :meth:`put`."""
 
     def __init__(self, found: ComputedRows, spec: TableSpec) -> None:
-        """Start to copy the features, q and w of a batch, and further columns, as a table stores them."""
         self._found = found
         features, terms = found.features, found.terms
         stored, norms, lost = _in_storage_dtype(features, spec)
@@ -253,20 +248,9 @@ class HostRows:
         self._names = tuple(columns)
         values = [finite_numbers(features, terms), norms, lost, *columns.values()]
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
+        self.is_done = self._copy.is_done
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing has to be waited for."""
-        return self._copy.is_done
-
-    def put(
-        self,
-        table: RowSink,
-        rows: NDArray[np.int64],
-        what: str,
-        *,
-        numbers: NDArray[np.int64] | None = None,
-    ) -> None:
+    def put(self, table: RowSink, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
         """Wait for the columns, check them, and write them.
 
         Args:
@@ -366,7 +350,7 @@ class RowWork:
                 self.compare(turns, own)
         return work.written
 
-    def check(self, wanted: NDArray[np.int64] | None = None) -> None:
+    def check(self, wanted: RowNumbers | None = None) -> None:
         """Recompute a few done rows of the table, and compare them with the stored ones within rounding.
 
         The cost is one pass over at most eight samples. :meth:`fill` does this itself.
@@ -380,7 +364,7 @@ class RowWork:
         with self._turns() as turns:
             self.compare(turns, (), wanted)
 
-    def compare(self, turns: Turns, own: Collection[int], wanted: NDArray[np.int64] | None = None) -> bool:
+    def compare(self, turns: Turns, own: Collection[int], wanted: RowNumbers | None = None) -> bool:
         """Compare a few done rows outside the chunks ``own``; return whether there were any."""
         if CAPTURED in self.table.spec.fingerprint:
             logger.info(
@@ -400,11 +384,11 @@ class RowWork:
         batches = [batch for part in plan for _, batch in rows.batches([part])]
         place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
 
-        def computed(wanted: NDArray[np.int64], batch: Batch) -> ComputedRows:
+        def computed(wanted: RowNumbers, batch: Batch) -> ComputedRows:
             with contextlib.nullcontext() if turns is None else turns.batch():
                 return self.passes.compute(wanted, batch, is_compared=True)
 
-        def alone(place: int) -> tuple[NDArray[np.int64], Batch]:
+        def alone(place: int) -> tuple[RowNumbers, Batch]:
             group, at = place_of[place]
             return stored.rows[place : place + 1], take_rows(batches[group], [at])
 
@@ -421,7 +405,7 @@ class RowWork:
                 f"{len(stored.rows)} recomputed rows differ). {self._cause(*alone(place))}"
             )
 
-    def _cause(self, row: NDArray[np.int64], sample: Batch) -> str:
+    def _cause(self, row: RowNumbers, sample: Batch) -> str:
         """Return the sentence of the message that explains why a row differs from the stored one."""
         _, again = next(self.passes.rows.batches([row]))
         pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
@@ -441,7 +425,7 @@ class RowWork:
         return Turns(self.ranks.lockstep, lambda: self.passes.compute(*self._first))
 
     @functools.cached_property
-    def _first(self) -> tuple[NDArray[np.int64], Batch]:
+    def _first(self) -> tuple[RowNumbers, Batch]:
         """A batch of one row, whose pass a rank without a batch runs."""
         return next(self.passes.rows.batches([np.arange(1)]))
 
@@ -480,7 +464,7 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor
     return stored, norm, error / norm.clamp(min=smallest).clamp(min=torch.finfo(norm.dtype).tiny)
 
 
-def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: NDArray[np.int64]) -> None:
+def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: RowNumbers) -> None:
     """Raise if the cast to the table's dtype loses more than 1 % of a row's norm."""
     wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
     if wrong.size:

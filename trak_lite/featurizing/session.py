@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import one_behind
 from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
-from trak_lite.data.datasets import HeldRows, Rows, rows_of
+from trak_lite.data.datasets import Collate, HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.packed import Documents
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.diagnosis import naming_rows
@@ -68,6 +67,8 @@ from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
 
+TrainTables: TypeAlias = Mapping[str, AbstractRowTable]
+"""Tables of the train rows by the digest of the checkpoint's weights."""
 KnownSource: TypeAlias = tuple[CheckpointSource, Callable[[Any], Mapping[str, Tensor]] | None]
 """Checkpoints that were featurized, and the function that turns one of them into a state dict."""
 
@@ -84,7 +85,7 @@ class Run:
     settings: AttributorSettings
     workspace: Workspace
     _: KW_ONLY
-    collate: Callable[[list[Any]], Batch] | None
+    collate: Collate | None
     batch_size: int | None
     progress: bool | None
     distributed: bool | None
@@ -198,12 +199,7 @@ class FeaturizingSession:
     """Computes the missing rows and fits of an open store, with a borrowed model."""
 
     def __init__(
-        self,
-        run: Run,
-        *,
-        own: Mapping[str, Tensor],
-        ranks: Ranks,
-        train: Rows | HeldRows | None,
+        self, run: Run, *, own: Mapping[str, Tensor], ranks: Ranks, train: Rows | HeldRows | None
     ) -> None:
         """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
         self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
@@ -251,9 +247,7 @@ class FeaturizingSession:
         self._refuse_replaced(checkpoint, digest, known)
         return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
 
-    def _refuse_replaced(
-        self, checkpoint: Checkpoint, digest: str, known: Mapping[str, AbstractRowTable]
-    ) -> None:
+    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str, known: TrainTables) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
         If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
@@ -284,18 +278,9 @@ class FeaturizingSession:
         warnings.warn(message, UserWarning, stacklevel=4)
 
     def _featurize_train(
-        self,
-        checkpoint: Checkpoint,
-        digest: str,
-        rows: Rows,
-        known: Mapping[str, AbstractRowTable],
-        *,
-        wait: bool,
+        self, checkpoint: Checkpoint, digest: str, rows: Rows, known: TrainTables, *, wait: bool
     ) -> int:
-        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`.
-
-        ``known`` are the train tables of the store by weights digest.
-        """
+        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
@@ -353,7 +338,7 @@ class FeaturizingSession:
             )
 
     def trial(
-        self, checkpoint: Checkpoint, rows: Rows, plan: Iterable[NDArray[np.int64]], *, of_fit: bool
+        self, checkpoint: Checkpoint, rows: Rows, plan: Iterable[RowNumbers], *, of_fit: bool
     ) -> Iterator[None]:
         """Compute batches as :meth:`featurize` does in a run of all rows, and write them; yield after each.
 
@@ -386,7 +371,6 @@ class FeaturizingSession:
         written, patience = 0, Patience()
 
         def holders() -> str:
-            """Return the holder of rows of the first unfinished checkpoint."""
             path = self._unfinished[0][1]
             holder = holder_of(self._found(path))
             return holder or f"another process works on the curvature fit of {path}."
@@ -408,7 +392,6 @@ class FeaturizingSession:
         return written
 
     def _is_featurized(self, table: AbstractRowTable) -> bool:
-        """Return whether all rows of a checkpoint, and its Fisher fit if needed, are complete."""
         fisher: Fisher | None = self.settings.method.fisher_fit
         return table.complete and (fisher is None or self._fisher_fits(fisher).has(table_path(table)))
 
@@ -420,7 +403,6 @@ class FeaturizingSession:
         return fisher is not None and self._fisher_fits(fisher).is_left_alone(table_path(table))
 
     def _found(self, path: str) -> AbstractRowTable:
-        """Return the table of a checkpoint that is being featurized."""
         table = self.workspace.table(path)
         if table is None:
             raise StateError(
@@ -434,7 +416,7 @@ class FeaturizingSession:
     def _fisher_fits(self, method: Fisher) -> FisherFits:
         return FisherFits(self.store, method, self.settings.layout)
 
-    def fit(self, method: AbstractMethod, train: Mapping[str, AbstractRowTable]) -> None:
+    def fit(self, method: AbstractMethod, train: TrainTables) -> None:
         """Fit the method's kernel for each of these checkpoints, if the method needs a fit before scoring.
 
         The curvature of :class:`~trak_lite.methods.EKFAC` is fitted when targets are featurized instead.
@@ -447,9 +429,7 @@ class FeaturizingSession:
         if fisher is None:
             return
         has = self._fisher_fits(fisher).has
-        waiting = {
-            digest: table for digest, table in train.items() if not self.agreed(has(table_path(table)))
-        }
+        waiting = {digest: own for digest, own in train.items() if not self.agreed(has(table_path(own)))}
         if waiting:
             rows = self.train_rows(f"{method.name} has to be fitted to")
             self.visit(
@@ -562,7 +542,7 @@ class FeaturizingSession:
         )
         return rows
 
-    def candidates(self, train: Mapping[str, AbstractRowTable]) -> Iterator[Checkpoint]:
+    def candidates(self, train: TrainTables) -> Iterator[Checkpoint]:
         """Yield checkpoints that may have the weights of some train tables by weights digest.
 
         They are those of featurize, then those noted in the store, then the model's own weights.
@@ -575,9 +555,7 @@ class FeaturizingSession:
                 yield noted
         yield from iterate_checkpoints(None)
 
-    def visit(
-        self, train: Mapping[str, AbstractRowTable], visit: Callable[[str, str], None], *, purpose: str
-    ) -> None:
+    def visit(self, train: TrainTables, visit: Callable[[str, str], None], *, purpose: str) -> None:
         """Load checkpoints of the store one by one and call ``visit`` with the digest and the name of each.
 
         Args:
@@ -678,8 +656,7 @@ class FeaturizingSession:
         """
         settings = self.settings
         normalization = settings.normalization.of_targets()
-        projector = settings.projector
-        projector = projector if inverse is None else PreconditionedProjector(projector, inverse)
+        projector = None if inverse is None else PreconditionedProjector(settings.projector, inverse)
         passes = self.row_pass(rows, model_id, projector=projector, normalization=normalization)
         return passes, settings.row_fingerprint(model_id, self._digest, passes.adam)
 
@@ -687,7 +664,7 @@ class FeaturizingSession:
         """Return the gradients of some data at the loaded checkpoint, of which nothing is stored."""
         return GradientPass(self.row_pass(rows, 0, normalization=normalization), self.settings.parameters)
 
-    def features(self, batch: Batch, rows: NDArray[np.int64], *, model_id: int, what: str) -> Tensor:
+    def features(self, batch: Batch, rows: RowNumbers, *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.
 
         The rows ``(B,)`` of the samples in the dataset ``what`` are for messages.
@@ -707,7 +684,7 @@ class FeaturizingSession:
             self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
         return self._adam if normalization.reads_optimizer else None
 
-    def _computer_for(self, what: str, batch: Batch, rows: NDArray[np.int64]) -> AbstractGradientComputer:
+    def _computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
         """Return the gradient computer of the loaded checkpoint. The first batch of all may decide ``"auto"``."""
         settings = self.settings
         if self._computer is None and not settings.computer_is_chosen:
@@ -722,15 +699,7 @@ class FeaturizingSession:
 
 
 def _capture_of(checkpoint: Checkpoint, table: AbstractRowTable | None) -> str | None:
-    """Return the name of the capture that made a checkpoint's rows, ``None`` for others.
-
-    Args:
-        checkpoint: The weights.
-        table: Their train rows in the store, if there are some.
-
-    Raises:
-        ManifestMismatchError: If the checkpoint was just captured, and the stored rows are others.
-    """
+    """Return the name of the capture that made a checkpoint's rows (``table``, if stored); ``None`` for others."""
     captured = checkpoint.name if checkpoint.is_captured else None
     if table is None:
         return captured

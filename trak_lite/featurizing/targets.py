@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -11,7 +10,7 @@ from typing import Any, final
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
 from trak_lite.featurizing.kronecker.precondition import Inverse
-from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import complete_tables, model_id_of, target_table_path
@@ -38,15 +37,12 @@ class TargetSet:
     """JSON values that identify the targets; if the method uses a curvature fit, they include the fit."""
 
     def __post_init__(self) -> None:
-        """Set the identity."""
         self.identity = self.session.run.target_identity(self.rows)
         if self.method.inverse is not None:
             self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
 
-    def add(self, checkpoint: Checkpoint, known: Mapping[str, AbstractRowTable]) -> str:
+    def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights.
-
-        ``known`` are the train tables of the store by weights digest.
 
         Raises:
             StateError: If the checkpoint's train rows are not featurized.
@@ -57,18 +53,17 @@ class TargetSet:
         self._fill(train, digest, checkpoint.name)
         return digest
 
-    def find(self, train: Mapping[str, AbstractRowTable]) -> None:
+    def find(self, train: TrainTables) -> None:
         """Compute the missing features of all checkpoints, from any known source of their weights.
 
         Raises:
             StateError: If the weights of a checkpoint cannot be found.
         """
-        waiting = {
-            digest: table for digest, table in train.items() if not self.session.agreed(self._is_there(table))
-        }
+        agreed = self.session.agreed
+        waiting = {digest: table for digest, table in train.items() if not agreed(self._is_there(table))}
         self.session.visit(waiting, partial(self._fill, train), purpose="to score new targets")
 
-    def compare(self, train: Mapping[str, AbstractRowTable]) -> None:
+    def compare(self, train: TrainTables) -> None:
         """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
 
         This detects changes of the targets or the model. It does nothing if stored targets were already compared, or
@@ -80,9 +75,8 @@ class TargetSet:
         solver: AbstractInverseMethod | None = self.method.inverse
         if self.is_compared or (solver is not None and solver.is_iterative):  # see _fill
             return
-        there = {
-            digest: table for digest, table in train.items() if self.session.agreed(self._is_there(table))
-        }
+        agreed = self.session.agreed
+        there = {digest: table for digest, table in train.items() if agreed(self._is_there(table))}
         if not there:
             return
         try:
@@ -95,7 +89,7 @@ class TargetSet:
         except CheckpointError as error:  # a missing file, needed for this comparison only
             logger.info("Stored targets are not compared: %s", error)
 
-    def _fill(self, train: Mapping[str, AbstractRowTable], digest: str, label: str) -> None:
+    def _fill(self, train: TrainTables, digest: str, label: str) -> None:
         """Compute the missing features of the loaded checkpoint, and compare a few of the stored ones.
 
         Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another

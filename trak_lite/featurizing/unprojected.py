@@ -12,26 +12,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite._devices import precise
 from trak_lite._progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.kronecker.precondition import Accumulator
-from trak_lite.featurizing.kronecker.units import precise, sample_slices
+from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
-from trak_lite.types import (
-    FeatureLayout,
-    GradientBlock,
-    OutputTerms,
-    ParameterShapes,
-    num_entries,
-)
+from trak_lite.types import FeatureLayout, GradientBlock, OutputTerms, ParameterShapes, num_entries
 
 
 def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
@@ -69,7 +63,6 @@ class ProductProjector(AbstractProjector):
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
-        del model_id
         products = self._like.new_zeros(num_samples, self.proj_dim)
 
         @torch.no_grad()
@@ -86,14 +79,13 @@ class ProductProjector(AbstractProjector):
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment of m columns."""
-        del parameters
         return FeatureLayout.joint(self.proj_dim)
 
 
 class RowProducts(NamedTuple):
     """Products of a batch of train rows with all targets of a pass."""
 
-    rows: NDArray[np.int64]
+    rows: RowNumbers
     """``(B,)`` row numbers."""
     products: Tensor
     """``(B, m)`` float32 or float64, on the device of the targets."""
@@ -111,7 +103,7 @@ class GradientPass:
     parameters: ParameterShapes
     """Shapes of the kept parameters."""
 
-    def gradients(self, wanted: NDArray[np.int64], *, label: str, progress: bool | None) -> Tensor:
+    def gradients(self, wanted: RowNumbers, *, label: str, progress: bool | None) -> Tensor:
         """Return the gradients of some rows, ``(len(wanted), P)`` in float32 or better, parameters in model order.
 
         Raises:
@@ -130,7 +122,7 @@ class GradientPass:
         return found
 
     def products(
-        self, wanted: NDArray[np.int64], targets: Tensor, *, label: str, progress: bool | None
+        self, wanted: RowNumbers, targets: Tensor, *, label: str, progress: bool | None
     ) -> Iterator[RowProducts]:
         """Yield the products of some rows' gradients with those of targets ``(m, P)``, batch by batch.
 
@@ -142,8 +134,8 @@ class GradientPass:
             yield RowProducts(numbers, features, terms.out_to_loss_grad)
 
     def _stream(
-        self, wanted: NDArray[np.int64], projector: AbstractProjector, label: str, progress: bool | None
-    ) -> Iterator[tuple[NDArray[np.int64], Tensor, OutputTerms]]:
+        self, wanted: RowNumbers, projector: AbstractProjector, label: str, progress: bool | None
+    ) -> Iterator[tuple[RowNumbers, Tensor, OutputTerms]]:
         passes = replace(self.passes, projector=projector)
         plan = rows_in_batches(wanted, passes.rows.batch_size)
         num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))

@@ -4,20 +4,14 @@
 ``functools.partial`` of a class, can be passed instead of a name.
 """
 
-from __future__ import annotations
-
-from trak_lite.gradient_computers._base import AbstractGradientComputer as AbstractGradientComputer
-from trak_lite.gradient_computers._base import collect_gradients as collect_gradients
-from trak_lite.gradient_computers._base import select_parameters as select_parameters
-from trak_lite.gradient_computers.choice import GRADIENT_COMPUTERS as GRADIENT_COMPUTERS
-from trak_lite.gradient_computers.choice import choose_gradient_computer as choose_gradient_computer
-from trak_lite.gradient_computers.functional import FunctionalGradientComputer as FunctionalGradientComputer
-from trak_lite.gradient_computers.hooks.computer import HookGradientComputer as HookGradientComputer
-from trak_lite.gradient_computers.hooks.registry import register_gradient_rule as register_gradient_rule
-from trak_lite.gradient_computers.iterative import IterativeGradientComputer as IterativeGradientComputer
-from trak_lite.gradient_computers.reach import GradientReach as GradientReach
-from trak_lite.gradient_computers.reach import ParameterReach as ParameterReach
-from trak_lite.gradient_computers.reach import gradient_reach as gradient_reach
+from trak_lite.gradient_computers._base import AbstractGradientComputer, collect_gradients
+from trak_lite.gradient_computers.choice import GRADIENT_COMPUTERS, choose_gradient_computer
+from trak_lite.gradient_computers.functional import FunctionalGradientComputer
+from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
+from trak_lite.gradient_computers.hooks.registry import register_gradient_rule
+from trak_lite.gradient_computers.iterative import IterativeGradientComputer
+from trak_lite.gradient_computers.parameters import select_parameters
+from trak_lite.gradient_computers.reach import GradientReach, ParameterReach, gradient_reach
 
 __all__ = [
     "GRADIENT_COMPUTERS",

@@ -23,12 +23,8 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
-from trak_lite.gradient_computers.parameters import (
-    ParameterChoice,
-    differentiating_only,
-    listed,
-    select_parameters,
-)
+from trak_lite.gradient_computers.parameters import Kept, differentiating_only, listed, select_parameters
+from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
 from trak_lite.gradient_computers.randomness import refuse_random
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
@@ -44,18 +40,6 @@ from trak_lite.types import (
     ParameterShapes,
     num_entries,
 )
-
-__all__ = [
-    "AbstractGradientComputer",
-    "AbstractStreamingComputer",
-    "ParameterChoice",
-    "collect_gradients",
-    "differentiating_only",
-    "joined_terms",
-    "refuse_batch_statistics",
-    "refuse_detached",
-    "select_parameters",
-]
 
 
 def products_fingerprint(products: Float32Products) -> dict[str, str]:
@@ -368,9 +352,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return self._is_native() and type(self).stream_gradients is AbstractStreamingComputer.stream_gradients
 
     @abstractmethod
-    def _stream_samples(
-        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
-    ) -> OutputTerms:
+    def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         """Stream the blocks of a batch of at least one sample; see :meth:`stream_gradients`."""
 
     def _is_native(self) -> bool:
@@ -412,10 +394,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             refuse_random(self, map_tensors(Tensor.detach, take_rows(batch, slice(0, 8))))
             self._is_repeatable = True
 
-    def _stream_checked(
-        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
-    ) -> OutputTerms:
-        """Stream the blocks of a batch, and run the self-check if it is due."""
+    def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
         conditions = self._conditions(kept)
@@ -427,7 +406,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             compare(self, batch, kept, samples)
         return terms
 
-    def _conditions(self, kept: Mapping[str, nn.Parameter]) -> Any:
+    def _conditions(self, kept: Kept) -> Any:
         """Return the state outside the batch: the model's mode, the kept parameters, the caller's autocast state."""
         modes = (self._tree or ModelTree(self.model)).modes
         return modes, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad, vmap
 
 from trak_lite.data.batches import flatten_batch
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 
@@ -71,9 +72,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             again._randomness = "same"
             yield again, part, places
 
-    def _stream_samples(
-        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
-    ) -> OutputTerms:
+    def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         leaves, rebuild = flatten_batch(batch)
         weights, buffers = self.func_weights, self.func_buffers
         values = {name: weights[name] for name in kept}

@@ -7,19 +7,13 @@ have to be compared with that of its sample alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite.data.batches import take_rows
 from trak_lite.errors import InvalidInputError, summary
-from trak_lite.gradient_computers._base import (
-    AbstractStreamingComputer,
-    differentiating_only,
-    joined_terms,
-    refuse_detached,
-)
+from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
+from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
@@ -40,9 +34,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         "FunctionalGradientComputer ('functional'), or call contiguous() in the model."
     )
 
-    def _stream_samples(
-        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
-    ) -> OutputTerms:
+    def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         found = []
         with differentiating_only(self.model.parameters(), kept), torch.enable_grad():
             for rows in self._chunks(count):
@@ -57,9 +49,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
                     sink(DenseBlock(name, grads.pop(name), rows.start))
         return joined_terms(found)
 
-    def _sample(
-        self, row: int, batch: Batch, kept: Mapping[str, nn.Parameter]
-    ) -> tuple[OutputTerms, dict[str, Tensor]]:
+    def _sample(self, row: int, batch: Batch, kept: Kept) -> tuple[OutputTerms, dict[str, Tensor]]:
         """Return the detached terms of one sample, and the gradients of f; empty if f does not require grad."""
         try:
             one = take_rows(batch, slice(row, row + 1))

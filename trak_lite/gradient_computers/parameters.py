@@ -16,6 +16,8 @@ from trak_lite.models._adapters import adapter_parameters
 
 ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
+Kept: TypeAlias = Mapping[str, nn.Parameter]
+"""Parameters to keep gradients for, by canonical name."""
 
 
 def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
@@ -29,7 +31,7 @@ def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
 
 
 def select_parameters(
-    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Mapping[str, nn.Parameter] | None = None
+    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Kept | None = None
 ) -> dict[str, nn.Parameter]:
     """Return the parameters to keep gradients for, by canonical name, in model order.
 
@@ -85,9 +87,7 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
             if parametrize.is_parametrized(module):
                 found += module.parametrizations.parameters()  # type: ignore[union-attr]
     if not found:
-        owners = {
-            type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))
-        }
+        owners = {type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))}
         raise InvalidInputError(
             f"grad_wrt names the class {module_class.__name__}, and no module of that class in "
             f"{type(model).__name__} owns a parameter. Classes that do: {sorted(owners)}."
@@ -96,9 +96,7 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
 
 
 @contextmanager
-def differentiating_only(
-    parameters: Iterable[nn.Parameter], kept: Mapping[str, nn.Parameter]
-) -> Iterator[None]:
+def differentiating_only(parameters: Iterable[nn.Parameter], kept: Kept) -> Iterator[None]:
     """Let only the kept ones of all parameters require grad inside the block; autograd forms no other gradient."""
     flags = [(p, p.requires_grad) for p in parameters]
     wanted = {id(p) for p in kept.values()}

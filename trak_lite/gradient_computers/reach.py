@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from trak_lite.data.batches import batch_size
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.gradient_computers._base import AbstractGradientComputer, select_parameters
+from trak_lite.gradient_computers._base import AbstractGradientComputer
+from trak_lite.gradient_computers.parameters import select_parameters
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.types import Batch, GradientBlock
 
@@ -33,15 +34,12 @@ class _Report(Generic[_Line]):
     """One line per kept parameter, in model order."""
 
     def __iter__(self) -> Iterator[_Line]:
-        """Iterate over the lines."""
         return iter(self.parameters)
 
     def __getitem__(self, name: str) -> _Line:
-        """Return the line of one parameter."""
         return {line.name: line for line in self.parameters}[name]
 
     def __str__(self) -> str:
-        """Return the table."""
         rows = self._rows()
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows)

@@ -40,6 +40,11 @@ class Step:
         """What Python read."""
         self.is_between_devices = False
 
+    @property
+    def name(self) -> str:
+        """Name of the operation, without that of its overload."""
+        return str(self.function.overloadpacket.__name__)
+
     def note_writes(self) -> None:
         """Find the arguments that the operation writes to."""
         described = self.function._schema.arguments
@@ -109,8 +114,8 @@ class Recording:
         self.num_operations = len(steps)
         self.num_bytes = sum(fixed[number].nbytes for number in own)
         """Memory that the recording holds between replays."""
-        solves = [name for name in map(_name_of, steps) if "linalg" in name and "norm" not in name]
-        self.may_wait = bool(solves) or any(s.value is not None or s.is_between_devices for s in steps)
+        solves = any("linalg" in step.name and "norm" not in step.name for step in steps)
+        self.may_wait = solves or any(s.value is not None or s.is_between_devices for s in steps)
         """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
         self._steps, self._inputs, self._outputs = steps, [*inputs], outputs
         self._fixed, self._roots = fixed, roots
@@ -238,11 +243,6 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _name_of(step: Step) -> str:
-    name: str = step.function.overloadpacket.__name__
-    return name
-
-
 def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
     """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
     if step.value is not None:
@@ -250,7 +250,7 @@ def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
     if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
         one, other = (fixed[number] for number in step.reads)
         return _place(one) == _place(other)
-    if _name_of(step) in BUFFERS - UNINITIALISED:
+    if step.name in BUFFERS - UNINITIALISED:
         return False  # initialised again
     return not step.writes and all(number is None or number in fixed for number in step.outputs)
 
@@ -294,7 +294,7 @@ class _Writer:
 
     def _line(self, step: Step) -> str:
         (made,) = step.outputs if len(step.outputs) == 1 else (None,)
-        if made in self._fixed and _name_of(step) in BUFFERS:
+        if made in self._fixed and step.name in BUFFERS:
             return f"{self._name(made)}.zero_()"
         words = [self._text(value) for value in step.args]
         words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]

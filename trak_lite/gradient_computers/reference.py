@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -28,7 +28,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
     summary,
 )
-from trak_lite.gradient_computers.parameters import differentiating_only
+from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.types import Batch, OutputTerms
 
 
@@ -49,11 +49,7 @@ class CheckedComputer(Protocol):
 
 
 def gradients_alone(
-    computer: CheckedComputer,
-    batch: Batch,
-    row: int,
-    kept: Mapping[str, nn.Parameter],
-    take: Callable[[str, Tensor], None],
+    computer: CheckedComputer, batch: Batch, row: int, kept: Kept, take: Callable[[str, Tensor], None]
 ) -> None:
     """Call ``take`` with the gradient ``(1, P)`` of f of a row for each parameter; one gradient is held at a time.
 
@@ -180,7 +176,6 @@ class SeenDtypes(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note the dtype of its result."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
             self.dtypes.add(result.dtype.to_real())

@@ -118,7 +118,6 @@ class Replays:
     """Runs passes, and replays those that are known to run the same operations. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Start with nothing recorded."""
         self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
         self._projector: Callable[[], Any] = lambda: None
         """A weak reference to the projector of the kinds, whose tensors are freed with it."""
@@ -242,7 +241,6 @@ class Replays:
         return False
 
     def _expected(self, kind: _Kind, to_come: float | None) -> float:
-        """Return how many batches of a kind may follow."""
         return kind.count if to_come is None else to_come * kind.count / self._num_batches
 
     def _capture(self, kind: _Kind, leaves: Sequence[Tensor], to_come: float | None) -> None:
@@ -337,7 +335,6 @@ class Replays:
         return None
 
     def _compared(self, kind: _Kind, own: _Pass) -> Sequence[Tensor]:
-        """Run the pass, and compare the replay with it."""
         computer = own.computer
         replayed = self._replayed(kind, own)
         suspected = computer.checks.suspected()

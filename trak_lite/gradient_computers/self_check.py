@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trak_lite._devices import wide_dtype
 from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import draws_numbers, restoring_draws
 from trak_lite.gradient_computers.reference import (
     CheckedComputer,
@@ -41,7 +42,6 @@ _SPREAD = 8.0
 """Allowed error as a multiple of the difference between two references."""
 _MOST_FLOAT64_BYTES = 1 << 30
 """Largest size of the temporary float64 copy of parameters and buffers."""
-
 _SAMPLES_AT_FIRST = 8
 """Number of samples compared in the first batch of a size."""
 _LONGEST_GAP = 64
@@ -51,9 +51,7 @@ _MOST_KEPT_BYTES = 1 << 26
 """Memory limit for the gradients held for comparison; two samples are always allowed."""
 _MOST_ENTRIES = 1 << 20
 """Entries of the dense gradients of one parameter that are formed at a time; one sample is always allowed."""
-
 _WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
-_Parameters = Mapping[str, nn.Parameter]
 _Rows = Mapping[str, NDArray[np.int64]]
 """Row numbers by the name of their data."""
 
@@ -91,7 +89,6 @@ class SelfCheck:
     """
 
     def __init__(self) -> None:
-        """Start with nothing checked."""
         self._progress: dict[Any, _Progress] = {}
         self._failed: dict[Any, str] = {}
         self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}
@@ -128,7 +125,7 @@ class SelfCheck:
             )
 
     def positions(
-        self, structure: Any, size: int, kept: _Parameters, *, always: bool = False, whole: bool = False
+        self, structure: Any, size: int, kept: Kept, *, always: bool = False, whole: bool = False
     ) -> list[int]:
         """Return the positions to compare: ``always`` some, and ``whole`` all of the first batch of a size."""
         known = self._progress.get(structure)
@@ -239,7 +236,7 @@ class Samples:
     linear in the gradient, and they give the norm of a difference to within 2 %.
     """
 
-    def __init__(self, positions: Sequence[int], kept: _Parameters, start: int = 0) -> None:
+    def __init__(self, positions: Sequence[int], kept: Kept, start: int = 0) -> None:
         """Prepare for the samples at these positions; ``start`` is the ``start`` of the block of position 0."""
         self.positions = list(positions)
         self._start, self._sizes = start, {name: p.numel() for name, p in kept.items()}
@@ -303,9 +300,7 @@ def _signs(device: torch.device) -> Tensor:
     return (2 * drawn - 1).to(device)
 
 
-def _alone(
-    computer: CheckedComputer, batch: Batch, row: int, kept: _Parameters, seed: int | None = None
-) -> Tensor:
+def _alone(computer: CheckedComputer, batch: Batch, row: int, kept: Kept, seed: int | None = None) -> Tensor:
     """Return the numbers ``(W,)`` of autograd's gradients for a row; see :class:`Samples`."""
     samples = Samples([row], kept)
     with restoring_draws(computer.model, seed):
@@ -327,7 +322,7 @@ _Limits = Mapping[str, float]
 """Allowed relative errors, by parameter."""
 
 
-def _differences(found: Tensor, expected: Tensor, kept: _Parameters) -> _Differences:
+def _differences(found: Tensor, expected: Tensor, kept: Kept) -> _Differences:
     """Return the differences between two gradients, given by their numbers ``(W,)``, by parameter name."""
     widths = [min(p.numel(), _WIDTH) for p in kept.values()]
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -342,11 +337,7 @@ def _differences(found: Tensor, expected: Tensor, kept: _Parameters) -> _Differe
 
 
 def compare(
-    computer: CheckedComputer,
-    batch: Batch,
-    kept: _Parameters,
-    samples: Samples,
-    dtypes: Sequence[torch.dtype] = (),
+    computer: CheckedComputer, batch: Batch, kept: Kept, samples: Samples, dtypes: Sequence[torch.dtype] = ()
 ) -> None:
     """Raise if the gradient of a sample differs from autograd's by more than rounding.
 
@@ -398,7 +389,7 @@ def compare(
 
 
 def _repeated(
-    computer: CheckedComputer, batch: Batch, kept: _Parameters, positions: Sequence[int]
+    computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int]
 ) -> Iterator[tuple[Tensor, _Differences]]:
     """Stream some samples again; yield each one's numbers and its differences from a reference with the same draws."""
     for again, part, places in computer.repeated(batch, positions):
@@ -411,7 +402,7 @@ def _repeated(
 
 
 def _equal_in_float64(
-    computer: CheckedComputer, batch: Batch, kept: _Parameters, positions: Sequence[int]
+    computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int]
 ) -> list[Tensor] | None:
     """Raise if gradients differ in float64, where no tie is decided by rounding.
 
@@ -445,7 +436,7 @@ def _fits_in_float64(model: nn.Module) -> bool:
 def _refuse_beyond_spread(
     computer: CheckedComputer,
     batch: Batch,
-    kept: _Parameters,
+    kept: Kept,
     found: Mapping[int, _Differences],
     rounding: _Limits,
     ties: _Limits,

@@ -79,7 +79,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outside: Iterable[Tensor],
         is_scratch: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
-        """Start with nothing recorded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_scratch = is_scratch
         self._numbers: Any = WeakTensorKeyDictionary()
@@ -114,14 +113,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise torch._dynamo is imported at the first operation
 
     def __enter__(self) -> Tape:
-        """Start to record."""
         self._reading = _UnseenReads(self)
         self._reading.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         assert self._reading is not None
         self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
@@ -141,7 +138,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._ignores_reads = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record it."""
         kwargs = kwargs or {}
         if self._refusal is not None or (self._ignores_reads and func in _READS):
             return func(*args, **kwargs)
@@ -173,7 +169,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         varies = any(self._varies[number] for number in step.reads)
         for number in step.writes:
             self._varies[self._roots[number]] |= varies
-        makes_buffer = step.function.overloadpacket.__name__ in BUFFERS
+        makes_buffer = step.name in BUFFERS
         for leaf in results:
             if not isinstance(leaf, Tensor):
                 step.outputs.append(None)
@@ -264,7 +260,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed = dict(self._constants)
         inputs = {self._roots[number] for number in range(self._num_inputs)}
         for step in self._steps:
-            name = step.function.overloadpacket.__name__
             known = all(number in fixed for number in step.reads)
             steady = known and not any(
                 self._varies[self._roots[n]] or self._roots[n] in written for n in step.reads
@@ -275,8 +270,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 root = self._roots[number]
                 if root == number:  # no view
-                    keeps = name in BUFFERS and root not in returned
-                    keeps = keeps or (steady and root not in written and name not in UNINITIALISED)
+                    keeps = step.name in BUFFERS and root not in returned
+                    keeps = keeps or (steady and root not in written and step.name not in UNINITIALISED)
                 else:
                     keeps = known and root in fixed and root not in inputs
                 if keeps:

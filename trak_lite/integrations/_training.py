@@ -12,8 +12,6 @@ from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import model_device
 
-__all__ = ["SavedFeatures", "refuse_other_model"]
-
 
 def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
     """Raise unless the attributor's parameters are among those of the trained model, on the same device.

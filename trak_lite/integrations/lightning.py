@@ -112,11 +112,7 @@ def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _saved_files(trainer: Trainer) -> set[tuple[Path, int]]:
-    """Return the existing files that the trainer has saved, with their modification times.
-
-    Raises:
-        CheckpointError: If the trainer saves to a remote address.
-    """
+    """Return the existing files that the trainer has saved, with their modification times."""
     paths = {
         path
         for saver in _savers(trainer)

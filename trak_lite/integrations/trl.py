@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from trak_lite.data.datasets import Collate
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import DPOModelOutput, PolicyGradientModelOutput, reference_columns
 from trak_lite.modelout_functions.language_modeling import IGNORED
@@ -279,9 +280,7 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
     return "reward_modeling" if kind == REWARD else "causal_language_modeling"
 
 
-def trl_collate(
-    trainer: Any, kind: str, collate: Callable[[list[Any]], Batch]
-) -> Callable[[list[Any]], Batch]:
+def trl_collate(trainer: Any, kind: str, collate: Collate) -> Collate:
     """Return the function that makes batches of the task from samples, with the trainer's own collator.
 
     Raises:
@@ -328,7 +327,7 @@ def _grpo_task(trainer: Any, rows: Any) -> Task:
 class DocumentCollator:
     """Pads the texts that a trainer joins; refuses rows that hold several."""
 
-    collate: Callable[[list[Any]], Batch]
+    collate: Collate
 
     def __call__(self, samples: list[Any]) -> Batch:
         if "seq_lengths" in samples[0]:
@@ -343,7 +342,7 @@ class DocumentCollator:
 class PairCollator:
     """Turns batches of TRL, whose first half is chosen and second half rejected, into one row per pair."""
 
-    collate: Callable[[list[Any]], Batch]
+    collate: Collate
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         batch = dict(self.collate(samples))

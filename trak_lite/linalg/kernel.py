@@ -49,23 +49,17 @@ Chosen by leaving one problem out (``benchmarks/lds/defaults.py``). A gram matri
 eigenvalues, so one share suits narrow and wide segments, few and many train rows. Stored scores do not record the
 shares: increase :attr:`AbstractMethod.version` of the methods with a kernel if you change them.
 """
-
 _GRAM_ROWS: Final = 256
 """Rows upcast at a time: enough for a fast matrix product on a CPU, small compared with a chunk."""
-
 _COARSE_GRAM_ROWS: Final = 1024
 """Rows per product on an accelerator, and with ``exact=False``, where float32 products are added to a float64 sum."""
-
 _PANEL: Final = 256
 """Rows of a product of a matrix with its transpose that are computed at once, up to the diagonal."""
-
 _SMALL_LAMBDA: Final = 1e-6
 """Lambda below this share of the trace is not used on the side of the rows: that form subtracts numbers which are
 ``trace(H) / lambda`` times as large as the result, and so loses as many digits."""
-
 _PIVOT_MARGIN: Final = 16.0
 """A pivot below this factor times ``k * eps`` times its diagonal entry counts as rounding noise."""
-
 _SMALLEST: Final = torch.finfo(torch.float32).tiny
 """Smallest normal number of the dtype in which rows are stored, and products of solutions with them are computed."""
 
@@ -95,7 +89,6 @@ class KernelSettings:
     """Divide the inverse by the mean of its absolute entries, as the original TRAK does (for parity only)."""
 
     def __post_init__(self) -> None:
-        """Check types and ranges."""
         one_of(("curvature", "none", "fisher"), weighting=self.weighting)
         if self.damping is not None:
             object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
@@ -595,7 +588,10 @@ class GramAccumulator:
             self._multiply()
         for matrix in self._grams:
             if matrix.shape[0] == matrix.shape[1]:
-                _mirror(matrix)
+                # Copy what is below the diagonal panels to where it belongs above them.
+                for start in range(_PANEL, len(matrix), _PANEL):
+                    stop = start + _PANEL
+                    matrix[:start, start:stop] = matrix[start:stop, :start].T
         return self._grams
 
     def _multiply(self) -> None:
@@ -633,13 +629,6 @@ def _lower_product(rows: Tensor) -> Tensor:
     total = rows.new_zeros(len(rows), len(rows))
     _add_lower_product_(total, rows)
     return total
-
-
-def _mirror(matrix: Tensor) -> None:
-    """Copy what is below the diagonal panels of a symmetric matrix to where it belongs above them."""
-    for start in range(_PANEL, len(matrix), _PANEL):
-        stop = start + _PANEL
-        matrix[:start, start:stop] = matrix[start:stop, :start].T
 
 
 def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:

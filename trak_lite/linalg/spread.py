@@ -73,8 +73,7 @@ class Spread:
         total = self._factor_mean.square() * self._squares
         total += 2 * self._factor_mean * self._mean * self._products
         total += self._mean.square() * self._factor_squares
-        result: Tensor = total.clamp_(min=0).div_(self._count * (self._count - 1)).sqrt_()
-        return result
+        return total.clamp_(min=0).div_(self._count * (self._count - 1)).sqrt_()
 
 
 @torch.no_grad()

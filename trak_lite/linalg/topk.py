@@ -68,7 +68,11 @@ class TopK:
         self._check(first_row, block)
         if block.shape[0] == 0:
             return
-        self._remember(first_row, first_row + block.shape[0])
+        # Adjacent ranges of added rows are merged, so a stream in order needs one entry.
+        start, stop = first_row, first_row + block.shape[0]
+        touching = [run for run in self._seen if run[1] == start or run[0] == stop]
+        self._seen = [run for run in self._seen if run not in touching]
+        self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
         if self._add_few(first_row, block):
             return
         # Keys are sorted from high to low. Adding 0 turns -0 into 0, so that both are equal on every device.
@@ -159,12 +163,6 @@ class TopK:
             value = torch.where(earlier, self._bad_value, value)
         self._first_bad, self._bad_value = number, value
 
-    def _remember(self, start: int, stop: int) -> None:
-        """Record added rows; adjacent ranges are merged, so a stream in order needs one entry."""
-        touching = [run for run in self._seen if run[1] == start or run[0] == stop]
-        self._seen = [run for run in self._seen if run not in touching]
-        self._seen.append((min([start, *(a for a, _ in touching)]), max([stop, *(b for _, b in touching)])))
-
 
 def not_finite(row: int, target: int, value: float) -> NonFiniteError:
     """Return the error for a score that is not finite."""
@@ -201,17 +199,10 @@ def merged_top(
 
 
 def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest keys of each target, ascending by row; of keys tied at the cut, the lowest rows.
+    """Return rows and keys, each ``(M, k)``, of the k highest of ``(M, b)`` keys, ascending by row.
 
-    ``torch.topk`` does not define which of equal entries it returns, but its values are well-defined: the k-th value
-    is the cut, and keys equal to it are taken in row order.
-
-    Args:
-        keys: ``(M, b)`` finite.
-        k: At most b.
-
-    Returns:
-        Rows ``(M, k)`` int64 and their keys ``(M, k)``.
+    Of keys tied at the cut, the lowest rows. ``torch.topk`` does not define which of equal entries it returns, but its
+    values are well-defined: the k-th value is the cut, and keys equal to it are taken in row order.
     """
     cut = keys.topk(k, dim=1).values[:, -1:]
     above = keys > cut

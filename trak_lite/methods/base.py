@@ -101,9 +101,9 @@ class AbstractMethod(ABC):
         "checkpoint_weights": optional(_finite_weights),
     }
     """Checks of fields, besides those of the bases."""
+    _field_of_weights: ClassVar[str] = "checkpoint_weights"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         for cls in reversed(type(self).__mro__):
             for name, check in vars(cls).get("_checks", {}).items():
                 object.__setattr__(self, name, check(**{name: getattr(self, name)}))
@@ -147,7 +147,6 @@ class AbstractMethod(ABC):
             rows: Features of train rows or of targets, any float dtype.
             layout: Segments of a row.
         """
-        del layout
         return rows
 
     def transform_targets(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
@@ -164,7 +163,6 @@ class AbstractMethod(ABC):
         ``None``, the default, divides nothing. A method that overrides :meth:`transform` needs projected rows
         otherwise.
         """
-        del layout
         return None
 
     def matrix(self, parts: MatrixParts) -> MadeScores:
@@ -201,12 +199,20 @@ class AbstractMethod(ABC):
         return FeatureLayout.joint(layout.width) if self.layout == "joint" else layout
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
-        """Return the weight of each checkpoint.
+        """Return the weight of each checkpoint: the numbers of the field for them, or 1/C each.
 
         Raises:
             InvalidInputError: If the number of weights is not the number of checkpoints.
         """
-        return self._weights("checkpoint_weights", self.checkpoint_weights, num_checkpoints)
+        given = getattr(self, self._field_of_weights)
+        if given is None:
+            return (1.0 / num_checkpoints,) * num_checkpoints
+        if len(given) != num_checkpoints:
+            raise InvalidInputError(
+                f"{self._field_of_weights} has {len(given)} numbers, but {num_checkpoints} checkpoints are scored. "
+                "Give one per checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...])."
+            )
+        return tuple(given)
 
     def to_json(self) -> dict[str, Any]:
         """Return the name and the fields as JSON values: the identity of the method in a store."""
@@ -214,18 +220,6 @@ class AbstractMethod(ABC):
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         version = {} if self.version == 1 else {"version": self.version}
         return {"name": self.name, **version, **plain}
-
-    def _weights(
-        self, field: str, given: tuple[float, ...] | None, num_checkpoints: int
-    ) -> tuple[float, ...]:
-        if given is None:
-            return (1.0 / num_checkpoints,) * num_checkpoints
-        if len(given) != num_checkpoints:
-            raise InvalidInputError(
-                f"{field} has {len(given)} numbers, but {num_checkpoints} checkpoints are scored. Give one per "
-                "checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...])."
-            )
-        return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,15 +232,8 @@ class AbstractLearningRateMethod(AbstractMethod):
     """None, because the learning rates are the weights."""
 
     _checks: ClassVar = {"learning_rates": optional(_finite_weights)}
+    _field_of_weights: ClassVar[str] = "learning_rates"
     kernel = None
-
-    def weights(self, num_checkpoints: int) -> tuple[float, ...]:
-        """Return the learning rate of each checkpoint.
-
-        Raises:
-            InvalidInputError: If the number of learning rates is not the number of checkpoints.
-        """
-        return self._weights("learning_rates", self.learning_rates, num_checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True)

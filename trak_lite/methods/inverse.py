@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int, real_at_least
+from trak_lite._validate import one_of, positive_int, positive_real
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractMethod, optional
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -18,13 +18,7 @@ from trak_lite.modelout_functions._base import LossModelOutput
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
 
 
-def _above_zero(message: str = "{name} must be above 0, got {value!r}.", **named: object) -> float:
-    """Return the one keyword value as a finite float above 0."""
-    ((name, value),) = named.items()
-    number = real_at_least(0.0, **named)
-    if number == 0.0:
-        raise InvalidInputError(message.format(name=name, value=value))
-    return number
+_above_zero = partial(positive_real, "{name} must be above 0, got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +116,7 @@ class EKFAC(AbstractInverseMethod):
 
     _checks: ClassVar = {
         "damping": partial(
-            _above_zero,
+            positive_real,
             "EKFAC(damping=0) would divide by zero wherever no train row has curvature. Use a number above 0 (the "
             "default is 1).",
         ),

@@ -74,7 +74,6 @@ class Unrolled(AbstractMatrixMethod):
 
     def check(self, task: AbstractModelOutput) -> None:
         """Raise if a training has changed since, because stored scores would not be those of the present one."""
-        del task
         for run in self.runs:
             run.require_same()
 
@@ -96,7 +95,6 @@ class Mean(AbstractMatrixMethod):
     """
 
     methods: tuple[AbstractMethod, ...]
-    """The methods."""
     method_weights: tuple[float, ...]
     """Weight of each method; they sum to 1."""
 

@@ -16,7 +16,6 @@ from trak_lite.methods.products import LESS, GradCos, GradDot, TracIn
 
 Method: TypeAlias = Mapping[str, bool | int | float | str | Sequence[float] | None] | str | AbstractMethod
 """A method, its name, or its name and fields: ``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``."""
-
 METHODS: Final[Mapping[str, type[AbstractMethod]]] = {
     cls.__name__: cls for cls in (GaussNewton, Fisher, TRAK, EKFAC, CG, LiSSA, TracIn, LESS, GradDot, GradCos)
 }

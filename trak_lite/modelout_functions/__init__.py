@@ -6,8 +6,6 @@ function ``f(model_call, batch) -> (B,)``; :func:`resolve_task` accepts any of t
 against the requirements. Source: TRAK (arXiv:2303.14186), sections 2, 3 and 5.1.
 """
 
-from __future__ import annotations
-
 from trak_lite.modelout_functions._base import (
     MODEL_OUTPUTS,
     TASK_TO_MODELOUT,

@@ -64,16 +64,13 @@ class ModelCall:
         return dict(self.model.named_buffers()) if self._buffers is None else self._buffers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass."""
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
         with model_pass(self.model, self._float32_products):
             if not self._replaced:
                 return self.model(*args, **kwargs)
             # functional_call does not restore the tensors of a module that is registered under two names.
-            before = [
-                (module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()
-            ]
+            before = [(m, dict(m._parameters), dict(m._buffers)) for m in self.model.modules()]
             try:
                 return functional_call(self.model, (dict(self.parameters), dict(self.buffers)), args, kwargs)
             finally:
@@ -347,10 +344,8 @@ def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
 
 MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {}
 """Built-in model output functions by task name, entered by the ``__init__`` of this room."""
-
 TASK_TO_MODELOUT = MODEL_OUTPUTS
 """Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
-
 _ACCEPTED = (
     "a task name, an AbstractModelOutput (instance or class), or a function f(model_call, batch) -> (B,)"
 )
@@ -411,7 +406,6 @@ def _type_name(cls: type) -> str:
 
 
 def _hint(cls: type) -> str:
-    """Return a hint for the error message if the mistake is a known one."""
     if issubclass(cls, nn.Module):
         return " Pass the model as the argument `model`."
     if callable(getattr(cls, "get_output", None)):

@@ -30,13 +30,10 @@ from trak_lite.modelout_functions._base import AbstractModelOutput, CallableMode
 
 _MAX_DEPTH = 32
 """Maximum nesting depth of described objects."""
-
 _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
-
 FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
 """Packages whose classes and functions are described by name only, as they are not part of the user's task."""
-
 _SIMPLE = (type(None), bool, int, float, str)
 _PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
 """Types of class attributes that are described besides functions."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trak_lite._validate import real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -90,20 +89,7 @@ def split_labels(batch: Batch) -> Labelled:
 def logits_and_labels(model_call: Callable[..., Any], batch: Batch) -> tuple[Tensor, Tensor]:
     """Call the model with a batch without its labels; return the logits and the labels."""
     args, kwargs, labels = split_labels(batch)
-    return logits_of(model_call(*args, **kwargs)), labels
-
-
-def logits_of(answer: Any) -> Tensor:
-    """Return the logits of a model output, in float32 or wider.
-
-    Args:
-        answer: A tensor, a mapping or object with ``logits`` (Hugging Face), or a tuple with the logits as first
-            element.
-
-    Raises:
-        InvalidInputError: If the logits are missing or not a floating point tensor.
-    """
-    return tensor_of(answer, "logits")
+    return tensor_of(model_call(*args, **kwargs), "logits"), labels
 
 
 def tensor_of(answer: Any, *names: str) -> Tensor:
@@ -282,19 +268,6 @@ def nan_unless(valid: Tensor, like: Tensor) -> Tensor:
     return torch.ones_like(like).masked_fill(~valid, torch.nan)
 
 
-def positive_real(**named: object) -> float:
-    """Return the one keyword value as a finite float above 0.
-
-    Raises:
-        InvalidInputError: For any other value.
-    """
-    ((name, value),) = named.items()
-    number = real_at_least(0.0, **named)
-    if number == 0.0:
-        raise InvalidInputError(f"{name} must be a finite number above 0, got {value!r}.")
-    return number
-
-
 # Named columns, for tasks that need more than inputs and labels
 
 
@@ -322,9 +295,8 @@ def prefixed(fields: dict[str, Any], prefix: str, others: Iterable[str]) -> dict
     """Return the columns with a prefix, without it, and the columns that have none of the other prefixes."""
     refused = (prefix, *others)
     shared = {name: value for name, value in fields.items() if not name.startswith(refused)}
-    return shared | {
-        name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)
-    }
+    own = {name.removeprefix(prefix): fields[name] for name in fields if name.startswith(prefix)}
+    return shared | own
 
 
 def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor, Tensor]:

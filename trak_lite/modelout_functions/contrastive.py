@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import one_of, positive_int, positive_real
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating
@@ -25,7 +25,6 @@ from trak_lite.modelout_functions._inputs import (
     fields_of,
     labels_tensor,
     nan_unless,
-    positive_real,
     precise,
     prefixed,
     refuse_invalid,
@@ -300,7 +299,6 @@ class CLIPModelOutput(AbstractModelOutput):
             InvalidInputError: If the loader is empty, yields too few pairs, or the width differs from
                 ``embedding_dim``.
         """
-        del batch_size
         size = positive_int(size=size)
         steps = (preprocess_fn_img, preprocess_fn_txt)
         tensors = (*model.parameters(), *model.buffers())
@@ -348,9 +346,7 @@ class CLIPModelOutput(AbstractModelOutput):
                 f"{images.shape[1]}. Embed them with the same model: task.get_embeddings(model, loader)."
             )
         own = (pairs.image * pairs.text).sum(1, keepdim=True)
-        with torch.autocast(
-            own.device.type, enabled=False
-        ):  # autocast would compute these products in half precision
+        with torch.autocast(own.device.type, enabled=False):  # it would compute products in half precision
             output = -(pairs.image @ texts.T - own).logsumexp(1) - (pairs.text @ images.T - own).logsumexp(1)
         output = output * nan_unless(scale > 0, scale)
         mean = output.detach() * scale / 2

@@ -22,10 +22,10 @@ from trak_lite.modelout_functions._inputs import (
     class_labels,
     fields_of,
     is_unread,
-    logits_of,
     nan_unless,
     shape_texts,
     split_labels,
+    tensor_of,
 )
 from trak_lite.modelout_functions._margins import (
     UniformNoise,
@@ -181,7 +181,7 @@ def aligned_tokens(
     Raises:
         InvalidInputError: If logits or labels have a wrong shape or dtype, or a label is out of range.
     """
-    logits = logits_of(answer)
+    logits = tensor_of(answer, "logits")
     if logits.dim() != 3 or (shift and logits.shape[1] < 2):
         raise InvalidInputError(
             f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, T, V)"
@@ -401,7 +401,7 @@ class DenseClassificationModelOutput(PositionwiseModelOutput):
         answer = model_call(*args, **kwargs)
         if isinstance(answer, Mapping) and "logits" not in answer:
             answer = answer.get("out", answer)
-        logits = logits_of(answer)
+        logits = tensor_of(answer, "logits")
         if logits.dim() < 3:
             raise InvalidInputError(
                 f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected "

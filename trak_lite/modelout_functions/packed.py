@@ -19,7 +19,7 @@ from trak_lite.data.batches import move_batch
 from trak_lite.data.packed import BORDERS, Documents, token_columns
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import ModelCall, evaluating
-from trak_lite.modelout_functions._inputs import columns_of, logits_of
+from trak_lite.modelout_functions._inputs import columns_of, tensor_of
 
 _ANYWHERE: Final = ("input_ids", *BORDERS[1:], "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns for models that take any keyword argument, such as those of Transformers and PEFT."""
@@ -57,7 +57,7 @@ def require_separate_documents(
     batch = columns_of(collate([row]), ()) if collate else _training_inputs(model, documents, row, found)
     batch.pop("labels", None)
     with evaluating(model):
-        packed = logits_of(call(**move_batch(batch, where)))
+        packed = tensor_of(call(**move_batch(batch, where)), "logits")
         end = int(documents.stop[found].max())
         if packed.dim() != 3 or len(packed) != 1 or packed.shape[1] < end:
             raise InvalidInputError(
@@ -68,7 +68,7 @@ def require_separate_documents(
             start, stop, place = (int(of[index]) for of in (documents.start, documents.stop, documents.place))
             inputs = _accepted(model, documents[index])
             columns = {name: torch.as_tensor(values, device="cpu")[None] for name, values in inputs.items()}
-            alone = logits_of(call(**move_batch(columns, where)))
+            alone = tensor_of(call(**move_batch(columns, where)), "logits")
             own, beside = (
                 logits - logits.mean(-1, keepdim=True) for logits in (alone[0], packed[0, start:stop])
             )

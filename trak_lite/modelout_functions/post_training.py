@@ -17,20 +17,19 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from trak_lite._validate import one_of, real_at_least
+from trak_lite._validate import one_of, positive_real, real_at_least
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput, ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import (
     columns_of,
     labels_tensor,
-    logits_of,
     nan_unless,
     one_column,
-    positive_real,
     prefixed,
     real_column,
     refuse_invalid,
+    tensor_of,
     token_column,
 )
 from trak_lite.modelout_functions._margins import (
@@ -159,7 +158,7 @@ class RewardModelOutput(_PreferenceModelOutput):
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = (
             one_column(
-                logits_of(model_call(**prefixed(fields, side, [other]))),
+                tensor_of(model_call(**prefixed(fields, side, [other])), "logits"),
                 "The model gave scores of shape",
                 hint=": one score per text (num_labels=1).",
             )

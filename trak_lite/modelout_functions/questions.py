@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trak_lite._validate import known_names, one_of
-from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.data.datasets import Collate, Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
 from trak_lite.modelout_functions._describe import describe_task, tensor_json
@@ -87,7 +87,7 @@ class QuestionsModelOutput(AbstractModelOutput):
         *,
         groups: Sequence[Hashable] | None = None,
         reduction: Literal["sum", "mean"] = "mean",
-        collate: Callable[[list[Any]], Batch] | None = None,
+        collate: Collate | None = None,
     ) -> Rows:
         """Return targets of a question, for :meth:`~trak_lite.Attributor.score`.
 
@@ -197,7 +197,7 @@ class _Asked(Dataset[dict[str, Any]]):
 class _Collate:
     """Collates targets of a question: the first samples of all targets, the second ones, and so on."""
 
-    def __init__(self, collate: Callable[[list[Any]], Batch], name: str) -> None:
+    def __init__(self, collate: Collate, name: str) -> None:
         self.collate, self.name = collate, name
 
     def __call__(self, targets: list[dict[str, Any]]) -> dict[str, Any]:

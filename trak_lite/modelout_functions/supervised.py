@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trak_lite._validate import one_of
+from trak_lite._validate import one_of, positive_real
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     logits_and_labels,
-    logits_of,
     nan_unless,
     one_column,
-    positive_real,
     refuse_invalid,
     shape_texts,
     split_labels,
+    tensor_of,
 )
 from trak_lite.modelout_functions._margins import (
     UniformNoise,
@@ -98,9 +97,8 @@ class IterativeImageClassificationModelOutput(_Classifier):
     """
 
     name: ClassVar[str] = "iterative_image_classification"
-    evaluate = (
-        _Classifier.evaluate
-    )  # named here, because get_output alone would select the original's interface
+    # Named here, because get_output alone would select the original's interface.
+    evaluate = _Classifier.evaluate
 
     def get_output(
         self,
@@ -159,7 +157,7 @@ class TextClassificationModelOutput(_Classifier):
                     "model that is called as model(x), task='image_classification'."
                 )
             kwargs = dict(zip(self.input_names, args, strict=True))
-        return logits_of(model_call(**kwargs)), labels
+        return tensor_of(model_call(**kwargs), "logits"), labels
 
 
 _OTHERS = (

@@ -59,7 +59,6 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
 
 
 def _refuse_without_values(model: Any) -> None:
-    """Raise unless this is a module with values."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         hint = (
@@ -177,7 +176,16 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
         (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
         for module in model.modules()
     ]
-    hooks = _take_input_hooks(model)
+    # The hooks make the embedded tokens a leaf of autograd, for gradient checkpointing of a frozen model in train mode.
+    # The hook computer follows activations from the kept parameters only, and would fail its self-check. They are found
+    # by name: the model holds the handles of the last call only, and a trainer calls it again.
+    found = [
+        (module._forward_hooks, key)
+        for module in model.modules()
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__name__", "") in _INPUT_HOOKS
+    ]
+    hooks: list[tuple[Any, int, Any]] = [(place, key, place.pop(key)) for place, key in found]
 
     def restore() -> None:
         for place, key, hook in hooks:
@@ -189,22 +197,6 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
             vars(module).update(values)
 
     return restore
-
-
-def _take_input_hooks(model: nn.Module) -> list[tuple[Any, int, Any]]:
-    """Remove the hooks of ``enable_input_require_grads``; return them with the dict and the key of each.
-
-    They make the embedded tokens a leaf of autograd, for gradient checkpointing of a frozen model in train mode. The
-    hook computer follows activations from the kept parameters only, and would fail its self-check.
-    """
-    # By name: the model holds the handles of the last call only, and a trainer calls it again.
-    found = [
-        (module._forward_hooks, key)
-        for module in model.modules()
-        for key, hook in module._forward_hooks.items()
-        if getattr(hook, "__name__", "") in _INPUT_HOOKS
-    ]
-    return [(place, key, place.pop(key)) for place, key in found]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

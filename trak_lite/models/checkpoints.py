@@ -36,7 +36,6 @@ CheckpointSource: TypeAlias = Any
 """``None`` (the model's current weights), a state dict, a path, a :class:`Checkpoint`, or an iterable of these.
 
 A state dict may stand in a mapping beside that of the optimizer: ``{"model": ..., "optimizer": ...}``."""
-
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 _INDEX = ".index.json"
 _ADAPTER = "adapter_model."
@@ -218,7 +217,6 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that a Hugging Face shard index lists."""
     try:
         listed = parse_json(index.read_bytes())["weight_map"].values()
         names = sorted(set(listed))

@@ -133,9 +133,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             "scale gradients."
         )
     name_of = {id(p): name for name, p in model.named_parameters()}
-    foreign = [
-        tuple(p.shape) for group in inner.param_groups for p in group["params"] if id(p) not in name_of
-    ]
+    foreign = [tuple(p.shape) for own in inner.param_groups for p in own["params"] if id(p) not in name_of]
     if foreign:
         raise InvalidInputError(
             f"{len(foreign)} parameters of the optimizer, of shapes {foreign[:3]}, are not parameters of the "

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, final
 
 import torch
@@ -351,8 +350,7 @@ class Lockstep:
             return [int(flag) for flag in mine]
         counts = torch.tensor(mine, dtype=torch.int64, device=self._device)
         torch.distributed.all_reduce(counts, group=self._group)
-        found: list[int] = counts.tolist()
-        return found
+        return counts.tolist()
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank; all ranks must call this."""
@@ -404,12 +402,9 @@ class Turns:
         self._idle(seconds, unfinished=True)
 
     def __enter__(self) -> Self:
-        """Return the turns."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Join the other ranks' passes until all are done; after an error outside a pass, signal it to them."""
         if self._lockstep.is_alone:
             return

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import eigh_of_positive, wide_dtype
+from trak_lite._devices import eigh_of_positive, precise, wide_dtype
 from trak_lite.errors import NonFiniteError, StateError
-from trak_lite.featurizing.kronecker.units import Unit, UnitGradient, precise, sample_slices
+from trak_lite.featurizing.kronecker.units import Unit, UnitGradient, sample_slices
 from trak_lite.types import FactoredBlock
 
 

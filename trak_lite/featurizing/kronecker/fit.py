@@ -15,24 +15,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.errors import InvalidInputError
-from trak_lite.featurizing.kronecker.curvature import (
-    ArrayKeeper,
-    KroneckerCurvature,
-    UnitArrays,
-    decomposed,
-)
+from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays, decomposed
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
-from trak_lite.gradient_computers._base import ParameterChoice
+from trak_lite.gradient_computers.parameters import ParameterChoice
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink
@@ -41,7 +35,7 @@ __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 
 logger = logging.getLogger(__name__)
 
-NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[NDArray[np.int64], Batch]]]
+NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[RowNumbers, Batch]]]
 """Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
 
 
@@ -107,7 +101,6 @@ class _LossGradients:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
         return next(self.model.parameters()).device
 
     @property
@@ -122,10 +115,7 @@ class _LossGradients:
     ) -> None:
         """Pass the blocks of all rows to the sink, with labels drawn anew for each draw."""
         computer = HookGradientComputer(
-            self.model,
-            self.method.loss_of(self.task),
-            grad_wrt=self.grad_wrt,
-            keep_factors=keep_factors,
+            self.model, self.method.loss_of(self.task), grad_wrt=self.grad_wrt, keep_factors=keep_factors
         )
         self._seen = 0
         for rows, batch in self.batches():
@@ -187,12 +177,8 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the squares of the gradients in the eigenbases."""
     waiting = [found for found in arrays if not found.is_complete()]
     bases = [found.basis(rows.device) for found in waiting]
-    sums = {
-        basis.unit: torch.zeros(
-            basis.unit.rows, basis.unit.width, dtype=wide_dtype(rows.device), device=rows.device
-        )
-        for basis in bases
-    }
+    zero = torch.zeros((), dtype=wide_dtype(rows.device), device=rows.device)
+    sums = {basis.unit: zero.new_zeros(basis.unit.rows, basis.unit.width) for basis in bases}
     basis_of = {basis.unit: basis for basis in bases}
     joiner = GradientJoiner(
         list(sums), lambda gradient: basis_of[gradient.unit].add_squares(gradient, sums[gradient.unit])

@@ -12,19 +12,13 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import full_float32
+from trak_lite._devices import full_float32, precise
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
-from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitGradient, precise, sample_slices
+from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitGradient, sample_slices
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
-from trak_lite.types import (
-    BlockSink,
-    DenseBlock,
-    FeatureLayout,
-    GradientBlock,
-    ParameterShapes,
-)
+from trak_lite.types import BlockSink, DenseBlock, FeatureLayout, GradientBlock, ParameterShapes
 
 
 class Inverse(Protocol):
@@ -131,13 +125,8 @@ class PreconditionedProjector(AbstractProjector):
     """
 
     def __init__(self, projector: AbstractProjector, inverse: Inverse) -> None:
-        """Wrap the projector of the train rows."""
         super().__init__(
-            projector.grad_dim,
-            projector.proj_dim,
-            projector.seed,
-            projector.proj_type,
-            projector.device,
+            projector.grad_dim, projector.proj_dim, projector.seed, projector.proj_type, projector.device
         )
         self._projector, self._inverse = projector, inverse
 

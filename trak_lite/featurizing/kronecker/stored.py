@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._progress import progress_bar
-from trak_lite.data.datasets import Rows, spread_rows
+from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.featurizing.fisher import not_fitted, require_writable
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitArrays
 from trak_lite.featurizing.kronecker.fit import fit_curvature, unit_arrays
@@ -66,13 +65,7 @@ class KroneckerFits:
         return KroneckerCurvature.of(self._arrays(digest), device)
 
     def fit(
-        self,
-        digest: str,
-        rows: Rows,
-        device: torch.device,
-        *,
-        label: str,
-        progress: bool | None,
+        self, digest: str, rows: Rows, device: torch.device, *, label: str, progress: bool | None
     ) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part of the fit.
 
@@ -83,7 +76,7 @@ class KroneckerFits:
         require_writable(self.store)
         wanted = spread_rows(len(rows), self.method.max_rows)
 
-        def batches() -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        def batches() -> Iterator[tuple[RowNumbers, Batch]]:
             with progress_bar(len(wanted), label=label, progress=progress) as bar:
                 for numbers, batch in rows.moved(wanted, device):
                     yield numbers, batch

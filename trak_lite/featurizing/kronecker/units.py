@@ -23,28 +23,16 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import add_at_, wide_dtype
+from trak_lite._devices import add_at_, precise, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
-from trak_lite.types import (
-    DenseBlock,
-    FactoredBlock,
-    GradientBlock,
-    LookupBlock,
-    ParameterShapes,
-)
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, ParameterShapes
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SCRATCH = 1 << 22
 """Number of gradient entries that are formed at once."""
-
 _SAME = 1e-3
 """Relative difference up to which the gradient of a bias equals the sum of the weight's output gradients."""
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 or better."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def sample_slices(num_samples: int, entries: int) -> Iterator[slice]:
@@ -99,9 +87,7 @@ def find_units(model: nn.Module, parameters: ParameterShapes) -> tuple[Unit, ...
         (Unit(weight='weight', rows=2, columns=3, bias='bias', has_gaps=True),)
     """
     names = {id(p): name for name, p in model.named_parameters() if name in parameters}
-    owners = Counter(
-        id(p) for module in model.modules() for p in module._parameters.values() if p is not None
-    )
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     found: dict[str, Unit] = {}
     for module in model.modules():
         if not isinstance(module, _LAYERS):
@@ -287,7 +273,6 @@ class UnitSums:
         self._compare(-total, torch.zeros_like(total))
 
     def _add_squares(self, block: GradientBlock) -> None:
-        """Add the squares of the weight gradients of some samples, per entry."""
         shape = (self.unit.rows, self.unit.columns)
         none = block.samples(slice(0, 0)).dense()
         self.dtype = torch.promote_types(self.dtype, precise(none).dtype)

@@ -21,7 +21,6 @@ class Pieces(NamedTuple):
     """Dense per-sample gradients, formed for some samples at a time."""
 
     num_samples: int
-    """B."""
     step: int
     """Samples whose gradients fit into the processor's cache."""
     form: Callable[[slice], Tensor]
@@ -45,7 +44,6 @@ class OperationCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     num_samples: int
-    """B."""
     targets: dict[int, Tensor]
     """The parameters (or tensors computed from them) to differentiate, by ``id`` of the argument in their place."""
     axes: dict[int, BatchAxis | None] = field(default_factory=dict)
@@ -101,10 +99,10 @@ class OperationCall:
         return by_sample(tensor, self.output_axis, self.num_samples)
 
 
-OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Iterator[tuple[Tensor, Contribution]]]
-"""``rule(call, output_grad)`` yields pairs of argument and contribution; nothing if it does not apply."""
-
-
+Parts: TypeAlias = Iterator[tuple[Tensor, Contribution]]
+"""Arguments of an operation, each with a contribution to its gradient."""
+OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Parts]
+"""``rule(call, output_grad)``; it yields nothing if it does not apply."""
 _SIZES = frozenset({tuple, list, torch.Size})
 
 

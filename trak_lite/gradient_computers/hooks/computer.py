@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.gradient_computers._base import (
-    AbstractStreamingComputer,
-    ParameterChoice,
-    differentiating_only,
-    joined_terms,
-    refuse_detached,
-    select_parameters,
-)
+from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
+from trak_lite.gradient_computers.parameters import (
+    Kept,
+    ParameterChoice,
+    differentiating_only,
+    select_parameters,
+)
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
@@ -49,7 +48,7 @@ class _Part(NamedTuple):
     """Samples that go through the model in one pass."""
 
     batch: Batch
-    kept: Mapping[str, nn.Parameter]
+    kept: Kept
     """The tensors that operations read, by the names of the kept parameters."""
     sink: BlockSink
     start: int
@@ -169,9 +168,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             return key, 0
         return key, 8 if plan.flattened or plan.chooses_in_python else 64
 
-    def _stream_samples(
-        self, batch: Batch, count: int, kept: Mapping[str, nn.Parameter], sink: BlockSink
-    ) -> OutputTerms:
+    def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if found := [name for name, p in kept.items() if p.is_complex()]:
             raise UnsupportedModelError(
                 f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
@@ -202,8 +199,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     _stream_checked = _stream_samples  # it compares chunk by chunk
 
-    def _planned(self, key: Any, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
-        """Return the plan of this batch structure; make it if there is none."""
+    def _planned(self, key: Any, read: Kept, batch: Batch) -> Plan:
         known = self._plans.pop(key, None)
         if known is None:
             self.checks.forget(key)
@@ -239,7 +235,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 _put(self._plans, key, known)
         raise error
 
-    def _plan_in_step(self, sharded: ShardedModel, read: Mapping[str, nn.Parameter], batch: Batch) -> Plan:
+    def _plan_in_step(self, sharded: ShardedModel, read: Kept, batch: Batch) -> Plan:
         """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""
         plan, refusal = Plan(), None
         with torch.no_grad():
@@ -301,7 +297,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         )
 
     @contextmanager
-    def _prepared(self, kept: Mapping[str, nn.Parameter]) -> Iterator[Mapping[str, nn.Parameter]]:
+    def _prepared(self, kept: Kept) -> Iterator[Kept]:
         """Let only the kept parameters require grad, and run compiled parts of the model eagerly.
 
         Yields:
@@ -326,7 +322,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         reshard(self._tree or self.model)  # otherwise a pass would depend on the previous one
         return self.terms(batch).output
 
-    def _refuse_hidden(self, plan: Plan, kept: Mapping[str, nn.Parameter]) -> None:
+    def _refuse_hidden(self, plan: Plan, kept: Kept) -> None:
         """Raise for parameters without a per-sample gradient, according to ``strict``."""
         if plan.escaped and self.strict is not False:
             raise UnsupportedModelError(

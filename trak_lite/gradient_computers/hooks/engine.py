@@ -30,6 +30,7 @@ from trak_lite.gradient_computers.hooks.routing import RowTags, routed_contribut
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
 from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.rules.recurrent import is_recurrence, num_sequences, run_recurrent
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.gradient_computers.recording import tensors_of
 from trak_lite.gradient_computers.reference import naming_graph_failures
@@ -59,7 +60,7 @@ class GradientPass(AbstractInterceptor):
     Use it as a context manager around both passes. Remove the handles of :meth:`install` afterwards.
     """
 
-    def __init__(self, plan: Plan, kept: Mapping[str, nn.Parameter], ledger: GradientLedger) -> None:
+    def __init__(self, plan: Plan, kept: Kept, ledger: GradientLedger) -> None:
         """Prepare a pass; ``kept`` are the parameters of plan and ledger by name, which require grad."""
         super().__init__()
         self.watched = {id(p): p for p in kept.values()}

@@ -6,13 +6,14 @@ propagates them to its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite.gradient_computers.hooks.calls import Contribution, Pieces, dense_of, merged, transposed
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, SummedBlock
 
 
@@ -45,10 +46,9 @@ class _Uses:
 class GradientLedger:
     """Counts the uses of parameters in one forward pass, and collects their gradients in the backward pass."""
 
-    _kept: Mapping[str, nn.Parameter]
+    _kept: Kept
     """Parameters to keep gradients for, by name."""
     num_samples: int
-    """B."""
     _sink: BlockSink
     _start: int = 0
     """Row in the batch of this pass's sample 0."""
@@ -56,7 +56,6 @@ class GradientLedger:
     """Whether to stream the factors of matrices and convolutions even if the gradients are smaller."""
 
     def __post_init__(self) -> None:
-        """Start without uses."""
         self.methods: dict[str, dict[str, None]] = {name: {} for name in self._kept}
         """The rules that computed each parameter's gradient."""
         self._uses = {id(p): _Uses(p, (name,)) for name, p in self._kept.items()}

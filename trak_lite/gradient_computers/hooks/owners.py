@@ -21,10 +21,8 @@ from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative deviation from a power of two that counts as rounding (kernels with varying summation order)."""
-
 _BASE, _BASES = 64, {torch.float16: 4}
 """Number of powers of two per digit of a code; fewer for float16 because of its range."""
-
 _NEGLIGIBLE = 64
 """A row below this multiple of the machine precision times the largest row is rounding noise."""
 
@@ -62,7 +60,6 @@ class SampleCode:
     """Code of every sample's number in base ``base``; each weighted backward pass determines one digit."""
 
     count: int
-    """B."""
     base: int = _BASE
     """Number of powers of two per digit."""
     _scales: dict[Any, list[Tensor]] = field(default_factory=dict, repr=False, compare=False)

@@ -144,9 +144,8 @@ def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
     elif kind in ("layer norm", "RMS norm"):
         x, shape = call.bind("input", "normalized_shape")
         trailing = len(shape)
-    elif (
-        kind == _GROUPED
-    ):  # each group of rows times its own matrix of a stack: experts that rows are sorted by
+    elif kind == _GROUPED:
+        # Each group of rows times its own matrix of a stack: experts that rows are sorted by.
         x, weight, offsets, bias = call.bind("input", "mat2", "offs", "bias")
         known = isinstance(x, Tensor) and isinstance(weight, Tensor) and offsets is not None and bias is None
         known = known and x.dim() == 2 and weight.dim() == 3 and x.dtype == result.dtype

@@ -66,7 +66,6 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch operation; pass it to :meth:`operation` if it reads a watched tensor."""
         kwargs = kwargs or {}
         reads = self.touches(args) or (kwargs and self.touches(kwargs.values()))
         if not reads or self.looks_away or not torch.is_grad_enabled():

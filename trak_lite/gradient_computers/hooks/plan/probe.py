@@ -19,6 +19,7 @@ from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.recorder import RECURRENT, Record, Recorder, grows_twice
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch
@@ -111,12 +112,11 @@ class Plan:
         self.route()
 
 
-_Parameters = Mapping[str, nn.Parameter]
 _Evaluate = Callable[[Batch], Tensor]
 
 
 def make_plan(
-    model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate, *, may_repeat: bool = True
+    model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate, *, may_repeat: bool = True
 ) -> Plan:
     """Return the plan of a model for batches like this one.
 
@@ -161,7 +161,7 @@ def make_plan(
     return plan
 
 
-def sample_on_path(model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate) -> int | None:
+def sample_on_path(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> int | None:
     """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
 
     A model that reads ``all`` or ``any`` in Python chooses a path by all samples of a batch, such as one without a mask
@@ -183,7 +183,7 @@ def _numbers_before(recorder: Recorder, last: int) -> int:
 
 
 def _recorded(
-    model: nn.Module, kept: _Parameters, batch: Batch, evaluate: _Evaluate, smaller: Recorder | None = None
+    model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate, smaller: Recorder | None = None
 ) -> tuple[Recorder, Tensor]:
     """Return the recorder of a forward pass over a batch, and f."""
     recorder = Recorder(kept, smaller)

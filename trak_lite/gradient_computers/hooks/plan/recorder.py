@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.registry import GradientRule
+from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.recording import leaves_of, tensors_of
 
 RECURRENT: dict[Any, str] = {
@@ -29,7 +30,6 @@ RECURRENT: dict[Any, str] = {
     torch.rnn_relu: "relu",
 }
 """Kind of recurrence by operation. It may read the rows of a packed sequence, whose order shapes do not show."""
-
 _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 
@@ -93,7 +93,7 @@ def grows_twice(two: Sequence[int], three: Sequence[int]) -> bool:
 class Recorder(AbstractInterceptor):
     """Records every operation that depends on a kept parameter, and runs it unchanged."""
 
-    def __init__(self, kept: Mapping[str, nn.Parameter], smaller: Recorder | None = None) -> None:
+    def __init__(self, kept: Kept, smaller: Recorder | None = None) -> None:
         """Prepare a forward pass; ``smaller`` recorded a smaller batch, and shows the axes that grow."""
         super().__init__()
         self.watched = {id(parameter): parameter for parameter in kept.values()}
@@ -120,7 +120,6 @@ class Recorder(AbstractInterceptor):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch operation, and record how it moves rows."""
         kwargs = kwargs or {}
         if self.looks_away:
             return func(*args, **kwargs)
@@ -296,7 +295,6 @@ def _name_of(function: Function) -> str:
 
 
 def _parts_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts of a subscript."""
     return args[1] if isinstance(args[1], tuple) else args[1:2]
 
 
@@ -339,9 +337,9 @@ def _num_read(name: str, function: Function, args: tuple[Any, ...], kwargs: Mapp
         sizes = [(part.start, part.stop, part.step) for part in _parts_of(args) if isinstance(part, slice)]
     elif name in _FACTORIES or name in _TAKING_SIZES:
         sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
-    return (
-        sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point()) if sizes else 0
-    )
+    if not sizes:
+        return 0
+    return sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point())
 
 
 class _Call(NamedTuple):
@@ -405,9 +403,7 @@ def _by_subscript(call: _Call) -> tuple[int, ...]:
                 moved.append(_size(values, axis))
         axis += _axes_of(part, by_name)
     if moved and not fixed and call.name in ("__setitem__", "index_put"):
-        moved += [
-            part.numel() if isinstance(part, Tensor) else len(part) for part in filter(_is_index, parts)
-        ]
+        moved += [p.numel() if isinstance(p, Tensor) else len(p) for p in filter(_is_index, parts)]
     return tuple(moved)
 
 

@@ -7,7 +7,7 @@ gradient times the patch. For a transposed convolution the input and the output 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, Pieces, conjugate
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, Parts, Pieces, conjugate
 from trak_lite.types import FactoredBlock
 
 _PIECE_BYTES = 3 << 19
@@ -25,14 +25,12 @@ _FEWEST = 8
 _LARGE = 1 << 16
 """Number of weight entries from which one convolution per sample is faster on a CPU than one call: up to twice."""
 
-_Parts = Iterator[tuple[Tensor, Contribution]]
-
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _NAMES_TRANSPOSED = (*_NAMES[:5], "output_padding", "groups", "dilation")
 
 
-def conv_rule(call: OperationCall, grad: Tensor, *, transposed: bool = False) -> _Parts:
+def conv_rule(call: OperationCall, grad: Tensor, *, transposed: bool = False) -> Parts:
     """``conv(x, weight) + bias`` in one to three dimensions.
 
     ``transposed``: ``conv_transpose(x, weight) + bias``; the patches are those of the output gradient.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from trak_lite._devices import add_at_, wide_dtype
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
+from trak_lite.gradient_computers.hooks.calls import OperationCall, Parts
 from trak_lite.gradient_computers.hooks.owners import Arrangement
 from trak_lite.types import LookupBlock
 
-_Parts = Iterator[tuple[Tensor, Contribution]]
 
-
-def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def embedding_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Rule of ``weight[ids]``; the padding row has gradient zero."""
     weight, ids, padding, by_frequency = call.bind("weight", "indices", "padding_idx", "scale_grad_by_freq")
     _refuse_frequency(by_frequency)
@@ -29,7 +25,7 @@ def embedding_rule(call: OperationCall, grad: Tensor) -> _Parts:
     yield weight, LookupBlock("", rows, values, weight.shape[0])
 
 
-def embedding_bag_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def embedding_bag_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Rule of sums, means or maxima of bags of rows."""
     names = "weight indices offsets scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
     weight, ids, offsets, by_frequency, mode, _, scales, last_offset, padding = call.bind(*names.split())

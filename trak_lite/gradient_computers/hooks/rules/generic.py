@@ -8,7 +8,7 @@ is differentiated sample by sample.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, Parts
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable
 
 
-def generic_rule(
-    call: OperationCall, grads: Sequence[Tensor | None]
-) -> Iterator[tuple[Tensor, Contribution]]:
+def generic_rule(call: OperationCall, grads: Sequence[Tensor | None]) -> Parts:
     """Yield the contributions to all kept arguments, given the gradients of the differentiable results."""
     if call.sliceable and call.random is None:
         try:
@@ -106,7 +104,7 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
 
 def looped(
     call: OperationCall, samples: Iterable[int], alone: Callable[[int], Sequence[Tensor | None]]
-) -> Iterator[tuple[Tensor, Contribution]]:
+) -> Parts:
     """Run the operation once and differentiate it once per given sample; other samples have gradient zero.
 
     ``alone`` returns the gradients of the differentiable results for one sample.

@@ -8,7 +8,7 @@ rule, and calls that a rule does not support.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,28 +16,26 @@ import torch
 from torch import Tensor
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, OperationRule, conjugate
+from trak_lite.gradient_computers.hooks.calls import OperationCall, OperationRule, Parts, conjugate
 from trak_lite.gradient_computers.hooks.plan.axes import sum_to_parameter
 from trak_lite.gradient_computers.hooks.rules.convolutions import conv_rule
 from trak_lite.gradient_computers.hooks.rules.embeddings import embedding_bag_rule, embedding_rule
 from trak_lite.types import FactoredBlock
 
-_Parts = Iterator[tuple[Tensor, Contribution]]
 
-
-def linear_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def linear_rule(call: OperationCall, grad: Tensor) -> Parts:
     """``x W^T + b``."""
     return _matrix_product(call, grad, *call.bind("input", "weight", "bias"), weight_is_in_out=False)
 
 
-def addmm_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def addmm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """``b + x W``, the form of Hugging Face's Conv1D."""
     bias, x, weight, beta, alpha = call.bind("input", "mat1", "mat2", "beta", "alpha")
     if beta in (None, 1) and alpha in (None, 1) and not call.wants(x):
         yield from _matrix_product(call, grad, x, weight, bias, weight_is_in_out=True)
 
 
-def matmul_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def matmul_rule(call: OperationCall, grad: Tensor) -> Parts:
     """``x W`` or ``W x`` with a matrix W."""
     left, right = matrices_of(call)
     if call.wants(left) and call.wants(right):
@@ -60,7 +58,7 @@ def matrices_of(call: OperationCall) -> tuple[Any, Any]:
 
 def _matrix_product(
     call: OperationCall, grad: Tensor, x: Tensor, weight: Tensor, bias: Any, *, weight_is_in_out: bool
-) -> _Parts:
+) -> Parts:
     axis = call.axis_of(x)
     if (
         axis is None
@@ -78,7 +76,7 @@ def _matrix_product(
         yield bias, (grads.squeeze(1) if grads.shape[1] == 1 else grads.sum(1))
 
 
-def einsum_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def einsum_rule(call: OperationCall, grad: Tensor) -> Parts:
     """``einsum("ibh,hnd->ibnd", x, W)``: a product of one tensor of the samples with one parameter."""
     equation, operands = call.args[:2]
     terms = equation.replace(" ", "").replace("->", ",").split(",")
@@ -105,9 +103,8 @@ def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
     for term, tensor in zip(terms, tensors, strict=True):
         if not term.isalpha() or len(set(term)) != len(term) or len(term) != tensor.dim():
             return False
-        if any(
-            sizes.setdefault(letter, size) != size for letter, size in zip(term, tensor.shape, strict=True)
-        ):
+        pairs = zip(term, tensor.shape, strict=True)
+        if any(sizes.setdefault(letter, size) != size for letter, size in pairs):
             return False
     return True
 
@@ -118,7 +115,7 @@ def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor 
     ``derivative(call, (a, b), place, grad)`` returns the derivative with respect to one operand times the gradient.
     """
 
-    def rule(call: OperationCall, grad: Tensor) -> _Parts:
+    def rule(call: OperationCall, grad: Tensor) -> Parts:
         if len(call.args) > 2:
             return  # torch.add(x, 2, y), where 2 is a factor of y
         named = (call.kwargs[name] for name in ("input", "other") if name in call.kwargs)
@@ -152,7 +149,7 @@ def _of_quotient(call: OperationCall, operands: Any, place: int, grad: Tensor) -
     return quotient if place == 0 else -quotient * numerator / denominator
 
 
-def where_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def where_rule(call: OperationCall, grad: Tensor) -> Parts:
     """``torch.where(condition, a, b)``."""
     if len(call.args) != 3 or call.kwargs or call.args[0].dtype != torch.bool:
         return
@@ -163,7 +160,7 @@ def where_rule(call: OperationCall, grad: Tensor) -> _Parts:
             yield operand, sum_to_parameter(samples, operand.shape)
 
 
-def attention_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def attention_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Scaled dot-product attention with a bias made of parameters (relative positions), which is its mask."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, key, value, mask, dropout, causal, scale, grouped = call.bind(*names)
@@ -179,7 +176,7 @@ def attention_rule(call: OperationCall, grad: Tensor) -> _Parts:
     yield mask, sum_to_parameter(call.output_samples(scores), mask.shape)
 
 
-def expand_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def expand_rule(call: OperationCall, grad: Tensor) -> Parts:
     """``parameter.expand(B, ...)``, for example a class token or a learned query."""
     value = call.args[0]
     yield value, sum_to_parameter(call.output_samples(grad), value.shape)
@@ -193,7 +190,7 @@ def _affine(
     weight: Any,
     bias: Any,
     num_last: int | None = None,
-) -> _Parts:
+) -> Parts:
     """``normalised * weight + bias``, where the parameters have the last ``num_last`` axes, or that of the channels."""
     axis = call.axis_of(x)
     axes = range(1, 2) if num_last is None else range(x.dim() - num_last, x.dim())
@@ -210,20 +207,20 @@ def _affine(
         yield bias, reduced(grad, bias)
 
 
-def layer_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def layer_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Layer normalisation; recomputes the normalised input."""
     x, shape, weight, bias, eps = call.bind("input", "normalized_shape", "weight", "bias", "eps")
     normalised = torch.layer_norm(x, tuple(shape), None, None, 1e-5 if eps is None else eps)
     return _affine(call, grad, x, normalised, weight, bias, len(shape))
 
 
-def rms_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def rms_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Root-mean-square normalisation."""
     x, shape, weight, eps = call.bind("input", "normalized_shape", "weight", "eps")
     return _affine(call, grad, x, torch.rms_norm(x, tuple(shape), None, eps), weight, None, len(shape))
 
 
-def group_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def group_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Group normalisation."""
     x, groups, weight, bias, eps = call.bind("input", "num_groups", "weight", "bias", "eps")
     normalised = torch.group_norm(x, groups, None, None, 1e-5 if eps is None else eps)
@@ -233,7 +230,7 @@ def group_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
 _STATISTICS = ("input", "weight", "bias", "running_mean", "running_var")
 
 
-def batch_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def batch_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Batch normalisation with running statistics: an affine map per channel."""
     x, weight, bias, mean, variance, training, momentum, eps = call.bind(
         *_STATISTICS, "training", "momentum", "eps"
@@ -247,7 +244,7 @@ def batch_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
     return _affine(call, grad, x, normalised, weight, bias)
 
 
-def instance_norm_rule(call: OperationCall, grad: Tensor) -> _Parts:
+def instance_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Instance normalisation."""
     x, weight, bias, mean, variance, own_statistics, momentum, eps = call.bind(
         *_STATISTICS, "use_input_stats", "momentum", "eps"
@@ -289,10 +286,8 @@ _TABLE: list[tuple[str, OperationRule, Sequence[Any]]] = [
 ]
 RULES = {function: (name, rule) for name, rule, functions in _TABLE for function in functions}
 """Name and rule by function; several functions may run the same operation."""
-
 MAY_DRAW = frozenset({torch._C._nn.scaled_dot_product_attention})
 """Operations with a rule for calls that draw no random numbers."""
-
 _READING_NOTHING = frozenset(
     {torch.add, T.add, T.add_, torch.sub, T.sub, T.sub_, T.__rsub__, T.expand, T.expand_as}
 )
