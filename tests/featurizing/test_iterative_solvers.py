@@ -12,6 +12,7 @@ from tiny_runs import CubeWithoutForwardMode
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, Rows
@@ -110,7 +111,8 @@ def dense_matrix(model, train):
                 return functional.cross_entropy(z[None], labels[None])
             return functional.cross_entropy(z.reshape(len(labels), -1)[:-1], labels[1:], reduction="sum")
 
-        jacobian = torch.cat([part.flatten(1) for part in jacrev(logits)(values).values()], 1)
+        with sdpa_kernel(SDPBackend.MATH):  # torch 2.14 warns that vmap of another kernel's backward pass is slow
+            jacobian = torch.cat([part.flatten(1) for part in jacrev(logits)(values).values()], 1)
         total = total + jacobian.T @ torch.autograd.functional.hessian(loss, logits(values)) @ jacobian
     return [(np.arange(len(total)), total.numpy())]
 
