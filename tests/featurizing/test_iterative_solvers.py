@@ -111,7 +111,8 @@ def dense_matrix(model, train):
                 return functional.cross_entropy(z[None], labels[None])
             return functional.cross_entropy(z.reshape(len(labels), -1)[:-1], labels[1:], reduction="sum")
 
-        with sdpa_kernel(SDPBackend.MATH):  # torch 2.14 warns that vmap of another kernel's backward pass is slow
+        # torch 2.14 warns that vmap of another kernel's backward pass is slow.
+        with sdpa_kernel(SDPBackend.MATH):
             jacobian = torch.cat([part.flatten(1) for part in jacrev(logits)(values).values()], 1)
         total = total + jacobian.T @ torch.autograd.functional.hessian(loss, logits(values)) @ jacobian
     return [(np.arange(len(total)), total.numpy())]
