@@ -229,9 +229,7 @@ class AbstractFeatureStore(ABC):
             )
 
     def __enter__(self) -> Self:
-        """Return the store."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the store."""
         self.close()

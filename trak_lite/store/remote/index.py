@@ -86,13 +86,16 @@ class RemoteIndex:
             raise self._lost(known)
         leftovers = []
         for column, content in zip(self._files.columns, contents, strict=True):
-            if not self._create_column(column, record, content):
-                leftovers.append((column, content))
+            key = column.visible(chunk)
+            if not self._objects.create(key, content.data):
+                found = self._objects.get(key)
+                if found is None or (len(found), crc32c(found)) != record.columns[column.name]:
+                    leftovers.append((key, content))
             failpoint("object_put")
         self._win(record)
         failpoint("commit_put")
-        for column, content in leftovers:
-            self._objects.put(column.visible(chunk), content.data)
+        for key, content in leftovers:
+            self._objects.put(key, content.data)
             failpoint("leftover_replaced")
         self._note(record)
         self.committed[chunk] = record
@@ -133,14 +136,6 @@ class RemoteIndex:
         return CommitRecord(
             chunk, generation, self._files.rows_in(chunk), columns, self._files.identity, writer
         )
-
-    def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[np.uint8]) -> bool:
-        """Create the object of a column; return whether it now has the given content."""
-        key = column.visible(record.chunk)
-        if self._objects.create(key, content.data):
-            return True
-        found = self._objects.get(key)
-        return found is not None and (len(found), crc32c(found)) == record.columns[column.name]
 
     def _win(self, record: CommitRecord) -> None:
         """Create the commit record; raise if a different one exists."""

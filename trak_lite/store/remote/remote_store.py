@@ -7,7 +7,6 @@ the same as on disk, so plain zarr can read a finished store through its FsspecS
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
@@ -47,8 +46,6 @@ from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.index import FetchedChunks, RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
-
-logger = logging.getLogger(__name__)
 
 _METADATA = "zarr.json"
 
@@ -141,9 +138,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> RowTable:
         if self._table_record(path) is None:
             with self._staging_locked():
-                if (
-                    self._table_record(path) is None
-                ):  # checked again: another process of this machine may just have created it
+                # checked again: another process of this machine may just have created it
+                if self._table_record(path) is None:
                     self._finish_dropping(path)
                     self._drop_staged(path)  # staged rows of a dropped table must not reappear
                     self._put_documents(path, spec, attributes)
