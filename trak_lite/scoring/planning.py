@@ -70,7 +70,6 @@ class Span(NamedTuple):
         return Span(*(value * factor for value in self))
 
     def __str__(self) -> str:
-        """Return mean and spread."""
         if self.high - self.low < 0.1 * self.mean:
             return duration(self.mean)
         return f"{duration(self.mean)} ({duration(self.low)} to {duration(self.high)})"
@@ -107,7 +106,6 @@ class Plan:
         return functools.reduce(Span.plus, self.seconds.values(), Span())
 
     def __str__(self) -> str:
-        """Return the plan on a few lines."""
         steps = ", ".join(f"{name} {span}" for name, span in self.seconds.items() if span.mean)
         sizes = ", ".join(f"{name} {_size(count)}" for name, count in self.disk.items() if count)
         peaks = ", ".join(
@@ -129,8 +127,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Measured batches."""
-
     setup: Span
     """Time that a checkpoint takes once: the choice, checks and recordings."""
     checks: Span
@@ -285,8 +281,6 @@ def _span(gaps: Sequence[_Mark]) -> Span:
 
 @dataclass(slots=True)
 class _Peak:
-    """Memory of a block."""
-
     growth: int | None = None
     """Peak bytes beyond those in use before, set at the end; ``None`` where the system does not tell."""
 
@@ -381,9 +375,8 @@ def _scoring(
     if not num_targets:
         return Span(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
-    targets = torch.ones(
-        num_targets, layout.width, device=device
-    )  # no drawn numbers: the caller's generator stays
+    # no drawn numbers: the caller's generator stays
+    targets = torch.ones(num_targets, layout.width, device=device)
     rows = torch.ones(_PRODUCT_ROWS, layout.width, device=device, dtype=torch.float16)
     total = _timed(lambda: _done(rows.float() @ targets.T)).times(num_rows / _PRODUCT_ROWS)
     held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4
@@ -507,7 +500,6 @@ def _free_memory(device: torch.device) -> int | None:
 
 
 def _size(count: int | None) -> str:
-    """Return a number of bytes with its unit."""
     if count is None:
         return "unknown memory"
     value = float(count)

@@ -69,7 +69,6 @@ class Refine:
     """Memory for the gradients of targets, in bytes. More targets than fit are scored in several passes."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         positive_int(candidates=self.candidates)
         positive_int(max_bytes=self.max_bytes)
         object.__setattr__(self, "method", unprojected_method(self.method))
@@ -235,7 +234,6 @@ class _Scorer:
     """By digest of the checkpoint's weights, of each block."""
 
     def __post_init__(self) -> None:
-        """Refuse models and normalisations that are not supported."""
         refuse_sharded(self.run.model, "scores of unprojected gradients", "Use featurize and score")
         kind = self.run.settings.normalization.kind
         if kind in ("adam", "adam_update"):

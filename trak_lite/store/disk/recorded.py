@@ -101,10 +101,6 @@ class RecordedFeatureStore(AbstractFeatureStore):
         compare_specs(table.spec, spec, where=f"{self._where}/{path}")
         return table
 
-    def open_table(self, path: str) -> AbstractRowTable:
-        """Open an existing table, for writing if the store is writable."""
-        return self._open(path)
-
     def attributes(self, path: str) -> dict[str, Any]:
         """Return the attributes recorded when the table was created."""
         return attributes_from_json(self._require_table(path), where=f"{self._where}/{path}/zarr.json")
@@ -183,10 +179,6 @@ class RecordedFeatureStore(AbstractFeatureStore):
     @abstractmethod
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> AbstractRowTable:
         """Return the table at a path; create it with this spec and these attributes if there is none."""
-
-    @abstractmethod
-    def _open(self, path: str) -> AbstractRowTable:
-        """Return a table, opened at most once."""
 
     def _group(self, path: str) -> dict[str, Any] | None:
         """Return the record in the ``zarr.json`` of a table or group; ``None`` if there is none."""

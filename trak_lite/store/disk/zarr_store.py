@@ -213,7 +213,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
                             raise
                         continue  # another process has just dropped the last table of the group
             try:
-                return self._open(path)
+                return self.open_table(path)
             except MissingStoreError:
                 if os.path.lexists(f"{self._root}/{path}"):  # the path is not a table
                     raise
@@ -246,7 +246,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table; see :meth:`AbstractFeatureStore.grow_table`."""
         self._require_writable()
-        self._open(path)  # validates its folders and arrays
+        self.open_table(path)  # validates its folders and arrays
         folder, record = f"{self._root}/{path}", self._require_table(path)
         spec = self._spec(record, path)
         if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
@@ -255,7 +255,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
             with named_errors("Growing", folder):
                 _grow(self._table_files(path, spec), num_rows)
-        return self._open(path)
+        return self.open_table(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
@@ -292,7 +292,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             table.forget()
         return check_folder(self._root, repair=True)
 
-    def _open(self, path: str) -> RowTable:
+    def open_table(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)

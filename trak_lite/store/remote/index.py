@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -181,17 +182,15 @@ class RemoteIndex:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class FetchedChunks:
-    """LRU cache of the downloaded chunks of a table."""
+    """LRU cache of the downloaded chunks of a table, whose checksums are compared with ``check``."""
 
-    def __init__(
-        self, objects: AbstractObjects, files: TableFiles, index: RemoteIndex, *, check: bool
-    ) -> None:
-        self._objects = objects
-        self._files = files
-        self._index = index
-        self._check = check
-        self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
+    _objects: AbstractObjects
+    _files: TableFiles
+    _index: RemoteIndex
+    _check: bool
+    _fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = field(default_factory=OrderedDict)
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         """Return the rows of a committed chunk; see :meth:`ChunkMaps.get`."""

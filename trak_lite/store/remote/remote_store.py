@@ -143,7 +143,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
                     self._finish_dropping(path)
                     self._drop_staged(path)  # staged rows of a dropped table must not reappear
                     self._put_documents(path, spec, attributes)
-        return self._open(path)
+        return self.open_table(path)
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
@@ -165,7 +165,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Return the table if it has ``num_rows`` rows; it cannot grow in an object store (UnsupportedStoreError)."""
         self._require_writable()
-        table = self._open(path)
+        table = self.open_table(path)
         if table.spec.num_rows == num_rows:
             return table
         raise UnsupportedStoreError(
@@ -196,7 +196,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
             if os.path.lexists(stage):
                 remove_tree(stage)
 
-    def _open(self, path: str) -> RowTable:
+    def open_table(self, path: str) -> RowTable:
+        """Return the table, opened at most once, for writing if the store is writable."""
         if path not in self._tables:
             record = self._require_table(path)
             where, spec = f"{self.path}/{path}", self._spec(record, path)
@@ -211,7 +212,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 with named_errors("Making", files.stage):
                     make_folders(files.stage)
             index = RemoteIndex(self._objects, files)
-            chunks = FetchedChunks(self._objects, files, index, check=self._check == "first_touch")
+            chunks = FetchedChunks(self._objects, files, index, self._check == "first_touch")
             self._tables[path] = RowTable(files, index, chunks, writable=self.writable)
         return self._tables[path]
 
