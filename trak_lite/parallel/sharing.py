@@ -309,7 +309,6 @@ class SharedRows:
             self._look()
 
     def __enter__(self) -> Self:
-        """Return the rows."""
         return self
 
     def __exit__(

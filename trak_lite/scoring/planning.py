@@ -6,7 +6,6 @@ Shapes: N train rows, M targets, K feature width, C checkpoints.
 from __future__ import annotations
 
 import functools
-import itertools
 import shutil
 import statistics
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -50,6 +49,10 @@ _PRODUCT_ROWS: Final = 1024
 _PRODUCT_PANEL: Final = 256
 _MOST_STORED: Final = 1 << 26
 """Bytes of kernels that a trial stores at most; the time of more is that of these, in proportion."""
+
+
+Times: TypeAlias = NDArray[np.float64]
+"""``(n, 2)`` durations: seconds that have passed, and of the processor."""
 
 
 class Span(NamedTuple):
@@ -208,13 +211,13 @@ def _tried(
         size, rows.batch_size = rows.batch_size, batch_size
         try:
             with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
-                marks = [_Mark.now()]
+                marks = [_now()]
                 starts = _starts(batches, marks, longest)
                 for _ in session.trial(checkpoint, rows, starts, of_fit=bool(draws)):
-                    marks.append(_Mark.now())
+                    marks.append(_now())
         finally:
             rows.batch_size = size
-    gaps = [later.minus(earlier) for earlier, later in itertools.pairwise(marks)]
+    gaps = np.diff(marks, axis=0)
     batch = _usual(gaps, -(-chunk_rows // per_batch))
     return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak.growth)
 
@@ -228,51 +231,41 @@ def _fit_grid(settings: AttributorSettings, num_rows: int, batch_size: int) -> t
     return spec.chunk_rows, drawn_batch_size(batch_size, draws, at_once)
 
 
-def _usual(gaps: Sequence[_Mark], per_chunk: int) -> Span:
+def _usual(gaps: Times, per_chunk: int) -> Span:
     """Return the time of one batch, with its share of the time that the last batch of a chunk takes more."""
-    later = list(enumerate(gaps))[_WARM:] or [*enumerate(gaps)][-1:]
-    last = [gap for number, gap in later if (number + 1) % per_chunk == 0]
-    inner = [gap for number, gap in later if (number + 1) % per_chunk]
-    if not last or not inner:
-        return _span(inner or last)
+    numbers = np.arange(len(gaps))[min(_WARM, len(gaps) - 1) :]
+    ends_chunk = (numbers + 1) % per_chunk == 0
+    last, inner = gaps[numbers[ends_chunk]], gaps[numbers[~ends_chunk]]
+    if not len(last) or not len(inner):
+        return _span(inner if len(inner) else last)
     batch, more = _span(inner), _beyond(last, _span(inner))
     return batch.plus(more.times(1 / (len(last) * per_chunk)))
 
 
-def _beyond(gaps: Sequence[_Mark], usual: Span) -> Span:
+def _beyond(gaps: Times, usual: Span) -> Span:
     """Return what some batches took more than as many usual ones."""
-    wall = max(0.0, sum(gap.wall for gap in gaps) - len(gaps) * usual.mean)
-    return Span(wall, wall, wall, max(0.0, sum(gap.cpu for gap in gaps) - len(gaps) * usual.cpu))
+    wall, cpu = np.maximum(gaps.sum(axis=0) - len(gaps) * np.array([usual.mean, usual.cpu]), 0.0).tolist()
+    return Span(wall, wall, wall, cpu)
 
 
 def _starts(
-    batches: Sequence[NDArray[np.int64]], marks: Sequence[_Mark], longest: float
+    batches: Sequence[NDArray[np.int64]], marks: Sequence[tuple[float, float]], longest: float
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the first batches in order, as a run writes them, until the trial has taken long enough."""
     for number, rows in enumerate(batches[: _WARM + _MOST]):
         measured = len(marks) > _WARM and number >= _WARM + _FEWEST
-        if measured and _Mark.now().wall - marks[_WARM].wall > longest:
+        if measured and _now()[0] - marks[_WARM][0] > longest:
             return
         yield rows
 
 
-class _Mark(NamedTuple):
-    """A moment, in seconds."""
-
-    wall: float
-    cpu: float
-
-    @classmethod
-    def now(cls) -> _Mark:
-        return cls(time.perf_counter(), time.process_time())
-
-    def minus(self, earlier: _Mark) -> _Mark:
-        return _Mark(self.wall - earlier.wall, self.cpu - earlier.cpu)
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
-def _span(gaps: Sequence[_Mark]) -> Span:
+def _span(gaps: Times) -> Span:
     """Return the mean of the middle half of some durations, and the spread of all but the extreme tenths."""
-    walls, cpus = sorted(gap.wall for gap in gaps), sorted(gap.cpu for gap in gaps)
+    walls, cpus = np.sort(gaps, axis=0).T.tolist()
     tenth, middle = len(gaps) // 10, slice(len(gaps) // 4, len(gaps) - len(gaps) // 4)
     return Span(
         statistics.fmean(walls[middle]), walls[tenth], walls[-1 - tenth], statistics.fmean(cpus[middle])
@@ -330,10 +323,10 @@ def _scratch(like: Workspace) -> Iterator[Workspace]:
 def _timed(call: Callable[[], None]) -> Span:
     """Return the time of a call, after one that warms up."""
     call()
-    begun = _Mark.now()
+    begun = _now()
     call()
-    gap = _Mark.now().minus(begun)
-    return Span(gap.wall, gap.wall, gap.wall, gap.cpu)
+    wall, cpu = np.subtract(_now(), begun).tolist()
+    return Span(wall, wall, wall, cpu)
 
 
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
