@@ -199,7 +199,6 @@ class MemoryFeatureStore(RecordedFeatureStore):
     @property
     def path(self) -> None:  # type: ignore[override]
         """``None``, because the store is in memory."""
-        return
 
     def require_writable(self, path: str, rows: _MemoryRows) -> None:
         """Raise unless this handle is open for writing, and ``rows`` is still the current state of the table."""

@@ -26,12 +26,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._values import short_list
-from trak_lite.store.disk.documents import (
-    identity_of,
-    own_attributes,
-    parse_zarr_json,
-    read_zarr_bytes,
-)
+from trak_lite.store.disk.documents import identity_of, own_attributes, parse_zarr_json, read_zarr_bytes
 from trak_lite.store.disk.files import (
     Descriptors,
     file_size,
