@@ -444,9 +444,8 @@ class TRAKer:
                 "trak_lite.gradient_computers.AbstractGradientComputer. Derive it from that class; its methods "
                 "need no change."
             )
-        if (
-            computer.grad_wrt is None
-        ):  # the original's base class does not take it, so a subclass cannot pass it on
+        # the original's base class does not take it, so a subclass cannot pass it on
+        if computer.grad_wrt is None:
             computer.grad_wrt = names
         return computer
 
