@@ -312,10 +312,7 @@ class SharedRows:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Release all claims and close the bar. After Ctrl-C the bar reports the number of finished rows."""
         self._give_up()

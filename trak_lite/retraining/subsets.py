@@ -91,8 +91,6 @@ class Retrained:
 @final
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One model to train."""
-
     row: int
     subset: int
     seed: int

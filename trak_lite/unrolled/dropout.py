@@ -58,7 +58,6 @@ class SeededDropout(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a function of torch; dropout uses the mask of the key."""
-        del types
         kwargs = dict(kwargs or {})
         if func is F.dropout or func in _WHOLE:
             return self._dropout(func, *args, **kwargs)

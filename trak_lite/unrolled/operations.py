@@ -31,7 +31,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        del types
         self.names.add(func.__name__)
         given = {id(storage) for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))

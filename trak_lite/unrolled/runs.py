@@ -211,7 +211,6 @@ class TrainingRun:
 
     def _repeated(self, first: int, last: int, number: int) -> State:
         """Return the state ``last``, repeated from a stored one for the first (0) or second time (1)."""
-        del number
         state = self.states.get(first)
         with repeatable(self.device):
             for step in range(first, last):
