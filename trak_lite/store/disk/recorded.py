@@ -19,7 +19,7 @@ from trak_lite.errors import (
 )
 from trak_lite.store._base import AbstractFeatureStore
 from trak_lite.store._columns import TableSpec
-from trak_lite.store._grid import check_spec, compare_specs, plain_json
+from trak_lite.store._grid import check_spec, flat_spec, plain_json
 from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
@@ -42,7 +42,7 @@ from trak_lite.store.disk.entries import (
 )
 from trak_lite.store.disk.listing import TABLES, entry_name, listed_path, lost_table
 from trak_lite.store.disk.row_table import RowTable
-from trak_lite.store.manifest import Manifest
+from trak_lite.store.manifest import Manifest, compare_fingerprints
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         spec = check_spec(spec)
         plain = plain_json(dict(attributes or {}), what="A table's attributes")
         table = self._created(path, spec, plain)
-        compare_specs(table.spec, spec, where=f"{self._where}/{path}")
+        compare_fingerprints(flat_spec(table.spec), flat_spec(spec), where=f"{self._where}/{path}")
         return table
 
     def attributes(self, path: str) -> dict[str, Any]:
