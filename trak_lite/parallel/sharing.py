@@ -129,7 +129,6 @@ class LazyTable:
     table: AbstractRowTable | None
     """The table, or ``None`` before its creation."""
     create: Callable[[], AbstractRowTable]
-    """Creates the table."""
     find: Callable[[], AbstractRowTable | None] = lambda: None
     """Opens the table if another process has created it."""
 

@@ -122,7 +122,9 @@ def scores_of_stream(
             if matrix is not None:
                 matrix[:, block] = found
             else:
-                known += _ends(found, k or 1)
+                ends = top_and_bottom_of([(0, torch.from_numpy(found))], len(block), k or 1, Ranks())[:, 0]
+                kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
+                known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
     record = _unstored(run, scorer, "targets", scorer.convergence(), **shown)
     return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
@@ -204,13 +206,6 @@ def _unstored(
         task=run.target_task,
         convergence=convergence,
     )
-
-
-def _ends(scores: NDArray[np.float32], k: int) -> list[TopRows]:
-    """Return the k highest and the k lowest scores of every target, rows ascending."""
-    ends = top_and_bottom_of([(0, torch.from_numpy(scores))], scores.shape[1], k, Ranks())[:, 0]
-    known = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
-    return [TopRows(rows, scores[rows, target]) for target, rows in enumerate(known)]
 
 
 def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:

@@ -18,7 +18,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
-        """Names of the operations."""
         self.peak_bytes = 0
         """Largest sum of bytes of the tensors that they made and that existed at the same time."""
         self._now = 0
