@@ -209,6 +209,7 @@ def test_a_file_that_belongs_to_nothing_is_noted(mixed, name, in_table):
     report = check_store(mixed)
     (finding,) = report.findings
     assert (report.ok, finding.level) == (True, "note")
+    assert "run.zarr: sound, 1 note; " in str(report)
     if in_table:
         assert (finding.table, repr(os.path.basename(name)) in finding.finding) == (NAME, True)
     else:
