@@ -64,10 +64,10 @@ class Samples(Dataset[Any]):
         self.stop: int | None = None
         self.armed: Callable[[], bool] = lambda: False
 
-    def __len__(self) -> int:  # noqa: D105
+    def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:  # noqa: D105
+    def __getitem__(self, index: int) -> Any:
         if self.stop is not None and index >= self.stop and self.armed():
             raise Interrupted
         return self.samples[index]

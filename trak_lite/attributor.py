@@ -238,12 +238,10 @@ class Attributor:
         return cls(model, found, place, **arguments)
 
     def __repr__(self) -> str:
-        """Return the settings and the content of the store on a few lines."""
         lines = "".join(f"\n  {name}: {text}" for name, text in self._shown().items())
         return printable(f"Attributor of {type(self.model).__name__}{lines}")
 
     def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: the same lines as a table."""
         return notebook_table(f"Attributor of {type(self.model).__name__}", (), (), settings=self._shown())
 
     def _shown(self) -> dict[str, str]:
@@ -770,8 +768,7 @@ class Attributor:
                 "Every row has the same q, because the model output of the task is its loss. Rank the rows by "
                 "scores.self_influence()."
             )
-        suspicion: NDArray[np.float32] = errors.astype(np.float32)
-        return suspicion
+        return errors.astype(np.float32)
 
     def _train_column(self, name: str) -> NDArray[np.float32]:
         """Return a stored number of each train row for each checkpoint, ``(C, N)``."""

@@ -444,9 +444,8 @@ class TRAKer:
                 "trak_lite.gradient_computers.AbstractGradientComputer. Derive it from that class; its methods "
                 "need no change."
             )
-        if (
-            computer.grad_wrt is None
-        ):  # the original's base class does not take it, so a subclass cannot pass it on
+        # the original's base class does not take it, so a subclass cannot pass it on
+        if computer.grad_wrt is None:
             computer.grad_wrt = names
         return computer
 
@@ -703,7 +702,13 @@ class _Cursor:
                 "Exactly one of num_samples and inds should be specified, got "
                 + ("neither." if inds is None else "both.")
             )
-        rows = self.position + np.arange(_count(num_samples=num_samples)) if inds is None else _integers(inds)
+        if inds is None:
+            rows = self.position + np.arange(_count(num_samples=num_samples))
+        else:
+            rows = np.asarray(inds.cpu() if isinstance(inds, Tensor) else inds).reshape(-1)
+            if not np.issubdtype(rows.dtype, np.integer):
+                raise InvalidInputError(f"inds must be integers, got {rows.dtype}.")
+            rows = rows.astype(np.int64)
         if len(rows) != batch_rows:
             raise InvalidInputError(
                 f"The batch has {batch_rows} samples, but {len(rows)} rows were given. Give one row per sample."
@@ -787,10 +792,3 @@ def _id(model_id: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidInputError(f"model_id must be an integer of at least 0, got {model_id!r}.")
     return value
-
-
-def _integers(inds: RowIndices) -> NDArray[np.int64]:
-    given = np.asarray(inds.cpu() if isinstance(inds, Tensor) else inds).reshape(-1)
-    if not np.issubdtype(given.dtype, np.integer):
-        raise InvalidInputError(f"inds must be integers, got {given.dtype}.")
-    return given.astype(np.int64)

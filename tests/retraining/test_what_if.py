@@ -238,6 +238,8 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
         assert refused.lower is None
         assert why in refused.basis
         assert "try_removals" in refused.basis
+    try_removals(found, training, ASKED, budget=9, seeds=(0,), base_seeds=(0, 1))
+    assert "9 trial sets" in what_if(found, few).basis
 
 
 FEW = "budget must be at least 9 and base_seeds at least 2 seeds, got "

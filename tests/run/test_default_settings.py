@@ -18,6 +18,7 @@ from trak_lite import Attributor
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS
 from trak_lite.methods import TRAK, Fisher
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.projectors import CountSketchProjector
 from trak_lite.store import open_store
 
 pytestmark = pytest.mark.quick
@@ -41,6 +42,8 @@ def test_the_default_width_of_a_module_falls_with_their_number(modules, proj_dim
     assert made.projector.proj_dim == proj_dim
     assert made.layout.width == modules * proj_dim
     assert Attributor(net, "regression", None, layout="joint").layout.width == 2048
+    own = CountSketchProjector(8)  # its layout is its own
+    assert Attributor(net, "regression", None, projector=own).layout.width == 8
 
 
 @pytest.mark.parametrize("products", ["ieee", "tf32"])

@@ -231,6 +231,8 @@ def test_copies_of_the_best_row_do_not_crowd_out_the_others():
     second = select(scores[:10], 2, "greedy", features=features[:10])
     assert second.indices.tolist() == [0, 1]
     assert second.redundancy[1] == pytest.approx(1 / 1.1)
+    nearly = np.array([[1.0], [1.0 + 1e-12]])  # equal gains: the lower row, not that of the larger value
+    assert select(nearly, 1, "greedy", features=np.eye(2)).indices.tolist() == [0]
 
 
 def test_the_pool_has_a_default_and_a_selection_among_some_rows_is_that_of_these_alone():

@@ -209,6 +209,7 @@ def test_a_file_that_belongs_to_nothing_is_noted(mixed, name, in_table):
     report = check_store(mixed)
     (finding,) = report.findings
     assert (report.ok, finding.level) == (True, "note")
+    assert "run.zarr: sound, 1 note; " in str(report)
     if in_table:
         assert (finding.table, repr(os.path.basename(name)) in finding.finding) == (NAME, True)
     else:
@@ -367,13 +368,16 @@ def test_a_flipped_bit_in_a_row_log_costs_the_rows_of_its_frame(path, spec):
     with cases.writing(path, spec) as table:
         table.put(4, values([4], spec))
         table.put(5, values([5, 6], spec))
-    whole, second = content(row_log(path, 1)), cases.frames(path, 1)[1][0]
+    whole, (second, rows, _) = content(row_log(path, 1)), cases.frames(path, 1)[1]
     for byte in range(0, len(whole), 1 if spec is SPEC else 5):
         overwrite(row_log(path, 1), cases.flipped(whole, byte, byte % 8))
         lost = set() if byte < 64 else {4} if byte < second else {5, 6}
         assert cases.done_rows(path) == sorted({4, 5, 6} - lost)
         # The length of the last frame may be torn.
-        assert check_store(path).ok == (not lost) or byte in range(second + 8, second + 12)
+        report = check_store(path)
+        assert report.ok == (not lost) or byte in range(second + 8, second + 12)
+        if byte >= rows:
+            assert report.findings[0].finding == "the row log does not hold them"
     overwrite(row_log(path, 1), whole)
     if spec is SPEC:
         finish(path)
@@ -438,12 +442,20 @@ def test_a_deleted_chunk_is_pending_and_computed_again(full, keys):
         assert [(f.level, f.chunk, f.finding) for f in report.findings] == [
             ("note", 1, "committed once; its files were set aside or removed")
         ]
+    else:
+        (text,) = (f.finding for f in report.findings)
+        lost = keys[0].split("/")[0]
+        assert text == f"no file of the columns {lost}, and the row log does not hold them"
     with reading(full) as table:
         assert table.pending().tolist() == FOUR
         assert table.committed_chunks() == [0, 2]
         for column in ("features", "q"):
             with pytest.raises(IncompleteStoreError, match="Rows 4 to 7"):
                 table.read_chunk(1, column)
+    if report.ok:
+        with cases.writing(full) as table:
+            table.put(4, values([4]))
+        assert check_store(full).findings == ()
     finish(full)
 
 

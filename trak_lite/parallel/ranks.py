@@ -324,7 +324,6 @@ class _TorchRanks(Ranks):
         return found
 
     def _sent(self, what: str, value: Any, source: int) -> Any:
-        """Return the value of one rank."""
         data = np.frombuffer(bytearray(_encoded(value) if self.rank == source else b""), np.uint8)
         length = torch.from_numpy(np.array([len(data)]))
         self._together(what, self._group.broadcast, length, source)
@@ -433,12 +432,10 @@ class _TorchRanks(Ranks):
         store = self._store if store is None else store
         return store.get(_FAILED).decode() if store.check([_FAILED]) else None
 
-    def _read_gone(self) -> str:
-        return self._all_calls.get(_GONE).decode() if self._all_calls.check([_GONE]) else ""
-
     def _miss(self, waited: float) -> None:
         """Warn of a long wait for ranks that have not made this call; raise if they will not."""
-        gone = self._ask(self._read_gone).split()
+        calls = self._all_calls
+        gone = self._ask(lambda: calls.get(_GONE).decode() if calls.check([_GONE]) else "").split()
         ended = f", and the scripts of ranks {', '.join(sorted(gone))} have ended" if gone else ""
         text = f"Rank {self.rank} of {self.size} waits for others to make the call {self._call}{ended}. {_ADVICE}"
         if gone or waited > _LONGEST_WAIT.total_seconds():

@@ -129,7 +129,6 @@ class LazyTable:
     table: AbstractRowTable | None
     """The table, or ``None`` before its creation."""
     create: Callable[[], AbstractRowTable]
-    """Creates the table."""
     find: Callable[[], AbstractRowTable | None] = lambda: None
     """Opens the table if another process has created it."""
 
@@ -309,14 +308,10 @@ class SharedRows:
             self._look()
 
     def __enter__(self) -> Self:
-        """Return the rows."""
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Release all claims and close the bar. After Ctrl-C the bar reports the number of finished rows."""
         self._give_up()

@@ -135,7 +135,6 @@ class AbstractProjector(ABC):
         Returns:
             Tensors ``(m, *shape)`` by parameter name, in the dtype and on the device of the features.
         """
-        del features, model_id, parameters
         return None
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:

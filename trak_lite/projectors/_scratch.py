@@ -125,9 +125,8 @@ def form(output_grads: Tensor, inputs: Tensor, scratch: Scratch) -> Tensor:
         return torch.bmm(output_grads, inputs, out_dtype=dtype, out=formed)
     # For one position this is an outer product, which bmm computes at half the speed.
     product = torch.mul if inputs.shape[1] == 1 else torch.bmm
-    product(
-        output_grads.to(dtype), inputs.to(dtype), out=formed
-    )  # with out=, autocast does not change the dtype
+    # with out=, autocast does not change the dtype
+    product(output_grads.to(dtype), inputs.to(dtype), out=formed)
     return formed
 
 

@@ -72,7 +72,6 @@ class NoOpProjector(AbstractProjector):
 
     def adjoint(self, features: Tensor, *, model_id: int, parameters: ParameterShapes) -> dict[str, Tensor]:
         """Return the columns of every parameter in its shape, ``(m, *shape)``."""
-        del model_id
         parts = torch.split(features, [math.prod(shape) for shape in parameters.values()], dim=1)
         return {
             name: part.reshape(len(features), *shape)

@@ -164,7 +164,6 @@ def cut(text: str, limit: int) -> str:
 
 
 def _fields(row: Mapping[Any, Any], what: str) -> Content:
-    """Return the fields of a row."""
     images, fields = [], []
     for key, value in list(row.items())[:_NUM_FIELDS]:
         name = cut(str(key), _FIELD_LENGTH)
@@ -195,9 +194,8 @@ def _tokens(pairs: Sequence[Any], what: str) -> Content:
     tokens = []
     for (text, _), weight in zip(pairs[:_NUM_TOKENS], weights.tolist(), strict=False):
         level = round(LEVELS * abs(weight) / largest) if largest else 0
-        shade = (
-            f"{'p' if weight > 0 else 'n'}{level}" if level else None
-        )  # class of the background: p1 to p7, n1 to n7
+        # class of the background: p1 to p7, n1 to n7
+        shade = f"{'p' if weight > 0 else 'n'}{level}" if level else None
         tokens.append((cut(text, _FIELD_LENGTH), f"{weight:+.3g}", shade))
     rest = f"… ({len(pairs):,} tokens in all)" if len(pairs) > _NUM_TOKENS else ""
     return {"tokens": tokens, "rest": rest}

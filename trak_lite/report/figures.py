@@ -152,7 +152,6 @@ def _adapt(element: ElementTree.Element) -> None:
 
 
 def _histogram(histogram: Histogram) -> _Drawing:
-    """Draw the histogram of all scores."""
     counts, edges = histogram.bars(_NUM_BARS)
     width = edges[1] - edges[0] if len(edges) > 1 else max(abs(edges[0]), 1.0)
     some, floor = counts > 0, 0.8  # the axis starts below 1: a bin with one score has a bar
@@ -243,9 +242,8 @@ def _checkpoints(scores: ReportedScores) -> _Drawing:
     flat = found.reshape(-1).tolist()
 
     def plot(axes: Axes) -> None:
-        colours = [
-            (_HIGH if value >= 0 else _LOW, 0.7 * abs(value)) for value in flat
-        ]  # numbers stay readable
+        # numbers stay readable
+        colours = [(_HIGH if value >= 0 else _LOW, 0.7 * abs(value)) for value in flat]
         cells = axes.bar(columns, 0.96, 0.96, rows - 0.48, color=colours)
         for cell, row, column, value in zip(cells, rows, columns, flat, strict=True):
             cell.set_gid(f"{_TITLE}checkpoints {row} and {column}: {value:.2f}")

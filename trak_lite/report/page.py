@@ -89,9 +89,8 @@ def write_report(
             Pillow (for images).
     """
     names = known_names(figures, FIGURES, what="figures")
-    require_packages(
-        "jinja2", *(["matplotlib"] if names else []), extra="report"
-    )  # before the scores are read
+    # before the scores are read
+    require_packages("jinja2", *(["matplotlib"] if names else []), extra="report")
     survey = Survey.of(scores, targets, k=k, where=where)
     return _write_page(
         out,
@@ -129,7 +128,6 @@ class Gallery:
         return _write_page(path, "gallery.html", cards=_cards(self.survey, self.renders), **values)
 
     def _repr_html_(self) -> str:
-        """Return the HTML for notebooks."""
         return fragment("gallery.html", layout="notebook.html", cards=_cards(self.survey, self.renders))
 
 

@@ -113,7 +113,6 @@ def check_budget(budget: int, *, fewest: int = 2, where: str = "") -> None:
 
 
 def _task_of(scores: Scores) -> AbstractModelOutput:
-    """Return the task that the scores were made with."""
     try:
         return scores.task
     except StateError as error:

@@ -79,7 +79,6 @@ class Repair:
         return printable("\n".join([*lines, of.basis]))
 
     def __repr__(self) -> str:
-        """Return the text of the repair."""
         return f"Repair({self})"
 
     def to_json(self) -> dict[str, Any]:

@@ -91,8 +91,6 @@ class Retrained:
 @final
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One model to train."""
-
     row: int
     subset: int
     seed: int
@@ -109,7 +107,6 @@ class _Plan:
     fingerprint: dict[str, Any]
     train_id: str | None
     train_group: Callable[[list[_Job]], Sequence[Any]]
-    """Trains some models."""
     output_fn: OutputFunction
     at_once: int | None = None
     """Number of models that are trained side by side; ``None`` trains one after the other."""

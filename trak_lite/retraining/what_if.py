@@ -79,7 +79,6 @@ class Effects:
         return printable("\n".join([*lines, self.basis]))
 
     def __repr__(self) -> str:
-        """Return the text of the effects."""
         return f"Effects({self})"
 
     def _shown(self, target: int) -> str:
@@ -165,7 +164,9 @@ class SummedEffects:
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
-        self.trials = _trials_of(scores)
+        self.trials, predictions, verdict = scores.trials, scores.predictions, scores.verdict
+        if self.trials is None and predictions is not None and verdict is not None:
+            self.trials = Trials.of_subsets(*predictions, verdict.alpha, verdict.num_seeds)
 
     @cached_property
     def _moments(self) -> tuple[Array, Array]:
@@ -201,9 +202,8 @@ class SummedEffects:
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
         found = self.trials.interval(predicted, standard, share, level=level, target=target)
         width = found.half_width
-        if (
-            self.trials.of_verdict
-        ):  # no model with all rows was trained: what all sets of the size share is not measured
+        # no model with all rows was trained: what all sets of the size share is not measured
+        if self.trials.of_verdict:
             width = width + np.abs(len(rows) * self._moments[0])
         lower, upper = found.predicted - width, found.predicted + width
         basis = _basis(self.trials, found, (share, float(concentration_of(standard))), level)
@@ -332,14 +332,6 @@ def _groups(scores: Scores, groups: ArrayLike | str | None) -> NDArray[np.int64]
         require_columns([groups], scores.columns)
         return scores.columns[groups].places
     return Column.of(groups, len(scores), "The groups of train rows").places
-
-
-def _trials_of(scores: Scores) -> Trials | None:
-    """Return the trials that are stored with scores, else the subsets of their verdict, else ``None``."""
-    trials, predictions, verdict = scores.trials, scores.predictions, scores.verdict
-    if trials is not None or predictions is None or verdict is None:
-        return trials
-    return Trials.of_subsets(*predictions, verdict.alpha, verdict.num_seeds)
 
 
 def _scores_of_samples(scores: Scores, data: Any, count: int) -> Array:

@@ -119,7 +119,8 @@ class AttributorSettings:
         self.parameters: ParameterShapes = {
             name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
         }
-        layout = _decide_layout(layout, projector)
+        if one_of(("auto", "joint", "module"), layout=layout) == "auto" and isinstance(projector, str):
+            layout = "module"  # instances of projectors set their own layout
         self.projector = select_projector(
             projector,
             proj_dim=_decide_proj_dim(proj_dim, layout, self.parameters),
@@ -149,10 +150,7 @@ class AttributorSettings:
             "layout": layout,
             "method": self.method.to_json() if type(self.method) in METHODS.values() else None,
         }
-        self._made_with: dict[str, Any] = {
-            **versions(self.device),
-            "settings": self._arguments,
-        }
+        self._made_with: dict[str, Any] = {**versions(self.device), "settings": self._arguments}
         logger.info(
             "Settings: %d parameters in %d tensors, %s, rows of %d numbers.",
             num_entries(self.parameters),
@@ -514,15 +512,6 @@ def _decide_products(products: Float32Products, computer: str | GradientComputer
             f"float32_products={decided!r})."
         )
     return decided
-
-
-def _decide_layout(
-    layout: Literal["auto", "joint", "module"], projector: str | AbstractProjector
-) -> Literal["auto", "joint", "module"]:
-    """Return the layout; ``"auto"`` is ``"module"``, except for projector instances, which set their own layout."""
-    if one_of(("auto", "joint", "module"), layout=layout) != "auto":
-        return layout
-    return "module" if isinstance(projector, str) else "auto"
 
 
 def _decide_proj_dim(proj_dim: int | str, layout: str, parameters: ParameterShapes) -> int:

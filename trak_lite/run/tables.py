@@ -207,17 +207,10 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(array), device)
 
 
-def score_table_spec(
-    num_rows: int, num_targets: int, fingerprint: Mapping[str, Any], *, errors: bool = False
-) -> TableSpec:
-    """Return the spec of the table of scores ``(num_rows, num_targets)`` in float32, and of their standard errors."""
-    names = (SCORES, ERRORS) if errors else (SCORES,)
-    return TableSpec(
-        num_rows,
-        tuple(Column(name, num_targets, "float32") for name in names),
-        chunk_rows_for(num_rows, 4 * num_targets),
-        fingerprint,
-    )
+def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the spec of the table of scores ``(num_rows, num_targets)`` in float32."""
+    columns = (Column(SCORES, num_targets, "float32"),)
+    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, 4 * num_targets), fingerprint)
 
 
 def checkpoint_ids(store: AbstractFeatureStore) -> list[int]:
@@ -316,19 +309,6 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
             store.drop_table(path)
     for path in (*targets, *store.table_names(fisher_folder(train)), train):
         store.drop_table(path)
-
-
-def drop_targets(store: AbstractFeatureStore, name: str) -> int:
-    """Delete the features of a target set, of all methods and checkpoints; return the number of tables.
-
-    Raises:
-        BusyError: If another process writes rows of one.
-        ReadOnlyStoreError: If the store cannot be written.
-    """
-    found = target_paths(store, name)
-    for path in found:
-        store.drop_table(path)
-    return len(found)
 
 
 def num_train_rows(manifest: Manifest) -> int:

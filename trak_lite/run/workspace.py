@@ -174,10 +174,7 @@ class Workspace:
             self._release(store)
 
     def lazy_table(
-        self,
-        path: str,
-        spec: TableSpec,
-        attributes: Mapping[str, Any] | None = None,
+        self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> LazyTable:
         """Return a table that is created when its first rows are put, with the store if it does not exist.
 

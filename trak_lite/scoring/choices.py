@@ -122,7 +122,10 @@ def group_sums(
     """
     matrix.require_all_rows()
     num_rows, num_targets = matrix.shape
-    train = _wanted_groups(_each(num_rows) if train_labels is None else train_labels, choice.wanted)
+    train = _each(num_rows) if train_labels is None else train_labels
+    if choice.wanted is not None:  # without the labels that no wanted row has; the other rows have any place
+        kept = np.bincount(train.places[choice.wanted], minlength=len(train.labels)) > 0
+        train = Column(train.labels[kept], (np.cumsum(kept) - 1).clip(min=0)[train.places])
     targets = _each(num_targets) if target_labels is None else target_labels
     train_of, target_of = torch.from_numpy(train.places), torch.from_numpy(targets.places)
     sums = torch.zeros(len(train.labels), len(targets.labels), dtype=torch.float64, device="cpu")
@@ -141,14 +144,6 @@ def group_sums(
 def _each(count: int) -> Column:
     """Return the column that makes each row a group."""
     return Column(np.arange(count), np.arange(count))
-
-
-def _wanted_groups(column: Column, wanted: NDArray[np.bool_] | None) -> Column:
-    """Return the column without the labels that no wanted row has; rows that are not wanted have any place."""
-    if wanted is None:
-        return column
-    kept = np.bincount(column.places[wanted], minlength=len(column.labels)) > 0
-    return Column(column.labels[kept], (np.cumsum(kept) - 1).clip(min=0)[column.places])
 
 
 @final
@@ -179,14 +174,12 @@ class DampingPath:
         return len(self.dampings), num_rows, num_columns // len(self.dampings)
 
     def __repr__(self) -> str:
-        """Return sizes and dampings."""
         _, num_rows, num_targets = self.shape
         return (
             f"DampingPath({self._name!r}: {num_rows} train rows x {num_targets} targets at {self.dampings})"
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Let ``np.asarray(path)`` read all scores, ``(L, N, M)``."""
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -205,8 +198,7 @@ class DampingPath:
         """Return the scores of some train rows at every damping, ``(L, len(indices), M)``."""
         num_dampings, _, num_targets = self.shape
         tile = self._matrix.rows(indices)
-        found: NDArray[np.float32] = tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
-        return found
+        return tile.reshape(len(tile), num_dampings, num_targets).swapaxes(0, 1)
 
     def top(self, k: int, *, target: int | None = None, sign: Sign = "helpful") -> TopRows:
         """Return the k most helpful (or harmful) rows at every damping, ``(L, M, k)``, or ``(L, k)`` for one target."""

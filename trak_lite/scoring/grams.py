@@ -139,7 +139,6 @@ class Grams:
         return sums.result()
 
     def _key(self, table: AbstractRowTable) -> tuple[str, str]:
-        """Return the name and key that a gram matrix is stored under."""
         # The name contains the number of segments: stored and joint matrices of the same rows may coexist.
         count = len(self.layout.segments)
         name = f"gram-{table_path(table)}-{self.settings.weighting}{f'-{count}' if count > 1 else ''}"

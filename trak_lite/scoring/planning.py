@@ -6,7 +6,6 @@ Shapes: N train rows, M targets, K feature width, C checkpoints.
 from __future__ import annotations
 
 import functools
-import itertools
 import shutil
 import statistics
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -52,6 +51,10 @@ _MOST_STORED: Final = 1 << 26
 """Bytes of kernels that a trial stores at most; the time of more is that of these, in proportion."""
 
 
+Times: TypeAlias = NDArray[np.float64]
+"""``(n, 2)`` durations: seconds that have passed, and of the processor."""
+
+
 class Span(NamedTuple):
     """A duration in seconds with its spread, by the fastest and the slowest tenth of the measured batches."""
 
@@ -70,7 +73,6 @@ class Span(NamedTuple):
         return Span(*(value * factor for value in self))
 
     def __str__(self) -> str:
-        """Return mean and spread."""
         if self.high - self.low < 0.1 * self.mean:
             return duration(self.mean)
         return f"{duration(self.mean)} ({duration(self.low)} to {duration(self.high)})"
@@ -107,7 +109,6 @@ class Plan:
         return functools.reduce(Span.plus, self.seconds.values(), Span())
 
     def __str__(self) -> str:
-        """Return the plan on a few lines."""
         steps = ", ".join(f"{name} {span}" for name, span in self.seconds.items() if span.mean)
         sizes = ", ".join(f"{name} {_size(count)}" for name, count in self.disk.items() if count)
         peaks = ", ".join(
@@ -129,8 +130,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Measured batches."""
-
     setup: Span
     """Time that a checkpoint takes once: the choice, checks and recordings."""
     checks: Span
@@ -212,13 +211,13 @@ def _tried(
         size, rows.batch_size = rows.batch_size, batch_size
         try:
             with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
-                marks = [_Mark.now()]
+                marks = [_now()]
                 starts = _starts(batches, marks, longest)
                 for _ in session.trial(checkpoint, rows, starts, of_fit=bool(draws)):
-                    marks.append(_Mark.now())
+                    marks.append(_now())
         finally:
             rows.batch_size = size
-    gaps = [later.minus(earlier) for earlier, later in itertools.pairwise(marks)]
+    gaps = np.diff(marks, axis=0)
     batch = _usual(gaps, -(-chunk_rows // per_batch))
     return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak.growth)
 
@@ -232,51 +231,41 @@ def _fit_grid(settings: AttributorSettings, num_rows: int, batch_size: int) -> t
     return spec.chunk_rows, drawn_batch_size(batch_size, draws, at_once)
 
 
-def _usual(gaps: Sequence[_Mark], per_chunk: int) -> Span:
+def _usual(gaps: Times, per_chunk: int) -> Span:
     """Return the time of one batch, with its share of the time that the last batch of a chunk takes more."""
-    later = list(enumerate(gaps))[_WARM:] or [*enumerate(gaps)][-1:]
-    last = [gap for number, gap in later if (number + 1) % per_chunk == 0]
-    inner = [gap for number, gap in later if (number + 1) % per_chunk]
-    if not last or not inner:
-        return _span(inner or last)
+    numbers = np.arange(len(gaps))[min(_WARM, len(gaps) - 1) :]
+    ends_chunk = (numbers + 1) % per_chunk == 0
+    last, inner = gaps[numbers[ends_chunk]], gaps[numbers[~ends_chunk]]
+    if not len(last) or not len(inner):
+        return _span(inner if len(inner) else last)
     batch, more = _span(inner), _beyond(last, _span(inner))
     return batch.plus(more.times(1 / (len(last) * per_chunk)))
 
 
-def _beyond(gaps: Sequence[_Mark], usual: Span) -> Span:
+def _beyond(gaps: Times, usual: Span) -> Span:
     """Return what some batches took more than as many usual ones."""
-    wall = max(0.0, sum(gap.wall for gap in gaps) - len(gaps) * usual.mean)
-    return Span(wall, wall, wall, max(0.0, sum(gap.cpu for gap in gaps) - len(gaps) * usual.cpu))
+    wall, cpu = np.maximum(gaps.sum(axis=0) - len(gaps) * np.array([usual.mean, usual.cpu]), 0.0).tolist()
+    return Span(wall, wall, wall, cpu)
 
 
 def _starts(
-    batches: Sequence[NDArray[np.int64]], marks: Sequence[_Mark], longest: float
+    batches: Sequence[NDArray[np.int64]], marks: Sequence[tuple[float, float]], longest: float
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the first batches in order, as a run writes them, until the trial has taken long enough."""
     for number, rows in enumerate(batches[: _WARM + _MOST]):
         measured = len(marks) > _WARM and number >= _WARM + _FEWEST
-        if measured and _Mark.now().wall - marks[_WARM].wall > longest:
+        if measured and _now()[0] - marks[_WARM][0] > longest:
             return
         yield rows
 
 
-class _Mark(NamedTuple):
-    """A moment, in seconds."""
-
-    wall: float
-    cpu: float
-
-    @classmethod
-    def now(cls) -> _Mark:
-        return cls(time.perf_counter(), time.process_time())
-
-    def minus(self, earlier: _Mark) -> _Mark:
-        return _Mark(self.wall - earlier.wall, self.cpu - earlier.cpu)
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
-def _span(gaps: Sequence[_Mark]) -> Span:
+def _span(gaps: Times) -> Span:
     """Return the mean of the middle half of some durations, and the spread of all but the extreme tenths."""
-    walls, cpus = sorted(gap.wall for gap in gaps), sorted(gap.cpu for gap in gaps)
+    walls, cpus = np.sort(gaps, axis=0).T.tolist()
     tenth, middle = len(gaps) // 10, slice(len(gaps) // 4, len(gaps) - len(gaps) // 4)
     return Span(
         statistics.fmean(walls[middle]), walls[tenth], walls[-1 - tenth], statistics.fmean(cpus[middle])
@@ -285,8 +274,6 @@ def _span(gaps: Sequence[_Mark]) -> Span:
 
 @dataclass(slots=True)
 class _Peak:
-    """Memory of a block."""
-
     growth: int | None = None
     """Peak bytes beyond those in use before, set at the end; ``None`` where the system does not tell."""
 
@@ -336,10 +323,10 @@ def _scratch(like: Workspace) -> Iterator[Workspace]:
 def _timed(call: Callable[[], None]) -> Span:
     """Return the time of a call, after one that warms up."""
     call()
-    begun = _Mark.now()
+    begun = _now()
     call()
-    gap = _Mark.now().minus(begun)
-    return Span(gap.wall, gap.wall, gap.wall, gap.cpu)
+    wall, cpu = np.subtract(_now(), begun).tolist()
+    return Span(wall, wall, wall, cpu)
 
 
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
@@ -381,9 +368,8 @@ def _scoring(
     if not num_targets:
         return Span(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
-    targets = torch.ones(
-        num_targets, layout.width, device=device
-    )  # no drawn numbers: the caller's generator stays
+    # no drawn numbers: the caller's generator stays
+    targets = torch.ones(num_targets, layout.width, device=device)
     rows = torch.ones(_PRODUCT_ROWS, layout.width, device=device, dtype=torch.float16)
     total = _timed(lambda: _done(rows.float() @ targets.T)).times(num_rows / _PRODUCT_ROWS)
     held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4
@@ -507,7 +493,6 @@ def _free_memory(device: torch.device) -> int | None:
 
 
 def _size(count: int | None) -> str:
-    """Return a number of bytes with its unit."""
     if count is None:
         return "unknown memory"
     value = float(count)

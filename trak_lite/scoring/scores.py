@@ -22,6 +22,7 @@ from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
 from trak_lite.report.page import notebook_summary
 from trak_lite.report.survey import Survey
+from trak_lite.run.columns import stored_columns
 from trak_lite.scoring.choices import DampingPath, GroupSums, RowChoice, chosen_top, group_sums
 from trak_lite.scoring.frames import DataFrame, frame
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
@@ -47,7 +48,8 @@ class Scores:
     """
 
     def __init__(self, matrix: AbstractScoreMatrix, record: ScoreRecord) -> None:
-        self._matrix, self._record = matrix, record
+        self._matrix, self.record = matrix, record
+        """The scores, and what is known of them besides their values."""
         self.name = record.name
         self.settings = record.settings
         """How the scores were computed, as JSON values."""
@@ -70,36 +72,36 @@ class Scores:
     @property
     def verdict(self) -> Verdict | None:
         """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
-        entries = self._record.entries
+        entries = self.record.entries
         return None if entries is None else entries.verdict(Verdict)
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
         """The last result of :func:`~trak_lite.verify_run` for these scores; ``None`` if there is none."""
-        entries = self._record.entries
+        entries = self.record.entries
         return None if entries is None else entries.verdict(OneRunVerdict)
 
     def keep(self, verdict: OneRunVerdict) -> None:
         """Store a verdict of one run with the scores, as ``verify_run`` does; scores in memory have no place for it."""
-        if self._record.entries is not None:
-            self._record.entries.put(verdict)
+        if self.record.entries is not None:
+            self.record.entries.put(verdict)
 
     @property
     def predictions(self) -> Predictions | None:
         """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
-        entries = self._record.entries
+        entries = self.record.entries
         return None if entries is None else entries.predictions()
 
     @property
     def trials(self) -> Trials | None:
         """The sets that :func:`~trak_lite.try_removals` measured for these scores; ``None`` if there are none."""
-        entries = self._record.entries
+        entries = self.record.entries
         return None if entries is None else entries.trials()
 
     @property
     def method(self) -> AbstractMethod:
         """The method that the scores were computed with."""
-        return self._record.method
+        return self.record.method
 
     @property
     def run(self) -> Run:
@@ -108,19 +110,19 @@ class Scores:
         Raises:
             StateError: If they were opened without a model, or not computed from stored rows.
         """
-        record = self._record
+        record = self.record
         if record.run is None and record.source is None and record.settings.get("method") == "Unrolled":
             raise StateError(
                 f"The scores {self.name!r} are those of a replay, made without an attributor. To test them in the same "
                 "run: verify_run(scores, run, targets). To test them over seeds, make them with an attributor that has "
                 "featurized the train data: attributor.score(targets, method=methods.Unrolled(run)), then verify(...)."
             )
-        if self._record.run is None and self.source:
+        if self.record.run is None and self.source:
             raise StateError(
                 f"The scores {self.name!r} were opened without a model. Open them with one: "
                 "Attributor.open(path, model).scores(name)."
             )
-        return self._record.run
+        return self.record.run
 
     @property
     def task(self) -> AbstractModelOutput:
@@ -130,8 +132,8 @@ class Scores:
             StateError: If the scores were opened without a model, or without the task that their targets were scored
                 with, or made without an attributor and a replay.
         """
-        if self._record.task is not None:
-            return self._record.task
+        if self.record.task is not None:
+            return self.record.task
         if "task" in self.settings and not self.run.question:
             raise StateError(
                 f"The targets {self.name!r} were scored with task={self.settings['task']!r}. Open the scores with it: "
@@ -146,27 +148,22 @@ class Scores:
         Raises:
             StateError: If they were not computed from stored rows.
         """
-        if self._record.source is None or not self.method.multiplies_rows:
+        if self.record.source is None or not self.method.multiplies_rows:
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
                 "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             )
-        return self._record.source
-
-    @property
-    def record(self) -> ScoreRecord:
-        """What is known of the scores besides their values."""
-        return self._record
+        return self.record.source
 
     @property
     def manifest(self) -> Manifest:
         """Settings and versions that the stored rows were made with."""
-        return self._record.manifest
+        return self.record.manifest
 
     @property
     def location(self) -> str | None:
         """Path in the store; ``None`` in memory."""
-        return self._record.location
+        return self.record.location
 
     @property
     def stored(self) -> bool:
@@ -179,11 +176,9 @@ class Scores:
         return self._matrix.shape
 
     def __len__(self) -> int:
-        """Return the number of train rows."""
         return self.shape[0]
 
     def __repr__(self) -> str:
-        """Return sizes, settings, location, and the verdict if there is one, on a few lines."""
         num_rows, num_targets = self.shape
         place = self.location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
@@ -199,8 +194,8 @@ class Scores:
     @property
     def columns(self) -> dict[str, Column]:
         """The columns of the train data that ``featurize(..., columns=...)`` stored, by name; none in memory."""
-        source = self._record.source
-        return {} if source is None else source.columns()
+        source = self.record.source
+        return {} if source is None else stored_columns(source.store)
 
     def top(
         self,
@@ -253,7 +248,6 @@ class Scores:
         return self._matrix.numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Let ``np.asarray(scores)`` read all scores."""
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -460,7 +454,6 @@ class Scores:
         return Gallery(self.name, survey, Renders(render, target_render, pair_render))
 
     def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: sizes, settings, verdict and top rows."""
         return notebook_summary(self)
 
     def to_pandas(self) -> DataFrame:

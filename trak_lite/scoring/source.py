@@ -17,13 +17,11 @@ from torch import Tensor
 
 from trak_lite._devices import copied_ahead, wide_dtype
 from trak_lite._validate import some_of
-from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
 from trak_lite.linalg.products import self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
-from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import (
     FEATURES,
@@ -106,10 +104,6 @@ class ScoreSource:
     def manifest(self) -> Manifest:
         """Settings and versions that the rows were made with."""
         return self.store.manifest
-
-    def columns(self) -> dict[str, Column]:
-        """Return the stored columns of the train rows by name."""
-        return stored_columns(self.store)
 
     @property
     def num_rows(self) -> int:

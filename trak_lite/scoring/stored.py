@@ -23,7 +23,6 @@ from trak_lite.run.tables import (
     ERRORS,
     SCORES,
     complete_tables,
-    drop_targets,
     one_run_path,
     preconditioned_folder,
     predictions_path,
@@ -33,6 +32,7 @@ from trak_lite.run.tables import (
     scored_names,
     target_folder,
     target_names,
+    target_paths,
     target_table_path,
     top_path,
     trials_path,
@@ -219,12 +219,13 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
         BusyError: If another process is computing some of them.
         ReadOnlyStoreError: If the store cannot be written.
     """
-    found = score_paths(store, name)
-    if features and drop_targets(store, name) and not found:
+    found, targets = score_paths(store, name), target_paths(store, name) if features else []
+    for path in targets:
+        store.drop_table(path)
+    if targets and not found:
         return
     if not found:
-        known = scored_names(store)
-        raise StateError(f"There are no scores {name!r}; there are {known}.")
+        raise StateError(f"There are no scores {name!r}; there are {scored_names(store)}.")
     # Preconditioned targets depend on the train data as well.
     for path in (*found, *store.table_names(preconditioned_folder(name))):
         store.drop_table(path)

@@ -69,7 +69,6 @@ class Refine:
     """Memory for the gradients of targets, in bytes. More targets than fit are scored in several passes."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         positive_int(candidates=self.candidates)
         positive_int(max_bytes=self.max_bytes)
         object.__setattr__(self, "method", unprojected_method(self.method))
@@ -123,7 +122,9 @@ def scores_of_stream(
             if matrix is not None:
                 matrix[:, block] = found
             else:
-                known += _ends(found, k or 1)
+                ends = top_and_bottom_of([(0, torch.from_numpy(found))], len(block), k or 1, Ranks())[:, 0]
+                kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
+                known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
     record = _unstored(run, scorer, "targets", scorer.convergence(), **shown)
     return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
@@ -207,13 +208,6 @@ def _unstored(
     )
 
 
-def _ends(scores: NDArray[np.float32], k: int) -> list[TopRows]:
-    """Return the k highest and the k lowest scores of every target, rows ascending."""
-    ends = top_and_bottom_of([(0, torch.from_numpy(scores))], scores.shape[1], k, Ranks())[:, 0]
-    known = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
-    return [TopRows(rows, scores[rows, target]) for target, rows in enumerate(known)]
-
-
 def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:
     """Return the mean share of the k most helpful rows of a target that are among the k most helpful ones before."""
     found = after.kept_top(k, "helpful")
@@ -235,7 +229,6 @@ class _Scorer:
     """By digest of the checkpoint's weights, of each block."""
 
     def __post_init__(self) -> None:
-        """Refuse models and normalisations that are not supported."""
         refuse_sharded(self.run.model, "scores of unprojected gradients", "Use featurize and score")
         kind = self.run.settings.normalization.kind
         if kind in ("adam", "adam_update"):

@@ -150,7 +150,6 @@ class _BestOfLabels:
             self._held = self._kept(self._held)
 
     def result(self) -> Candidates:
-        """Return the best rows of each label."""
         assert self._held is not None  # scores have at least one row
         return self._kept(self._held)
 

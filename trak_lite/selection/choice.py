@@ -142,7 +142,11 @@ def select(
         if size < k:
             raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
         settings = {"diversity": alpha, "pool": min(size, most)}
-        rows, more = _greedy(best, k, _feature_reader(scores, features, num_rows), **settings)
+        candidates = best(np.array([settings["pool"]]))
+        candidates = candidates.take(np.argsort(candidates.rows))  # of equal gains the lower row is chosen
+        read = _feature_reader(scores, features, num_rows)
+        chosen = greedy(candidates.values, read(candidates.rows), k, diversity=alpha)
+        rows, more = candidates.take(chosen.order), {"redundancy": chosen.redundancy}
     else:
         rows, more, settings = best(np.array([k])), {}, {}
     labels = np.arange(num_targets) if tasks is None else tasks.labels
@@ -172,21 +176,6 @@ def _balanced(
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
 
 
-def _greedy(
-    best: Callable[..., Candidates],
-    k: int,
-    read: Callable[[NDArray[np.int64]], Sequence[NDArray[Any]]],
-    *,
-    diversity: float,
-    pool: int,
-) -> tuple[Candidates, dict[str, Any]]:
-    """Return rows of a pool that are not alike, and how much of each the rows before it explain."""
-    rows = best(np.array([pool]))
-    rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
-    chosen = greedy(rows.values, read(rows.rows), k, diversity=diversity)
-    return rows.take(chosen.order), {"redundancy": chosen.redundancy}
-
-
 def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
     """Raise if an argument of another method was given."""
     for owner, values in arguments.items():
@@ -207,7 +196,6 @@ def _columns(scores: Scores | ArrayLike, names: Iterable[str], data: Any) -> dic
 
 
 def _labels(groups: ArrayLike | str | None, data: Any, scores: Scores | ArrayLike, num_rows: int) -> Column:
-    """Return the labels of the train rows."""
     if groups is None:
         raise InvalidInputError(
             "method='balanced' needs groups: one label per train row, or the name of a column of data=..."

@@ -66,11 +66,9 @@ class Selection:
         return mask
 
     def __len__(self) -> int:
-        """Return the number of chosen rows."""
         return len(self.indices)
 
     def __repr__(self) -> str:
-        """Return sizes, settings and the first rows, on a few lines."""
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         rows = "".join(
             "\n  "
@@ -83,7 +81,6 @@ class Selection:
         )
 
     def _repr_html_(self) -> str:
-        """Return the HTML for notebooks: sizes, the first rows with reasons, and settings."""
         return notebook_table(
             f"Selection: {len(self):,} of {self.num_rows:,} train rows",
             list(self._columns()),
@@ -217,7 +214,6 @@ class Selection:
         return {name: values for name, values in columns.items() if values is not None}
 
     def _first(self) -> list[tuple[Any, ...]]:
-        """Return the values of the first rows."""
         return list(zip(*(values[:_SHOWN].tolist() for values in self._columns().values()), strict=True))
 
 

@@ -57,7 +57,6 @@ class LiveModel:
     checkpoints: CheckpointSource
     """As in :meth:`~trak_lite.Attributor.score`."""
     train: Rows
-    """The train rows."""
     targets: Rows
     """The stored targets of the recipe."""
     store: InitVar[AbstractFeatureStore]

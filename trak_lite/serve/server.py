@@ -18,10 +18,8 @@ from trak_lite.serve.pages import policy
 ADDRESS: Final = "127.0.0.1"
 _HEADERS: Final = [
     ("x-content-type-options", "nosniff"),
-    (
-        "referrer-policy",
-        "same-origin",
-    ),  # with no-referrer, browsers send "Origin: null" with the forms of the page
+    # with no-referrer, browsers send "Origin: null" with the forms of the page
+    ("referrer-policy", "same-origin"),
     ("cross-origin-opener-policy", "same-origin"),
     ("cross-origin-resource-policy", "same-origin"),
     ("cache-control", "no-store"),
@@ -84,9 +82,8 @@ class _Impatient(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if hasattr(
-            socket, "TCP_USER_TIMEOUT"
-        ):  # Linux, which else sends a closed connection's rest for minutes
+        # Linux, which else sends a closed connection's rest for minutes
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = math.ceil(1000 * self._patience)
             connection = transport.get_extra_info("socket")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

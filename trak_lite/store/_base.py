@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from trak_lite.errors import ReadOnlyStoreError
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._exchange import Difference, diff_tables, refuse_conflicts, take_missing
-from trak_lite.store._grid import compare_specs
+from trak_lite.store._grid import flat_spec
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store.manifest import Manifest, differing_keys
+from trak_lite.store.manifest import Manifest, compare_fingerprints, differing_keys
 
 NEEDED_UNTIL = "needed_until"
 """Attribute of an intermediate table: path of the table computed from it. Once that is complete, this one is unused."""
@@ -158,7 +158,8 @@ class AbstractFeatureStore(ABC):
             self.manifest.check_same(part.manifest, where=where)
             for path in set(self.table_names()).intersection(part.table_names()):
                 ours, theirs = self.open_table(path), part.open_table(path)
-                compare_specs(ours.spec, theirs.spec, where=f"{where}:{path}")
+                there, here = flat_spec(ours.spec), flat_spec(theirs.spec)
+                compare_fingerprints(there, here, where=f"{where}:{path}")
                 refuse_conflicts(path, ours, theirs, part=part.path or "a store in memory")
             for path in part.table_names():
                 theirs = part.open_table(path)
@@ -229,9 +230,7 @@ class AbstractFeatureStore(ABC):
             )
 
     def __enter__(self) -> Self:
-        """Return the store."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the store."""
         self.close()

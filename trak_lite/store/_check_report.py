@@ -102,21 +102,16 @@ class Report:
         lines += [f"set aside: {_place(each)} is in {each.folder}" for each in moved]
         if len(self.set_aside) > _MOST_SHOWN:
             lines.append(f"set aside: {len(self.set_aside) - _MOST_SHOWN} more")
-        return printable("\n".join([*lines, f"{self.path}: {self._verdict()}; {self._extent()}."]))
-
-    def _verdict(self) -> str:
         damaged = sum(finding.level == "damage" for finding in self.findings)
-        notes = len(self.findings) - damaged
-        if not damaged:
-            return "sound" if not notes else f"sound, {_count(notes, 'note')}"
-        return f"{damaged} damage, {_count(notes, 'note')}"
-
-    def _extent(self) -> str:
+        verdict = f"{damaged} damage" if damaged else "sound"
+        if self.findings:
+            verdict += f", {_count(len(self.findings) - damaged, 'note')}"
         seen = self.tally
-        return (
-            f"{_count(seen.tables, 'table')}, {seen.done_rows} rows done, {seen.pending_rows} pending, "
-            f"{_count(seen.chunks, 'chunk')} of {seen.bytes} bytes compared"
+        lines.append(
+            f"{self.path}: {verdict}; {_count(seen.tables, 'table')}, {seen.done_rows} rows done, "
+            f"{seen.pending_rows} pending, {_count(seen.chunks, 'chunk')} of {seen.bytes} bytes compared."
         )
+        return printable("\n".join(lines))
 
 
 def row_ranges(rows: NDArray[np.bool_], *, first: int) -> Iterable[range]:

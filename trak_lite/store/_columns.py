@@ -175,11 +175,9 @@ class StoredRows:
         return cls(column, (numbers, scales.astype("<f4", copy=False)))
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.arrays[0])
 
     def __getitem__(self, rows: slice | NDArray[Any]) -> StoredRows:
-        """Return some of the rows."""
         return StoredRows(self.column, tuple(array[rows] for array in self.arrays))
 
     def decode(self) -> NDArray[Any]:

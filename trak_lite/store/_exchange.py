@@ -33,7 +33,6 @@ class Difference:
     there: Any
 
     def __str__(self) -> str:
-        """Return the difference as a line of text."""
         return printable(f"{self.table or 'manifest'}: {self.what}: {self.here} here, {self.there} there")
 
 

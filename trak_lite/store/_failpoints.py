@@ -32,27 +32,23 @@ LIST_FAILPOINTS = (
     "entry_written",  # the entry of a table in the store's list is complete under its scratch name
     "table_listed",  # the entry has its final name
 )
-"""Failpoints of listing a published table."""
 
 ENTRY_FAILPOINTS = (
     "entry_announced",  # the mark of an entry allows its next version, which is not written
     "entry_replaced",  # the entry is written, and its mark allows the one before too
     "entry_removed",  # a dropped entry is deleted, and its mark is not
 )
-"""Failpoints of storing and dropping an entry."""
 
 REPAIR_FAILPOINTS = (
     "file_set_aside",  # one more file of a damaged chunk is moved to its set-aside folder
     "log_copied",  # the row log of a chunk with sound rows is copied and the new log is written
     "log_replaced",  # the new log has replaced the old one
 )
-"""Failpoints of a repair."""
 
 DROP_FAILPOINTS = (
     "table_renamed",  # a dropped table is renamed but not deleted
     "group_renamed",  # so is the group that held no other table
 )
-"""Failpoints of dropping a table."""
 
 GROWTH_FAILPOINTS = (
     "last_rows_logged",  # the rows of the last chunk, which is committed, are in its row log too
@@ -60,7 +56,6 @@ GROWTH_FAILPOINTS = (
     "array_grown",  # one more of its arrays has the new size
     "table_grown",  # the table has the new size
 )
-"""Failpoints of growing a table."""
 
 REMOTE_FAILPOINTS = (
     "table_put",  # the documents of a table are in the object store; its list entry is not

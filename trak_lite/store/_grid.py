@@ -11,7 +11,7 @@ from trak_lite._validate import check_depth, one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._columns import DTYPES, Column, TableSpec, dtype_fingerprint
 from trak_lite.store._names import check_name
-from trak_lite.store.manifest import Manifest, StoredValues, canonical_json, compare_fingerprints
+from trak_lite.store.manifest import Manifest, StoredValues, canonical_json
 
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
@@ -162,11 +162,6 @@ def grown_spec(spec: TableSpec, num_rows: int) -> TableSpec:
             f"A table cannot shrink: it has {spec.num_rows} rows, got num_rows={num_rows}. Create another table."
         )
     return replace(spec, num_rows=num_rows)
-
-
-def compare_specs(stored: TableSpec, given: TableSpec, *, where: str) -> None:
-    """Raise ManifestMismatchError if two specs differ; it names every differing key with both values."""
-    compare_fingerprints(flat_spec(stored), flat_spec(given), where=where)
 
 
 def flat_spec(spec: TableSpec) -> dict[str, Any]:

@@ -1,12 +1,10 @@
-"""Validation and ordering of table and column names, and the errors for paths without a table."""
+"""Validation and ordering of table and column names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from trak_lite._validate import some_of
-from trak_lite.errors import InvalidInputError, MissingStoreError
+from trak_lite.errors import InvalidInputError
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _RESERVED = "zarr.json"
@@ -62,20 +60,3 @@ def natural_order(path: str) -> tuple[object, ...]:
         for part in path.split("/")
     )
     return parts, path
-
-
-def missing_table(path: str, *, where: str, tables: Sequence[str]) -> MissingStoreError:
-    """Return the error for a table that does not exist."""
-    return MissingStoreError(
-        f"There is no table {path!r} in {where}. Tables there: {some_of(tables) or 'none'}."
-    )
-
-
-def inside_a_table(path: str, *, above: str) -> InvalidInputError:
-    """Return the error for a path that lies inside a table."""
-    return InvalidInputError(f"{above!r} is a table, so there is no table {path!r} inside it. Rename it.")
-
-
-def group_of_tables(path: str, *, tables: Sequence[str]) -> InvalidInputError:
-    """Return the error for a path that is a group of tables."""
-    return InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {some_of(tables)}.")

@@ -28,9 +28,8 @@ QUANTISATION = 1
 QUANTISED = {"int8": 127, "int4": 7}
 """Largest integer of each dtype; the smallest is its negative."""
 
-_SCALE_BITS = np.uint32(
-    0xFFFFFF00
-)  # 16 significant bits; the product with an 8-bit integer fits into the 24 bits of float32
+# 16 significant bits; the product with an 8-bit integer fits into the 24 bits of float32
+_SCALE_BITS = np.uint32(0xFFFFFF00)
 _OFFSET = 8
 _BYTES = np.arange(256)
 _PAIRS = ((_BYTES & 15) - _OFFSET + 1j * ((_BYTES >> 4) - _OFFSET)).astype(np.complex64)
@@ -58,7 +57,11 @@ def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.f
     scales[scales < np.finfo(np.float32).tiny] = 0
     numbers: NDArray[Any] = rows / np.where(scales > 0, scales, np.float32(np.inf))[:, None]
     np.rint(numbers, out=numbers)
-    return (numbers.astype(np.int8) if dtype == "int8" else _packed(numbers)), scales
+    if dtype == "int8":
+        return numbers.astype(np.int8), scales
+    halves = np.full((len(numbers), numbers.shape[1] + numbers.shape[1] % 2), _OFFSET, np.uint8)
+    halves[:, : numbers.shape[1]] = numbers + _OFFSET
+    return halves[:, ::2] | halves[:, 1::2] << 4, scales
 
 
 def dequantise(
@@ -85,15 +88,7 @@ def dequantise(
     if dtype == "int8":
         np.multiply(numbers, scales[:, None], out=filled)
     else:
-        np.take(
-            _PAIRS, numbers, out=filled.view(np.complex64), mode="clip"
-        )  # mode="raise" would write to a temporary copy first
+        # mode="raise" would write to a temporary copy first
+        np.take(_PAIRS, numbers, out=filled.view(np.complex64), mode="clip")
         filled *= scales[:, None]
     return filled[:, :width]
-
-
-def _packed(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
-    halves = np.full((len(numbers), numbers.shape[1] + numbers.shape[1] % 2), _OFFSET, np.uint8)
-    halves[:, : numbers.shape[1]] = numbers + _OFFSET
-    packed: NDArray[np.uint8] = halves[:, ::2] | halves[:, 1::2] << 4
-    return packed

@@ -275,7 +275,6 @@ class AbstractRowTable(ABC):
         )
 
     def _raise_incomplete(self, chunk: int) -> NoReturn:
-        """Raise the error for a chunk that is not committed."""
         first, stop = self.chunk_range(chunk)
         pending = int((~self.done()[first:stop]).sum())
         raise IncompleteStoreError(

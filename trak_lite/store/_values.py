@@ -46,7 +46,13 @@ def check_block(
     if isinstance(index, range):
         return RowBlock(_by_chunk(contiguous_runs(index.start, len(index), spec.chunk_rows)), arrays)
     order = np.argsort(index)
-    runs = _scattered_runs(index[order], spec.chunk_rows)
+    ascending = index[order]
+    borders = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
+    runs = (
+        run
+        for start, stop in itertools.pairwise(borders)
+        for run in contiguous_runs(int(ascending[start]), stop - start, spec.chunk_rows, offset=start)
+    )
     return RowBlock(_by_chunk(runs), tuple(np.ascontiguousarray(array[order]) for array in arrays))
 
 
@@ -133,17 +139,11 @@ def _cast(array: NDArray[Any], column: Column, index: _Rows) -> NDArray[Any]:
     dtype = np.dtype(column.value_dtype).newbyteorder("<")
     with np.errstate(over="ignore", invalid="ignore"):  # overflow is reported below, with row numbers
         cast: NDArray[Any] = np.ascontiguousarray(array, dtype=dtype)
-    if not _all_finite(cast):
+    # NumPy emulates isfinite for float16; testing the exponent bits is 20 times faster
+    is_half = dtype.itemsize == 2
+    if not (int((cast.view("<u2") & 0x7FFF).max()) < 0x7C00 if is_half else np.isfinite(cast).all()):
         _raise_non_finite(array, cast, column, np.asarray(index))
     return cast
-
-
-def _all_finite(array: NDArray[Any]) -> bool:
-    if (
-        array.dtype.itemsize == 2
-    ):  # NumPy emulates isfinite for float16; testing the exponent bits is 20 times faster
-        return int((array.view("<u2") & 0x7FFF).max()) < 0x7C00
-    return bool(np.isfinite(array).all())
 
 
 def _raise_non_finite(
@@ -164,17 +164,8 @@ def _raise_non_finite(
     )
 
 
-def _by_chunk(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    by_chunk: dict[int, list[Run]] = {}
-    for run in runs:
-        by_chunk.setdefault(run.chunk, []).append(run)
-    return by_chunk
-
-
-def _scattered_runs(ascending: NDArray[np.int64], chunk_rows: int) -> Iterable[Run]:
-    borders = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
-    for start, stop in itertools.pairwise(borders):
-        yield from contiguous_runs(int(ascending[start]), stop - start, chunk_rows, offset=start)
+def _by_chunk(ascending: Iterable[Run]) -> dict[int, list[Run]]:
+    return {chunk: list(runs) for chunk, runs in itertools.groupby(ascending, lambda run: run.chunk)}
 
 
 def check_derived(name: str, key: str, array: NDArray[Any]) -> None:

@@ -79,7 +79,6 @@ class StoredValues(dict[str, Any]):
         return self._checked(key, super().__getitem__(key)) if key in self else default
 
     def __missing__(self, key: str) -> Any:
-        """Raise for a key that is not there."""
         raise CorruptStoreError(
             f"{self._where} has no {key!r} among its settings: another program wrote or changed it. Restore the file "
             "from a backup, or use another path."

@@ -199,7 +199,6 @@ class MemoryFeatureStore(RecordedFeatureStore):
     @property
     def path(self) -> None:  # type: ignore[override]
         """``None``, because the store is in memory."""
-        return
 
     def require_writable(self, path: str, rows: _MemoryRows) -> None:
         """Raise unless this handle is open for writing, and ``rows`` is still the current state of the table."""
@@ -225,7 +224,7 @@ class MemoryFeatureStore(RecordedFeatureStore):
                 grown.arrays[name][: len(array)] = array
             grown.done[: len(rows.done)] = rows.done
             self._contents.tables[path] = grown
-        return self._open(path)
+        return self.open_table(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
@@ -238,9 +237,10 @@ class MemoryFeatureStore(RecordedFeatureStore):
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> MemoryRowTable:
         if self._table_record(path) is None:
             self._contents.tables[path] = _MemoryRows.empty(spec, dict(attributes))
-        return self._open(path)
+        return self.open_table(path)
 
-    def _open(self, path: str) -> MemoryRowTable:
+    def open_table(self, path: str) -> MemoryRowTable:
+        """Open an existing table, for writing if the store is writable."""
         self._require_table(path)
         return MemoryRowTable(path, self._contents.tables[path], self)
 

@@ -266,7 +266,6 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def _gradients(seed: int, num_samples: int = _NUM_SAMPLES) -> dict[str, Tensor]:
-    """Return float64 gradients of the test parameters."""
     return {
         name: _random(100 * seed + i, num_samples, *shape) for i, (name, shape) in enumerate(_SHAPES.items())
     }

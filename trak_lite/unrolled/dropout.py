@@ -58,7 +58,6 @@ class SeededDropout(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a function of torch; dropout uses the mask of the key."""
-        del types
         kwargs = dict(kwargs or {})
         if func is F.dropout or func in _WHOLE:
             return self._dropout(func, *args, **kwargs)
@@ -85,26 +84,18 @@ class SeededDropout(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0:
             return input
-        shape = input.shape[: _masked_axes(func, input.dim())]
-        mask = (self._uniform(shape) >= p).to(input.dtype) / (1 - p if p < 1 else 1.0)
+        shape = input.shape
+        if func is F.dropout2d:  # reads three axes as (N, C, L), not as one image without a batch axis
+            shape = shape[:2]
+        elif func in _WHOLE:  # without the axes of a channel
+            shape = shape[: len(shape) - _WHOLE[func] + 2]
+        self._calls += 1
+        places = torch.arange(math.prod(shape), device=self._key.device).reshape(shape)
+        bits = mixed(mixed(self._key + self._calls) + places * STEP)
+        uniform = shifted(bits, 40).to(torch.float32) * 2.0**-24  # 24 bits, which float32 holds exactly
+        mask = (uniform >= p).to(input.dtype) / (1 - p if p < 1 else 1.0)
         mask = mask.reshape(*shape, *[1] * (input.dim() - len(shape)))
         return input.mul_(mask) if inplace else input * mask
-
-    def _uniform(self, shape: Sequence[int]) -> Tensor:
-        self._calls += 1
-        places = torch.arange(math.prod(shape), device=self._key.device).reshape(tuple(shape))
-        bits = mixed(mixed(self._key + self._calls) + places * STEP)
-        # 24 bits, which float32 holds exactly.
-        return shifted(bits, 40).to(torch.float32) * 2.0**-24
-
-
-def _masked_axes(func: Callable[..., Any], dims: int) -> int:
-    """Return how many leading axes of an input the mask has: all, or without those of a channel."""
-    if func not in _WHOLE:
-        return dims
-    if func is F.dropout2d:  # reads three axes as (N, C, L), not as one image without a batch axis
-        return min(dims, 2)
-    return dims - _WHOLE[func] + 2
 
 
 def _is_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

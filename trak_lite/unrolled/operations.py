@@ -18,7 +18,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
-        """Names of the operations."""
         self.peak_bytes = 0
         """Largest sum of bytes of the tensors that they made and that existed at the same time."""
         self._now = 0
@@ -31,8 +30,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and note it."""
-        del types
         self.names.add(func.__name__)
         given = {id(storage) for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))

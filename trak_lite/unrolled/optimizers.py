@@ -47,7 +47,6 @@ class AbstractOptimizer(ABC):
     """Whether :meth:`update` treats every weight on its own, so that stacked parameters need no ``vmap``."""
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         real_at_least(0.0, lr=self.lr)
         real_at_least(0.0, weight_decay=self.weight_decay)
 
@@ -117,7 +116,6 @@ class SGD(AbstractOptimizer):
     elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         super().__post_init__()
         real_at_least(0.0, momentum=self.momentum)
         if self.nesterov and not self.momentum:
@@ -162,7 +160,6 @@ class Adam(AbstractOptimizer):
     decoupled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         super().__post_init__()
         betas = tuple(real_at_least(0.0, betas=beta) for beta in self.betas)
         if len(betas) != 2 or max(betas) >= 1:

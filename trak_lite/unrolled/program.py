@@ -100,7 +100,6 @@ class TrainingSettings:
     steps: change it with everything that the training depends on."""
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         positive_int(batch_size=self.batch_size)
         positive_int(accumulate=self.accumulate)
         if (self.epochs is None) == (self.steps is None):

@@ -114,7 +114,12 @@ def unrolled(
     method = Unrolled(*given)
     settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
     record = ScoreRecord(name, method, found[0].manifest, settings, task=found[0].task)
-    return Scores(_mean_over_runs(found), record)
+    mean, errors = (np.empty(found[0].shape, np.float32) for _ in range(2))
+    for rows in rows_in_batches(np.arange(len(mean)), _MEAN_ROWS):
+        parts = np.stack([scores.rows(rows) for scores in found])
+        mean[rows] = parts.mean(axis=0, dtype=np.float64)
+        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(found))
+    return Scores(HeldMatrix(mean, errors), record)
 
 
 def _scores_of_run(
@@ -289,13 +294,3 @@ class _SharedBlocks:
                     remove_file(f"{self._folder}/{name}")
         with contextlib.suppress(OSError):  # another process makes the same replay
             self._folder.rmdir()
-
-
-def _mean_over_runs(runs: Sequence[Scores]) -> HeldMatrix:
-    """Return the mean of the scores of several runs, and the standard errors of the mean over runs."""
-    mean, errors = (np.empty(runs[0].shape, np.float32) for _ in range(2))
-    for rows in rows_in_batches(np.arange(len(mean)), _MEAN_ROWS):
-        parts = np.stack([run.rows(rows) for run in runs])
-        mean[rows] = parts.mean(axis=0, dtype=np.float64)
-        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(runs))
-    return HeldMatrix(mean, errors)

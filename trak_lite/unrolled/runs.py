@@ -78,15 +78,14 @@ _KINKS = {
 class TrainingRun:
     """A finished training: its recipe, row weights, and states at some steps."""
 
-    def __init__(self, recipe: TrainingSettings, path: Path | None, weights: Tensor | None) -> None:
+    def __init__(self, recipe: TrainingSettings, path: Path | None, weights: Tensor) -> None:
         self.recipe, self.path = recipe, path
         model = recipe.model(recipe.seed)
         self.program = Program(recipe, model)
         self.device = self.program.device
         self.num_steps = recipe.num_steps
         like = next(p for name, p in model.named_parameters() if name in self.program.names)
-        ones = torch.ones(len(recipe.rows), dtype=like.dtype, device=self.device)
-        self.weights = ones if weights is None else weights.to(ones)
+        self.weights = weights.to(like.dtype).to(self.device)
         self._first, self.frozen = self.program.start(model)
         self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
         self.identity = run_identity(self.fingerprint)
@@ -212,7 +211,6 @@ class TrainingRun:
 
     def _repeated(self, first: int, last: int, number: int) -> State:
         """Return the state ``last``, repeated from a stored one for the first (0) or second time (1)."""
-        del number
         state = self.states.get(first)
         with repeatable(self.device):
             for step in range(first, last):
@@ -238,7 +236,6 @@ class TrainingRun:
         return [{**own, **self.states.get(numbers[place]).parameters} for place in chosen]
 
     def __repr__(self) -> str:
-        """Return steps, rows and place."""
         return f"TrainingRun({self.num_steps} steps on {len(self.weights)} rows, {self.path or 'in memory'})"
 
     def advice(self) -> str:
@@ -280,7 +277,13 @@ class TrainingRun:
             len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
         )
         weights = torch.stack([self.weights + k * h * direction.to(self.weights) for k in range(3)])
-        models, names = self._perturbed(weights), self.program.names
+        everything, seeds = [np.arange(len(self.weights))] * 3, [self.recipe.seed] * 3
+        try:
+            models = trained_side_by_side(self.recipe, weights, everything, seeds)
+        except UnsupportedModelError as error:
+            logger.info("%s The models are trained one after the other.", error)
+            models = [trained_alone(self.recipe, some, everything[0], seeds[0]) for some in weights]
+        names = self.program.names
         trained = [dict(model.named_parameters()) for model in models]
         flat = [torch.cat([some[name].detach().flatten() for name in names]).double() for some in trained]
         total = (flat[2] - flat[0]).abs()
@@ -289,17 +292,6 @@ class TrainingRun:
         if usual:
             self._note(metasmoothness=found)
         return found
-
-    def _perturbed(self, weights: Tensor) -> list[nn.Module]:
-        """Return the trained models of runs with row weights ``(R, N)``."""
-        everything, seed = np.arange(weights.shape[1]), self.recipe.seed
-        try:
-            return trained_side_by_side(
-                self.recipe, weights, [everything] * len(weights), [seed] * len(weights)
-            )
-        except UnsupportedModelError as error:
-            logger.info("%s The models are trained one after the other.", error)
-            return [trained_alone(self.recipe, some, everything, seed) for some in weights]
 
     @property
     def leave_out_fn(self) -> SubsetTraining:
@@ -419,7 +411,12 @@ class Recipe(TrainingSettings):
                 steps that lead to other weights when they are repeated.
         """
         one_of(("sqrt", "log", "all"), checkpoints=checkpoints)
-        run = TrainingRun(self, _folder(path), _checked_weights(self, weights))
+        array = np.ones(len(self.rows)) if weights is None else np.asarray(weights, np.float64)
+        if array.shape != (len(self.rows),) or not np.isfinite(array).all():
+            raise InvalidInputError(
+                f"weights must be one finite number per train row, ({len(self.rows)},), got shape {array.shape}."
+            )
+        run = TrainingRun(self, _folder(path), torch.from_numpy(array))
         if weights_digest(self.model(self.seed)) != run.fingerprint["weights"]:
             raise InvalidInputError(
                 f"model_fn({self.seed}) returned other initial weights in its second call, so the run cannot be "
@@ -441,25 +438,12 @@ class Recipe(TrainingSettings):
         return SubsetTraining(self, keep_order=False)
 
 
-def _checked_weights(recipe: TrainingSettings, weights: ArrayLike | None) -> Tensor | None:
-    if weights is None:
-        return None
-    array = np.asarray(weights, np.float64)
-    if array.shape != (len(recipe.rows),) or not np.isfinite(array).all():
-        raise InvalidInputError(
-            f"weights must be one finite number per train row, ({len(recipe.rows)},), got shape {array.shape}."
-        )
-    return torch.from_numpy(array)
-
-
 def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
     """Return the numbers of the states to store; the last one is among them."""
     if interval is not None:
         return {*range(0, num_steps, positive_int(interval=interval)), num_steps}
     if spacing == "log":
-        return {num_steps - (1 << k) for k in range(num_steps.bit_length()) if num_steps >= 1 << k} | {
-            num_steps
-        }
+        return {num_steps, *(num_steps - (1 << k) for k in range(num_steps.bit_length()))}
     every = 1 if spacing == "all" else math.ceil(math.sqrt(num_steps))
     return {*range(0, num_steps, every), num_steps}
 

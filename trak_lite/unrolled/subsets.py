@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,6 @@ from trak_lite.data.datasets import checked_indices
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.unrolled.optimizers import State
 from trak_lite.unrolled.program import Program, TrainingSettings, naming_failures, repeatable
-
-logger = logging.getLogger(__name__)
 
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
 

@@ -134,7 +134,6 @@ def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
 
 
 def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precision: str) -> None:
-    """Run the kernel once on the device of the tensors."""
     in_tf32 = precision == "tf32" or rows.dtype in _EXACT_IN_TF32
     words = wrap32(key), wrap32(key32(key, index >> 32)), wrap32(index)
     _launch_signed_product(sums, [rows], (*words, steps, in_tf32))

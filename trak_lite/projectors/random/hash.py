@@ -358,9 +358,8 @@ class GaussianEntries(AbstractEntries):
         torch.index_select(self._quantiles, 0, half.view(-1), out=out.view(-1))
         torch.bitwise_right_shift(words, 16, out=half)
         half.bitwise_and_(0xFFFF)
-        second = words.view(
-            torch.float32
-        )  # both halves are read, so the memory of the words can be overwritten
+        # both halves are read, so the memory of the words can be overwritten
+        second = words.view(torch.float32)
         torch.index_select(self._quantiles, 0, half.view(-1), out=second.view(-1))
         return out.add_(second).mul_(_quantile_scale())
 

@@ -23,7 +23,7 @@ from trak_lite.types import FactoredBlock, LookupBlock
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockHashes:
     """Hash functions of all blocks of a matrix; ``down x across`` blocks of K x K, the last ones may be smaller."""
 
@@ -43,8 +43,9 @@ class BlockHashes:
         tables = (table.to(device) for table in (self.shifts, self.row_signs, self.column_signs))
         return BlockHashes(self.shape, self.size, *tables)
 
+    @functools.cached_property
     def by_row(self) -> tuple[Tensor, Tensor]:
-        """Return the shift and the sign of every row of the matrix in every block of columns, ``(d_out, across)``."""
+        """The shift and the sign of every row of the matrix in every block of columns, ``(d_out, across)``."""
         tables = (table.transpose(1, 2).flatten(0, 1) for table in (self.shifts, self.row_signs))
         shifts, signs = (table[: self.shape[0]] for table in tables)
         return shifts, signs
@@ -91,7 +92,7 @@ class AllBlocks:
     def looked_up(self, block: LookupBlock) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows."""
         dtype, size = sum_dtype(block.values.dtype), self._hashes.size
-        shifts, row_signs = self._by_row
+        shifts, row_signs = self._hashes.by_row
         column_signs = self._hashes.column_signs
         columns = torch.arange(size, device=block.values.device)
         step = max(
@@ -110,10 +111,6 @@ class AllBlocks:
     def _budget(self, values: Tensor, dtype: torch.dtype) -> int:
         """Return how many numbers one intermediate result may have; a few exist at once."""
         return scratch_bytes(values.device) // (4 * dtype.itemsize)
-
-    @functools.cached_property
-    def _by_row(self) -> tuple[Tensor, Tensor]:
-        return self._hashes.by_row()
 
     @functools.cached_property
     def _outputs(self) -> _Side:

@@ -142,7 +142,7 @@ class MatrixSketch(AbstractSketch):
         dtype, size = sum_dtype(block.values.dtype), self._proj_dim
         total = self._zeros(scratch, count, dtype, block.values.device)
         step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
-        shifts, row_signs = self._by_row
+        shifts, row_signs = self._hashes.by_row
         for column, first_column in enumerate(range(0, self.shape[1], size)):
             columns = slice(first_column, min(first_column + size, self.shape[1]))
             steps = torch.arange(columns.stop - first_column, device=total.device)
@@ -248,7 +248,7 @@ class MatrixSketch(AbstractSketch):
 
     def _signed_rows(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return the shifts ``(r, across)`` of some rows and the signs ``(r, across * K)`` of their entries."""
-        shifts, row_signs = (table[first:stop] for table in self._by_row)
+        shifts, row_signs = (table[first:stop] for table in self._hashes.by_row)
         rows = torch.arange(first, stop, device=shifts.device) // self._proj_dim
         signs = self._hashes.column_signs[rows] * row_signs.unsqueeze(2)
         return shifts, signs.flatten(1)
@@ -304,10 +304,6 @@ class MatrixSketch(AbstractSketch):
         num_samples = budget // (min(step, self.shape[0]) * across * size)
         return in_pieces(features, block.inputs, block.output_grads, num_samples)
 
-    @functools.cached_property
-    def _by_row(self) -> tuple[Tensor, Tensor]:
-        return self._hashes.by_row()
-
     def _pieces_by_shift(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the pieces of K entries of some rows in the order of their shifts, and where each shift begins.
 
@@ -319,7 +315,7 @@ class MatrixSketch(AbstractSketch):
             ``(count * across,)`` and ``(K,)``, int32.
         """
         if (first, count) not in self._slots:
-            shifts = self._by_row[0][first : first + count].flatten()
+            shifts = self._hashes.by_row[0][first : first + count].flatten()
             counts = torch.bincount(shifts, minlength=self._proj_dim)
             found = torch.argsort(shifts, stable=True), counts.cumsum(0) - counts
             self._slots[first, count] = found[0].int(), found[1].int()

@@ -62,11 +62,9 @@ class GradientStream(Protocol):
     @property
     def parameters(self) -> ParameterShapes:
         """Shapes of the differentiated parameters by canonical name, in model order."""
-        ...
 
     def stream_gradients(self, batch: Batch, sink: BlockSink) -> OutputTerms:
         """Pass the gradient blocks of a batch to ``sink``."""
-        ...
 
 
 @final
@@ -287,8 +285,7 @@ def _leading(key: str, covariance: Tensor, count: int) -> Tensor:
     vectors = eigh_of_positive((matrix + matrix.T) / 2)[1][:, -count:].flip(1)
     # An eigenvector's sign is arbitrary: make it deterministic.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    axes: Tensor = (vectors * largest.sign()).to(torch.float32)
-    return axes
+    return (vectors * largest.sign()).to(torch.float32)
 
 
 def _axes_shapes(shapes: Mapping[str, tuple[int, int]], k_in: int, k_out: int) -> dict[str, tuple[int, int]]:

@@ -64,7 +64,6 @@ class AnyTableLook(Protocol):
 
     def findings(self) -> list[Finding]:
         """Check the table once and return all findings."""
-        ...
 
 
 class StoreLook(ABC):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -118,8 +117,12 @@ class ChunkLook:
         findings = [self._damage(chunk, text, column=name) for name, text in problems.items() if text]
         if findings:
             return ChunkState(tuple(findings), none, visible=True)
+        left = [path for path in self._files.staged_paths(chunk) if os.path.lexists(path)]
+        if left and not holder_lives(self._files.row_log(chunk)):
+            names = ", ".join(os.path.basename(path) for path in left)
+            findings.append(self._note(chunk, f"committed; {names} still in the stage", _FINISH))
         size = sum(column.chunk_bytes for column in self._files.columns)
-        return ChunkState(tuple(self._leftovers(chunk)), ~none, visible=True, bytes=size)
+        return ChunkState(tuple(findings), ~none, visible=True, bytes=size)
 
     def _problem(self, column: ColumnFiles, record: CommitRecord) -> str | None:
         """Return how the file of a column contradicts the commit record, or ``None``."""
@@ -134,12 +137,6 @@ class ChunkLook:
         except StoreError as error:
             return str(error)
 
-    def _leftovers(self, chunk: int) -> Iterator[Finding]:
-        left = [path for path in self._files.staged_paths(chunk) if os.path.lexists(path)]
-        if left and not holder_lives(self._files.row_log(chunk)):
-            names = ", ".join(os.path.basename(path) for path in left)
-            yield self._note(chunk, f"committed; {names} still in the stage", _FINISH)
-
     def _staged_state(
         self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
     ) -> ChunkState:
@@ -147,8 +144,12 @@ class ChunkLook:
         done, named = staged.done(), staged.named()
         if visible and record is not None:
             named[: record.rows] = True
+        missing = [column.name for column in self._files.columns if column not in visible]
+        lost = "the row log does not hold them"
+        if visible and missing:
+            lost = f"no file of the columns {', '.join(missing)}, and {lost}"
         findings = [
-            self._damage(chunk, self._why_lost(chunk, visible), rows=rows)
+            self._damage(chunk, lost, rows=rows)
             for rows in row_ranges(named & ~done, first=chunk * self._files.spec.chunk_rows)
         ]
         broken = 0 if done.all() else staged.damaged
@@ -157,27 +158,14 @@ class ChunkLook:
             findings.append(self._damage(chunk, text))
         if visible and record is None and not findings:
             findings.append(self._damage(chunk, _UNRECORDED))
-        if not findings:
-            findings = list(self._notes(chunk, record, visible))
-        return ChunkState(tuple(findings), done, visible=False)
-
-    def _why_lost(self, chunk: int, visible: list[ColumnFiles]) -> str:
-        missing = [column.name for column in self._files.columns if column not in visible]
-        if not visible or not missing:
-            return "the row log does not hold them"
-        return f"no file of the columns {', '.join(missing)}, and the row log does not hold them"
-
-    def _notes(
-        self, chunk: int, record: CommitRecord | None, visible: list[ColumnFiles]
-    ) -> Iterator[Finding]:
-        if 0 < len(visible) < len(self._files.columns) and not holder_lives(self._files.row_log(chunk)):
+        if not findings and visible and missing and not holder_lives(self._files.row_log(chunk)):
             names = ", ".join(column.name for column in visible)
-            yield self._note(
-                chunk, f"commit interrupted, or under way elsewhere: only {names} visible", _FINISH
-            )
-        staged = any(map(os.path.lexists, self._files.staged_paths(chunk)))
-        if record is not None and not visible and not staged:
-            yield self._note(chunk, "committed once; its files were set aside or removed", AGAIN)
+            text = f"commit interrupted, or under way elsewhere: only {names} visible"
+            findings.append(self._note(chunk, text, _FINISH))
+        left = any(map(os.path.lexists, self._files.staged_paths(chunk)))
+        if not findings and record is not None and not visible and not left:
+            findings.append(self._note(chunk, "committed once; its files were set aside or removed", AGAIN))
+        return ChunkState(tuple(findings), done, visible=False)
 
     def _damage(
         self, chunk: int, text: str, *, column: str | None = None, rows: range | None = None

@@ -26,13 +26,7 @@ from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._values import short_list
-from trak_lite.store.disk.documents import (
-    attributes_from_json,
-    identity_of,
-    own_attributes,
-    parse_zarr_json,
-    read_zarr_bytes,
-)
+from trak_lite.store.disk.documents import identity_of, own_attributes, parse_zarr_json, read_zarr_bytes
 from trak_lite.store.disk.files import (
     Descriptors,
     file_size,
@@ -153,10 +147,6 @@ class TableFiles:
             self._record = text, own
         return self._record[1]
 
-    def attributes(self) -> dict[str, Any]:
-        """Return the attributes recorded when the table was created; empty if the table no longer exists."""
-        return attributes_from_json(self.record(), where=f"{self.folder}/zarr.json")
-
     def row_log(self, chunk: int) -> str:
         """Return the path of the row log of an unfinished chunk, which is also its lock file."""
         return f"{self.stage}/{chunk}.rows"
@@ -231,7 +221,9 @@ class ChunkIndex:
         visible = [column.list_visible() for column in self._files.columns]
         self._logs.poll()
         self._refuse_remade()
-        visible = [self._in_grid(chunks) for chunks in visible]
+        for chunks in visible:
+            if chunks and max(chunks) >= self._files.num_chunks and self._files.rows_on_disk(max(chunks)):
+                chunks.intersection_update(range(self._files.num_chunks))  # the table has grown
         everywhere = set.intersection(*visible)
         self._refuse_strangers(set.union(*visible))
         known = self.committed
@@ -325,12 +317,6 @@ class ChunkIndex:
                 f"{self._files.folder} was dropped after it was opened, and created again for other rows. Open it "
                 "again, or put these rows into another table."
             )
-
-    def _in_grid(self, chunks: set[int]) -> set[int]:
-        """Remove chunks that were added after the table was opened here."""
-        if not chunks or max(chunks) < self._files.num_chunks or not self._files.rows_on_disk(max(chunks)):
-            return chunks
-        return {chunk for chunk in chunks if chunk < self._files.num_chunks}
 
     def _refuse_strangers(self, chunks: set[int]) -> None:
         outside = sorted(chunk for chunk in chunks if chunk >= self._files.num_chunks)

@@ -66,7 +66,7 @@ class ChunkMaps:
                 self._kept_bytes -= self._maps.popitem(last=False)[1].nbytes
         self._maps.move_to_end(key)
         if self._mapped:
-            _RECENT.use(self, key)
+            _note_use(self, key)
         return array.view()  # so that flags set by the caller do not affect the cache
 
     def clear(self) -> None:
@@ -120,32 +120,26 @@ def _state(path: str) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-@final
-class _Recent:
-    """LRU order of the maps of all tables, for each thread.
+_RECENT = threading.local()
+"""LRU order of the maps of all tables, for each thread.
 
-    Each map holds a file descriptor, because Python's mmap duplicates it. A process often has a limit of 1024; without
-    a bound over all tables, those of some hundred checkpoints would exhaust it.
+Each map holds a file descriptor, because Python's mmap duplicates it. A process often has a limit of 1024; without a
+bound over all tables, those of some hundred checkpoints would exhaust it.
+"""
+
+
+def _note_use(maps: ChunkMaps, key: tuple[str, int, int]) -> None:
+    """Mark a map as used and release the least recently used maps of any table above the limit.
+
+    This is a quarter of the process's file descriptor limit, at most ``_KEPT``.
     """
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    def use(self, maps: ChunkMaps, key: tuple[str, int, int]) -> None:
-        """Mark a map as used and release the least recently used maps of any table above the limit.
-
-        This is a quarter of the process's file descriptor limit, at most ``_KEPT``.
-        """
-        order: OrderedDict[tuple[int, tuple[str, int, int]], weakref.ref[ChunkMaps]]
-        order = self._of_thread.__dict__.setdefault("order", OrderedDict())
-        order[id(maps), key] = weakref.ref(maps)
-        order.move_to_end((id(maps), key))
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        while len(order) > (_KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)):
-            (_, oldest), owner = order.popitem(last=False)
-            table = owner()
-            if table is not None:
-                table.forget(oldest)
-
-
-_RECENT = _Recent()
+    order: OrderedDict[tuple[int, tuple[str, int, int]], weakref.ref[ChunkMaps]]
+    order = _RECENT.__dict__.setdefault("order", OrderedDict())
+    order[id(maps), key] = weakref.ref(maps)
+    order.move_to_end((id(maps), key))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    while len(order) > (_KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)):
+        (_, oldest), owner = order.popitem(last=False)
+        table = owner()
+        if table is not None:
+            table.forget(oldest)

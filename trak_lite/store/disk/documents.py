@@ -19,7 +19,7 @@ import numpy as np
 
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
-from trak_lite.store._columns import Column, StoredArray, TableSpec, dtype_fingerprint
+from trak_lite.store._columns import StoredArray, TableSpec, dtype_fingerprint
 from trak_lite.store._grid import spec_from_json, spec_to_json
 from trak_lite.store.disk.files import named_errors, read_file
 from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
@@ -97,11 +97,16 @@ def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
 def array_document(array: StoredArray, spec: TableSpec) -> dict[str, Any]:
     """Return the document of an array of a table."""
     column = next((column for column in spec.columns if column.name == array.name), None)  # None for scales
+    attributes: dict[str, Any] = {}
+    if column is not None and column.quantised:
+        note = "NumPy lines that make float32 rows; group is the zarr group that this array is in"
+        decoding = {**dtype_fingerprint(column.dtype), "to_float32": list(column.recipe), "note": note}
+        attributes["trak_lite"] = decoding
     return {
         **_array(array.dtype, array.shape(spec.num_rows), array.shape(spec.chunk_rows), "."),
         # plain zarr reads missing rows as NaN (quantised: via the scale), never as plausible zeros
         "fill_value": "NaN" if math.isnan(array.fill) else array.fill,
-        "attributes": {} if column is None else _how_to_read(column),
+        "attributes": attributes,
         "dimension_names": ["row"] if array.width is None else ["row", f"{array.name}_dim"],
     }
 
@@ -135,14 +140,6 @@ def encode_document(document: Mapping[str, Any]) -> bytes:
 
 def _bare_record(path: str, origin: str, spec: TableSpec) -> dict[str, Any]:
     return {"table": path, "store": origin, **spec_to_json(spec)}
-
-
-def _how_to_read(column: Column) -> dict[str, Any]:
-    """Return the attributes that explain how to decode a quantised array; empty if not quantised."""
-    if not column.quantised:
-        return {}
-    note = "NumPy lines that make float32 rows; group is the zarr group that this array is in"
-    return {"trak_lite": {**dtype_fingerprint(column.dtype), "to_float32": list(column.recipe), "note": note}}
 
 
 def _digest(value: Mapping[str, Any]) -> str:

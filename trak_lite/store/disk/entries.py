@@ -285,7 +285,6 @@ class HiddenFiles:
     """Files of a store by key, ``"folder/name"``: the methods of objects that documents and entries need."""
 
     root: str
-    """Folder of the store."""
 
     def get(self, key: str) -> bytes | None:
         """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size.

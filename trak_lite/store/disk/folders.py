@@ -56,7 +56,11 @@ def scratch_folder(final: str) -> Iterator[str]:
     """Yield a new scratch folder next to ``final``, locked until the context exits; see :func:`publish_folder`."""
     parent, name = os.path.split(final)
     prefix = f".{name}.new-"
-    _remove_abandoned(parent, prefix)
+    with os.scandir(parent) as entries:
+        found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
+    for abandoned in filter(is_old, found):  # of killed creators, which lock theirs no longer
+        if is_free(abandoned):
+            remove_tree(abandoned, ignore_errors=True)  # another process may be removing it too
     scratch = os.path.join(parent, f"{prefix}{uuid.uuid4().hex}")
     with building(scratch, contextlib.nullcontext()):
         yield scratch
@@ -119,15 +123,6 @@ def publish_folder(scratch: str, final: str) -> bool:
     failpoint("folder_published")
     sync_folder(os.path.dirname(final))
     return True
-
-
-def _remove_abandoned(parent: str, prefix: str) -> None:
-    """Delete scratch folders of killed creators: those that are old and unlocked."""
-    with os.scandir(parent) as entries:
-        found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
-    for scratch in found:
-        if is_old(scratch) and is_free(scratch):
-            remove_tree(scratch, ignore_errors=True)  # another process may be removing it too
 
 
 def is_old(path: str) -> bool:

@@ -9,18 +9,18 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, ReadOnlyStoreError, StateError
+from trak_lite._validate import some_of
+from trak_lite.errors import (
+    CorruptStoreError,
+    InvalidInputError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StateError,
+)
 from trak_lite.store._base import AbstractFeatureStore
 from trak_lite.store._columns import TableSpec
-from trak_lite.store._grid import check_spec, compare_specs, plain_json
-from trak_lite.store._names import (
-    group_of_tables,
-    inside_a_table,
-    is_name,
-    missing_table,
-    natural_order,
-    path_parts,
-)
+from trak_lite.store._grid import check_spec, flat_spec, plain_json
+from trak_lite.store._names import is_name, natural_order, path_parts
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.documents import (
@@ -32,6 +32,7 @@ from trak_lite.store.disk.documents import (
 )
 from trak_lite.store.disk.entries import (
     CACHE,
+    ENTRIES,
     Files,
     Lock,
     StoreEntries,
@@ -41,7 +42,7 @@ from trak_lite.store.disk.entries import (
 )
 from trak_lite.store.disk.listing import TABLES, entry_name, listed_path, lost_table
 from trak_lite.store.disk.row_table import RowTable
-from trak_lite.store.manifest import Manifest
+from trak_lite.store.manifest import Manifest, compare_fingerprints
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,8 @@ class RecordedFeatureStore(AbstractFeatureStore):
         spec = check_spec(spec)
         plain = plain_json(dict(attributes or {}), what="A table's attributes")
         table = self._created(path, spec, plain)
-        compare_specs(table.spec, spec, where=f"{self._where}/{path}")
+        compare_fingerprints(flat_spec(table.spec), flat_spec(spec), where=f"{self._where}/{path}")
         return table
-
-    def open_table(self, path: str) -> AbstractRowTable:
-        """Open an existing table, for writing if the store is writable."""
-        return self._open(path)
 
     def attributes(self, path: str) -> dict[str, Any]:
         """Return the attributes recorded when the table was created."""
@@ -115,7 +112,8 @@ class RecordedFeatureStore(AbstractFeatureStore):
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
         start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
-        listed = {path for path in self._listed_paths() if path.startswith(start)}
+        paths = (listed_path(key.rpartition("/")[2]) for key in self._files.sizes(TABLES))
+        listed = {path for path in paths if path is not None and path.startswith(start)}
         found = set(self._tables_below(start, listed))
         # Others were just created, or the metadata of a parent group is missing.
         found.update(path for path in listed - found if self._table_record(path) is not None)
@@ -130,6 +128,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         """Cache a derived array, replacing any array of the same name."""
         check_derived(name, key, array)
         if self.writable:
+            self._make_hidden(CACHE)
             self._cache.put(f"{CACHE}/{array_file_name(name)}", encode_array(name, key, array))
 
     def entry(self, name: str, key: str) -> NDArray[Any] | None:
@@ -140,6 +139,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         """Store an array that cannot be recomputed, replacing any entry of the same name."""
         check_derived(name, key, array)
         self._require_writable()
+        self._make_hidden(ENTRIES)
         self._entries.put(name, key, array)
 
     def entry_names(self, prefix: str = "") -> list[str]:
@@ -173,13 +173,12 @@ class RecordedFeatureStore(AbstractFeatureStore):
             )
         return self
 
+    def _make_hidden(self, folder: str) -> None:
+        """Create the folder of cached arrays or of entries, if it does not exist, where files need a folder."""
+
     @abstractmethod
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> AbstractRowTable:
         """Return the table at a path; create it with this spec and these attributes if there is none."""
-
-    @abstractmethod
-    def _open(self, path: str) -> AbstractRowTable:
-        """Return a table, opened at most once."""
 
     def _group(self, path: str) -> dict[str, Any] | None:
         """Return the record in the ``zarr.json`` of a table or group; ``None`` if there is none."""
@@ -192,11 +191,6 @@ class RecordedFeatureStore(AbstractFeatureStore):
     def _is_surely_there(self, path: str) -> bool:
         """Whether a listed table exists, if that can be told without reading its ``zarr.json``."""
         return False
-
-    def _listed_paths(self) -> list[str]:
-        """Return the paths in the list of tables, unordered."""
-        names = (key.rpartition("/")[2] for key in self._files.sizes(TABLES))
-        return [path for path in map(listed_path, names) if path is not None]
 
     def _is_listed(self, path: str) -> bool:
         """Whether the list of tables has an entry of a table, which may be damaged."""
@@ -212,7 +206,8 @@ class RecordedFeatureStore(AbstractFeatureStore):
     def _require_table(self, path: str) -> dict[str, Any]:
         record = self._table_record(path)
         if record is None:
-            raise missing_table(path, where=self._where, tables=self.table_names())
+            tables = some_of(self.table_names()) or "none"
+            raise MissingStoreError(f"There is no table {path!r} in {self._where}. Tables there: {tables}.")
         return record
 
     def _table_record(self, path: str) -> dict[str, Any] | None:
@@ -228,7 +223,9 @@ class RecordedFeatureStore(AbstractFeatureStore):
             record = self._group(above)
             if record is not None and "columns" in record:
                 self._spec(record, above)  # raises if it was exchanged
-                raise inside_a_table(path, above=above)
+                raise InvalidInputError(
+                    f"{above!r} is a table, so there is no table {path!r} inside it. Rename it."
+                )
         record = self._group(path)
         if record is None and self._is_lost(path):
             raise lost_table(path, where=self._where)
@@ -238,7 +235,8 @@ class RecordedFeatureStore(AbstractFeatureStore):
                     f"{self._where}/{path}/zarr.json does not describe a table, but the store lists one there. Restore "
                     "the file from a backup, or use another path."
                 )
-            raise group_of_tables(path, tables=self.table_names(path))
+            tables = some_of(self.table_names(path))
+            raise InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {tables}.")
         return record
 
     def _tables_below(self, start: str, listed: Set[str]) -> Iterator[str]:

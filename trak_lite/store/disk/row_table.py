@@ -84,7 +84,11 @@ class RowTable(AbstractRowTable):
         self._known: dict[int, StagedChunk] = {}
         self._index.refresh()
         if writable:
-            self._recover()
+            for chunk in sorted(files.staged_chunks()):
+                # no lock here, so that a running writer does not find the chunk busy
+                if chunk in index.committed or self._staged_rows(chunk).all():
+                    with named_errors("Recovering", files.describe(chunk)):
+                        self._finish(chunk)
             _TABLES.add(self)
 
     @property
@@ -107,7 +111,11 @@ class RowTable(AbstractRowTable):
             for chunk in block.runs.keys() & self._index.committed.keys():
                 raise self._is_done(chunk)
             for chunk, runs in block.runs.items():
-                self._refuse_done(self._stage(chunk), runs)
+                done = self._stage(chunk).done
+                for run in runs:
+                    if done[run.rows].any():
+                        first = chunk * self.spec.chunk_rows + run.start
+                        raise self._are_done(np.flatnonzero(done[run.rows]) + first)
             if len(block.runs) > 1:  # what fails in the only chunk changes nothing anyway
                 self._reserve(block)
             for chunk, runs in block.runs.items():
@@ -258,9 +266,8 @@ class RowTable(AbstractRowTable):
             return np.zeros(0, np.bool_)
         self._staged[chunk] = stage
         try:
-            if (
-                held is not None and self._index.look_at(chunk) is not None
-            ):  # by another machine: it has no lock here
+            # by another machine: it has no lock here
+            if held is not None and self._index.look_at(chunk) is not None:
                 stage.discard_log()
                 del self._staged[chunk]
                 return np.zeros(0, np.bool_)
@@ -299,12 +306,6 @@ class RowTable(AbstractRowTable):
     def _release(self, chunk: int) -> None:
         self._known[chunk] = self._staged.pop(chunk)
         self._known[chunk].close()
-
-    def _refuse_done(self, stage: StagedChunk, runs: Sequence[Run]) -> None:
-        for run in runs:
-            if stage.done[run.rows].any():
-                first = stage.chunk * self.spec.chunk_rows + run.start
-                raise self._are_done(np.flatnonzero(stage.done[run.rows]) + first)
 
     def _reserve(self, block: RowBlock) -> None:
         """Reserve disk space for all rows; if there is too little, free what was taken."""
@@ -363,15 +364,8 @@ class RowTable(AbstractRowTable):
         with named_errors("Reading rows in", self._files.stage):
             return StagedRows(self._files, chunk).done()
 
-    def _recover(self) -> None:
-        """Commit complete chunks that killed writers left uncommitted; remove row logs of committed chunks."""
-        for chunk in sorted(self._files.staged_chunks()):
-            # no lock here, so that a running writer does not find the chunk busy
-            if chunk in self._index.committed or self._staged_rows(chunk).all():
-                with named_errors("Recovering", self._files.describe(chunk)):
-                    self._finish(chunk)
-
     def _finish(self, chunk: int) -> None:
+        """Commit a complete chunk that a killed writer left, or remove the row log of a committed one."""
         try:
             stage = self._take(chunk, finish=True)
             if stage is None:

@@ -230,9 +230,8 @@ class StagedChunk:
             fd = log.open(path, os.O_RDWR | os.O_CREAT)
             refuse_other_names(fd, path)
             if not _locks(fd):
-                error = _busy_error(files.describe(chunk), fd)
-                log.close()
-                raise error
+                with contextlib.closing(log):
+                    raise _busy_error(files.describe(chunk), fd)
             if is_named(path, fd):
                 stage = cls(files, chunk, log, fd)
                 _HELD.add(stage)

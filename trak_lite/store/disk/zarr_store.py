@@ -8,14 +8,12 @@ are written concurrently to one chunk, and silently reads missing chunks as fill
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trak_lite._validate import one_of
 from trak_lite.errors import (
@@ -33,7 +31,6 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store._values import check_derived
 from trak_lite.store.disk.check import missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, ChunkIndex, TableFiles
 from trak_lite.store.disk.chunk_maps import ChunkMaps
@@ -54,7 +51,7 @@ from trak_lite.store.disk.documents import (
     table_documents,
     table_identity,
 )
-from trak_lite.store.disk.entries import CACHE, ENTRIES, HiddenFiles
+from trak_lite.store.disk.entries import HiddenFiles
 from trak_lite.store.disk.files import (
     locked_file,
     make_folder,
@@ -77,8 +74,6 @@ from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import StagedChunk, logs_locked
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
-
-logger = logging.getLogger(__name__)
 
 CheckChunks = Literal["first_touch", "never"]
 """When chunk checksums are compared with the commit records."""
@@ -207,7 +202,10 @@ class ZarrFeatureStore(RecordedFeatureStore):
                 if path in self._tables:  # dropped by another process
                     self._tables.pop(path).close()
                 with named_errors("Creating", f"{self._root}/{path}"):
-                    self._make_parents(path.split("/"))
+                    parts = path.split("/")
+                    for above in ("/".join(parts[:depth]) for depth in range(1, len(parts))):
+                        if not self._has_document(above):
+                            self._publish(above, {"": group_document({})})
                     try:
                         self._publish(path, documents, spec.columns[0].name)
                     except FileNotFoundError:
@@ -215,7 +213,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
                             raise
                         continue  # another process has just dropped the last table of the group
             try:
-                return self._open(path)
+                return self.open_table(path)
             except MissingStoreError:
                 if os.path.lexists(f"{self._root}/{path}"):  # the path is not a table
                     raise
@@ -248,7 +246,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Append pending rows to a table; see :meth:`AbstractFeatureStore.grow_table`."""
         self._require_writable()
-        self._open(path)  # validates its folders and arrays
+        self.open_table(path)  # validates its folders and arrays
         folder, record = f"{self._root}/{path}", self._require_table(path)
         spec = self._spec(record, path)
         if grown_spec(spec, num_rows) == self._tables[path].spec and not sizes_under_way(record):
@@ -257,7 +255,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
             with named_errors("Growing", folder):
                 _grow(self._table_files(path, spec), num_rows)
-        return self._open(path)
+        return self.open_table(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Replace the fingerprint of the manifest; see :meth:`AbstractFeatureStore.replace_fingerprint`."""
@@ -269,20 +267,6 @@ class ZarrFeatureStore(RecordedFeatureStore):
             manifest = replaced_fingerprint(stored, known, given, where=self._root)
             group["attributes"]["trak_lite"]["fingerprint"] = given
         self._manifest = manifest
-
-    def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Cache a derived array, replacing any array of the same name."""
-        check_derived(name, key, array)
-        if self.writable:
-            self._make_hidden(CACHE)
-            super().cache(name, key, array)
-
-    def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Store an array that cannot be recomputed, replacing any entry of the same name."""
-        check_derived(name, key, array)
-        self._require_writable()
-        self._make_hidden(ENTRIES)
-        super().put_entry(name, key, array)
 
     def _make_hidden(self, folder: str) -> None:
         """Create a folder that zarr tools do not list, if it does not exist."""
@@ -308,7 +292,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             table.forget()
         return check_folder(self._root, repair=True)
 
-    def _open(self, path: str) -> RowTable:
+    def open_table(self, path: str) -> RowTable:
         """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
@@ -372,12 +356,6 @@ class ZarrFeatureStore(RecordedFeatureStore):
     def _is_lost(self, path: str) -> bool:
         return bool(self._list.lost([path]))
 
-    def _make_parents(self, parts: Sequence[str]) -> None:
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            if not self._has_document(above):
-                self._publish(above, {"": group_document({})})
-
     def _publish(
         self, path: str, documents: Mapping[str, Mapping[str, Any]], first: str | None = None
     ) -> None:
@@ -397,9 +375,8 @@ class ZarrFeatureStore(RecordedFeatureStore):
 
 def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
-    if (
-        occupied and read_attributes(root) is None
-    ):  # checked again: another process may just have created the store
+    # checked again: another process may just have created the store
+    if occupied and read_attributes(root) is None:
         raise CorruptStoreError(
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."

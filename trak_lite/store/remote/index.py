@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -86,13 +87,16 @@ class RemoteIndex:
             raise self._lost(known)
         leftovers = []
         for column, content in zip(self._files.columns, contents, strict=True):
-            if not self._create_column(column, record, content):
-                leftovers.append((column, content))
+            key = column.visible(chunk)
+            if not self._objects.create(key, content.data):
+                found = self._objects.get(key)
+                if found is None or (len(found), crc32c(found)) != record.columns[column.name]:
+                    leftovers.append((key, content))
             failpoint("object_put")
         self._win(record)
         failpoint("commit_put")
-        for column, content in leftovers:
-            self._objects.put(column.visible(chunk), content.data)
+        for key, content in leftovers:
+            self._objects.put(key, content.data)
             failpoint("leftover_replaced")
         self._note(record)
         self.committed[chunk] = record
@@ -133,14 +137,6 @@ class RemoteIndex:
         return CommitRecord(
             chunk, generation, self._files.rows_in(chunk), columns, self._files.identity, writer
         )
-
-    def _create_column(self, column: ColumnFiles, record: CommitRecord, content: NDArray[np.uint8]) -> bool:
-        """Create the object of a column; return whether it now has the given content."""
-        key = column.visible(record.chunk)
-        if self._objects.create(key, content.data):
-            return True
-        found = self._objects.get(key)
-        return found is not None and (len(found), crc32c(found)) == record.columns[column.name]
 
     def _win(self, record: CommitRecord) -> None:
         """Create the commit record; raise if a different one exists."""
@@ -186,17 +182,15 @@ class RemoteIndex:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class FetchedChunks:
-    """LRU cache of the downloaded chunks of a table."""
+    """LRU cache of the downloaded chunks of a table, whose checksums are compared with ``check``."""
 
-    def __init__(
-        self, objects: AbstractObjects, files: TableFiles, index: RemoteIndex, *, check: bool
-    ) -> None:
-        self._objects = objects
-        self._files = files
-        self._index = index
-        self._check = check
-        self._fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = OrderedDict()
+    _objects: AbstractObjects
+    _files: TableFiles
+    _index: RemoteIndex
+    _check: bool
+    _fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = field(default_factory=OrderedDict)
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
         """Return the rows of a committed chunk; see :meth:`ChunkMaps.get`."""

@@ -64,7 +64,6 @@ class RemotePlace:
         return self.objects.url
 
     def __str__(self) -> str:
-        """Return the address."""
         return self.url
 
     def staging_root(self, manifest: Manifest) -> str:

@@ -7,7 +7,6 @@ the same as on disk, so plain zarr can read a finished store through its FsspecS
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
@@ -47,8 +46,6 @@ from trak_lite.store.remote.check import check_remote
 from trak_lite.store.remote.index import FetchedChunks, RemoteIndex
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
-
-logger = logging.getLogger(__name__)
 
 _METADATA = "zarr.json"
 
@@ -141,13 +138,12 @@ class RemoteFeatureStore(RecordedFeatureStore):
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> RowTable:
         if self._table_record(path) is None:
             with self._staging_locked():
-                if (
-                    self._table_record(path) is None
-                ):  # checked again: another process of this machine may just have created it
+                # checked again: another process of this machine may just have created it
+                if self._table_record(path) is None:
                     self._finish_dropping(path)
                     self._drop_staged(path)  # staged rows of a dropped table must not reappear
                     self._put_documents(path, spec, attributes)
-        return self._open(path)
+        return self.open_table(path)
 
     def drop_table(self, path: str) -> None:
         """Delete a table and all its rows; see :meth:`AbstractFeatureStore.drop_table`.
@@ -169,7 +165,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
         """Return the table if it has ``num_rows`` rows; it cannot grow in an object store (UnsupportedStoreError)."""
         self._require_writable()
-        table = self._open(path)
+        table = self.open_table(path)
         if table.spec.num_rows == num_rows:
             return table
         raise UnsupportedStoreError(
@@ -200,7 +196,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
             if os.path.lexists(stage):
                 remove_tree(stage)
 
-    def _open(self, path: str) -> RowTable:
+    def open_table(self, path: str) -> RowTable:
+        """Return the table, opened at most once, for writing if the store is writable."""
         if path not in self._tables:
             record = self._require_table(path)
             where, spec = f"{self.path}/{path}", self._spec(record, path)
@@ -215,7 +212,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 with named_errors("Making", files.stage):
                     make_folders(files.stage)
             index = RemoteIndex(self._objects, files)
-            chunks = FetchedChunks(self._objects, files, index, check=self._check == "first_touch")
+            chunks = FetchedChunks(self._objects, files, index, self._check == "first_touch")
             self._tables[path] = RowTable(files, index, chunks, writable=self.writable)
         return self._tables[path]
 
