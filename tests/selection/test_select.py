@@ -305,6 +305,9 @@ def test_scores_that_are_not_finite_no_matrix_or_without_stored_rows_are_refused
     values[6, 2] = np.nan
     with pytest.raises(NonFiniteError, match="train row 6 for target 2 is nan"):
         select(values, 2)
+    for more in ({}, {"features": np.ones((9, 2))}):  # said before a score is read
+        with pytest.raises(InvalidInputError, match=r"needs features|\(10, K\)"):
+            select(values, 2, "greedy", **more)
     for wrong in (np.zeros(3), np.zeros((0, 2)), np.array([["a"]])):
         with pytest.raises(InvalidInputError, match="real numbers"):
             select(wrong, 1)

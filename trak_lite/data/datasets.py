@@ -121,6 +121,7 @@ class Rows(_AsTheyAre):
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
     def __len__(self) -> int:
+        """Return the number of rows at construction."""
         return self._size if self._indices is None else len(self._indices)
 
     @property
@@ -486,6 +487,7 @@ class HeldRows(_AsTheyAre):
         return len(self.held)
 
     def __len__(self) -> int:
+        """Return the number of rows of the whole dataset."""
         return self.num_rows
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:

@@ -121,9 +121,11 @@ class Documents(Dataset[dict[str, Any]]):
             logger.info("Left out %d documents without a token to predict.", self._left_out)
 
     def __len__(self) -> int:
+        """Return N, the number of documents with a token to predict."""
         return len(self.row)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a document; its packed row is loaded."""
         return self._cut(self.packed[int(self.row[index])], index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:

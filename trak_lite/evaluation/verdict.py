@@ -132,6 +132,7 @@ class Verdict(_Stored):
     alpha: float
     """Share of the train rows in a subset."""
     num_targets: int
+    """Number of targets."""
     num_constant: int
     """Targets whose output is the same for all subsets; left out."""
     confidence: float
@@ -199,6 +200,7 @@ class OneRunVerdict(_Stored):
     num_subsets: int
     """Subsets per share."""
     num_targets: int
+    """Number of targets."""
     metasmoothness: float
     """How linearly the run follows the weights of its rows; see :meth:`TrainingRun.metasmoothness`."""
     confidence: float

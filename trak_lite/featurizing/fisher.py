@@ -339,8 +339,8 @@ class DrawnRows:
         group, size, place = self._places(rows)
         return self._chosen[group * self._at_once + place % size]
 
-    def _places(self, rows: RowNumbers) -> tuple[RowNumbers, RowNumbers, RowNumbers]:
-        """Return the groups of some drawn samples, the numbers of their train rows, and the places in the groups."""
+    def _places(self, rows: RowNumbers) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the groups of some drawn samples, how many train rows each has, and the places in the groups."""
         group, place = np.divmod(rows, self._at_once * self._draws)
         return group, np.minimum(self._at_once, len(self._chosen) - group * self._at_once), place
 

@@ -31,7 +31,7 @@ def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
 
 
 def select_parameters(
-    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Kept | None = None
+    model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, nn.Parameter]:
     """Return the parameters to keep gradients for, by canonical name, in model order.
 

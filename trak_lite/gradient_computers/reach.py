@@ -37,6 +37,7 @@ class _Report(Generic[_Line]):
         return iter(self.parameters)
 
     def __getitem__(self, name: str) -> _Line:
+        """Return the line of one parameter."""
         return {line.name: line for line in self.parameters}[name]
 
     def __str__(self) -> str:

@@ -199,7 +199,7 @@ class AbstractMethod(ABC):
         return FeatureLayout.joint(layout.width) if self.layout == "joint" else layout
 
     def weights(self, num_checkpoints: int) -> tuple[float, ...]:
-        """Return the weight of each checkpoint: the numbers of the field for them, or 1/C each.
+        """Return the weight of each checkpoint: ``checkpoint_weights``, or ``learning_rates``; 1/C if it is ``None``.
 
         Raises:
             InvalidInputError: If the number of weights is not the number of checkpoints.

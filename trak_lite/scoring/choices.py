@@ -180,6 +180,7 @@ class DampingPath:
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Let ``np.asarray(path)`` read all scores, ``(L, N, M)``."""
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 

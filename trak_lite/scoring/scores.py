@@ -48,8 +48,9 @@ class Scores:
     """
 
     def __init__(self, matrix: AbstractScoreMatrix, record: ScoreRecord) -> None:
-        self._matrix, self.record = matrix, record
-        """The scores, and what is known of them besides their values."""
+        self._matrix = matrix
+        self.record = record
+        """What is known of the scores besides their values."""
         self.name = record.name
         self.settings = record.settings
         """How the scores were computed, as JSON values."""
@@ -248,6 +249,7 @@ class Scores:
         return self._matrix.numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Let ``np.asarray(scores)`` read all scores."""
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 

@@ -142,9 +142,9 @@ def select(
         if size < k:
             raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
         settings = {"diversity": alpha, "pool": min(size, most)}
+        read = _feature_reader(scores, features, num_rows)  # an error comes before a score is read
         candidates = best(np.array([settings["pool"]]))
         candidates = candidates.take(np.argsort(candidates.rows))  # of equal gains the lower row is chosen
-        read = _feature_reader(scores, features, num_rows)
         chosen = greedy(candidates.values, read(candidates.rows), k, diversity=alpha)
         rows, more = candidates.take(chosen.order), {"redundancy": chosen.redundancy}
     else:

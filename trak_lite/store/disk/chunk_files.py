@@ -223,7 +223,8 @@ class ChunkIndex:
         self._refuse_remade()
         for chunks in visible:
             if chunks and max(chunks) >= self._files.num_chunks and self._files.rows_on_disk(max(chunks)):
-                chunks.intersection_update(range(self._files.num_chunks))  # the table has grown
+                # The table has grown since it was opened here.
+                chunks.intersection_update(range(self._files.num_chunks))
         everywhere = set.intersection(*visible)
         self._refuse_strangers(set.union(*visible))
         known = self.committed

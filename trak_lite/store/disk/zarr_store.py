@@ -293,7 +293,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         return check_folder(self._root, repair=True)
 
     def open_table(self, path: str) -> RowTable:
-        """Return the table, opened at most once: a second handle would find chunks locked by the first one."""
+        """Open an existing table, at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
             place = stamp(f"{self._root}/{path}")

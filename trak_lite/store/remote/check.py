@@ -152,17 +152,21 @@ class RemoteTableLook:
     def _is_right(self, record: CommitRecord) -> bool:
         """Compare every column of a committed chunk with its record; return whether all match."""
         chunk, rows, before = record.chunk, self._files.rows_in(record.chunk), len(self._found)
+        if record.rows != rows:
+            first, problem = (
+                self._files.columns[0],
+                f"committed with {record.rows} rows, the chunk has {rows}",
+            )
+            self._add(
+                "damage", problem, f"remove {first.visible(chunk)}, then featurize again", chunk, first.name
+            )
+            return False
         for column in self._files.columns:
             key = column.visible(chunk)
-            if record.rows != rows:
-                problem: str | None = f"committed with {record.rows} rows, the chunk has {rows}"
-            else:
-                checksum = functools.partial(self._checksum, key)
-                problem = record.problem(column.name, self._sizes[key], column.chunk_bytes, checksum)
-            if problem is not None:
-                self._add("damage", problem, f"remove {key}, then featurize again", chunk, column.name)
-            if record.rows != rows:
-                break  # said once
+            checksum = functools.partial(self._checksum, key)
+            found = record.problem(column.name, self._sizes[key], column.chunk_bytes, checksum)
+            if found is not None:
+                self._add("damage", found, f"remove {key}, then featurize again", chunk, column.name)
         return len(self._found) == before
 
     def _checksum(self, key: str) -> int:

@@ -184,12 +184,13 @@ class RemoteIndex:
 @final
 @dataclass(slots=True, eq=False)
 class FetchedChunks:
-    """LRU cache of the downloaded chunks of a table, whose checksums are compared with ``check``."""
+    """LRU cache of the downloaded chunks of a table."""
 
     _objects: AbstractObjects
     _files: TableFiles
     _index: RemoteIndex
-    _check: bool
+    check: bool = field(kw_only=True)
+    """Whether checksums are compared."""
     _fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = field(default_factory=OrderedDict)
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
@@ -215,7 +216,7 @@ class FetchedChunks:
                 f"{where}: the object was removed after it was committed, so the rows are pending. "
                 "Run again to compute them."
             )
-        if len(content) != size or (self._check and crc32c(content) != checksum):
+        if len(content) != size or (self.check and crc32c(content) != checksum):
             raise CorruptStoreError(
                 f"{where}: {len(content)} bytes with the checksum {crc32c(content):08x}, the commit record says {size} "
                 f"and {checksum:08x}. Its writer ({record.writer or 'unnamed'}) may still be replacing a leftover: "

@@ -212,7 +212,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
                 with named_errors("Making", files.stage):
                     make_folders(files.stage)
             index = RemoteIndex(self._objects, files)
-            chunks = FetchedChunks(self._objects, files, index, self._check == "first_touch")
+            chunks = FetchedChunks(self._objects, files, index, check=self._check == "first_touch")
             self._tables[path] = RowTable(files, index, chunks, writable=self.writable)
         return self._tables[path]
 
