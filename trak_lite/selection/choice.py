@@ -137,16 +137,8 @@ def select(
     if method == "balanced":
         rows, more, settings = _balanced(best, k, _labels(groups, data, scores, num_rows), quotas, wanted)
     elif method == "greedy":
-        alpha = real_at_least(0.0, diversity=1.0 if diversity is None else diversity)
-        size = max(k, min(4 * k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
-        if size < k:
-            raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
-        settings = {"diversity": alpha, "pool": min(size, most)}
-        read = _feature_reader(scores, features, num_rows)  # an error comes before a score is read
-        candidates = best(np.array([settings["pool"]]))
-        candidates = candidates.take(np.argsort(candidates.rows))  # of equal gains the lower row is chosen
-        chosen = greedy(candidates.values, read(candidates.rows), k, diversity=alpha)
-        rows, more = candidates.take(chosen.order), {"redundancy": chosen.redundancy}
+        read = partial(_feature_reader, scores, features, num_rows)
+        rows, more, settings = _greedy(best, k, read, diversity, pool, most)
     else:
         rows, more, settings = best(np.array([k])), {}, {}
     labels = np.arange(num_targets) if tasks is None else tasks.labels
@@ -174,6 +166,27 @@ def _balanced(
     rows = best(counts, groups.places)
     named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
+
+
+def _greedy(
+    best: Callable[..., Candidates],
+    k: int,
+    reader: Callable[[], Callable[[NDArray[np.int64]], Sequence[NDArray[Any]]]],
+    diversity: float | None,
+    pool: int | None,
+    most: int,
+) -> tuple[Candidates, dict[str, Any], dict[str, Any]]:
+    """Return rows of a pool that are not alike, how much of each the rows before it explain, and the settings."""
+    alpha = real_at_least(0.0, diversity=1.0 if diversity is None else diversity)
+    size = max(k, min(4 * k, _LARGEST_POOL)) if pool is None else positive_int(pool=pool)
+    if size < k:
+        raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
+    settings = {"diversity": alpha, "pool": min(size, most)}
+    read = reader()  # an error comes before a score is read
+    rows = best(np.array([settings["pool"]]))
+    rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
+    chosen = greedy(rows.values, read(rows.rows), k, diversity=alpha)
+    return rows.take(chosen.order), {"redundancy": chosen.redundancy}, settings
 
 
 def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
