@@ -469,17 +469,26 @@ def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones
     )
     batch = rows(20)
     batch[:, 0] = torch.arange(20.0)
-    compared: dict[int, list[int]] = {}
-    for number in range(1, 194):
-        alone.clear()
-        collect_gradients(computer, (batch,))
-        if alone:
-            compared[number] = sorted({*alone})
 
+    def compared_batches(count: int) -> dict[int, list[int]]:
+        compared: dict[int, list[int]] = {}
+        for number in range(1, count + 1):
+            alone.clear()
+            collect_gradients(computer, (batch,))
+            if alone:
+                compared[number] = sorted({*alone})
+        return compared
+
+    compared = compared_batches(193)
     assert compared[1] == [0, 3, 5, 8, 11, 14, 16, 19]
     assert [*compared] == [1, 2, 4, 8, 16, 32, 64, 128, 192]
     assert all({0, 19} <= set(compared[number]) for number in compared)
     assert len({tuple(compared[number]) for number in compared}) > 4  # the third one changes
+
+    computer.load_model_params(model)  # the first batch with other weights; then the count goes on
+    compared = compared_batches(65)
+    assert [*compared] == [1, 63]
+    assert all({0, 19} <= set(places) and len(places) == 3 for places in compared.values())
 
 
 def branching(s: Net, x: Tensor) -> Tensor:

@@ -601,7 +601,10 @@ class FeaturizingSession:
         self._loaded, self._adam = checkpoint, None
         self.settings.task.prepare(self.model)
         self._digest = weights_digest(self.model)
-        self._computer = (self.run.computers or {}).get(self._digest)
+        if self.run.computers is not None:
+            self._computer = self.run.computers.get(self._digest)
+        elif self._computer is not None:
+            self._computer.load_model_params(self.model)  # the schedule of its self-check goes on
         return self._digest
 
     def check_train(self, table: AbstractRowTable) -> None:

@@ -268,8 +268,11 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self._error_of_sink: Exception | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Use this model for all later calls; every call reads its current parameter values."""
-        self.checks.restart()
+        """Use this model for all later calls; every call reads its current parameter values.
+
+        With the same module, which may have other weights now, the schedule of the self-check continues.
+        """
+        self.checks.renew() if model is self.model else self.checks.restart()
         self._is_repeatable = False
         self.model = model
 

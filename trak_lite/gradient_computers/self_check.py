@@ -73,6 +73,8 @@ class _Progress:
     num_batches: int = 0
     checked_sizes: set[int] = field(default_factory=set)
     """Batch sizes with a check that passed."""
+    sizes_before: set[int] = field(default_factory=set)
+    """Batch sizes with a check that passed with other weights or another plan."""
 
 
 @final
@@ -82,10 +84,10 @@ class SelfCheck:
     These samples are compared:
 
     - In the first batch of every size: up to eight, evenly spread from the first to the last.
-    - In batches number 1, 2, 4, ... 64 of a structure, and every 64th after that: the first sample, the last, and a
-      third whose position changes from check to check.
+    - In batches number 1, 2, 4, ... 64 of a structure, and every 64th after that, and in the first batch of every size
+      after :meth:`renew`: the first sample, the last, and a third whose position changes from check to check.
 
-    If a sample differs, this batch and all later ones are refused, until :meth:`restart`.
+    If a sample differs, this batch and all later ones are refused, until :meth:`restart` or :meth:`renew`.
     """
 
     def __init__(self) -> None:
@@ -102,9 +104,18 @@ class SelfCheck:
         self._failed.clear()
         self._unconfirmed.clear()
 
-    def forget(self, structure: Any) -> None:
-        """Reset the checks of a batch structure; called when its plan is made anew."""
-        self._progress.pop(structure, None)
+    def renew(self) -> None:
+        """Check the next batch of every structure and size; called when the model has other weights."""
+        for structure in self._progress:
+            self.renew_one(structure)
+        self._failed.clear()
+        self._unconfirmed.clear()
+
+    def renew_one(self, structure: Any) -> None:
+        """Check the next batch of every size of a structure; called when its plan is made anew."""
+        if (known := self._progress.get(structure)) is not None:
+            known.sizes_before |= known.checked_sizes
+            known.checked_sizes.clear()
 
     def is_due(self, structure: Any, size: int) -> bool:
         """Whether samples of the next batch of this structure are compared on schedule."""
@@ -129,12 +140,13 @@ class SelfCheck:
     ) -> list[int]:
         """Return the positions to compare: ``always`` some, and ``whole`` all of the first batch of a size."""
         known = self._progress.get(structure)
-        if known is None or size not in known.checked_sizes:
+        is_new = known is None or size not in known.checked_sizes
+        if known is None or (is_new and (whole or size not in known.sizes_before)):
             per_sample = 8 * sum(min(p.numel(), _WIDTH) for p in kept.values())
             most = max(2, min(_SAMPLES_AT_FIRST, _MOST_KEPT_BYTES // per_sample))
             count = size if whole else min(size, most)
             return [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
-        scheduled = is_scheduled(known.num_batches + 1)
+        scheduled = is_new or is_scheduled(known.num_batches + 1)
         if not (always or scheduled):
             return []
         self._turn += 1
