@@ -34,8 +34,10 @@ from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
 
-_SECONDS, _PASSES, _SAVED = 0.05, 1.5, 0.4
-"""A recording and its first comparison cost some seconds, and some passes; a replay saves a part of a pass."""
+_SECONDS, _PASSES = 0.05, 6.0
+"""What a recording and the comparisons of its replays cost: some seconds, and some passes."""
+_SAVED, _SAVED_ON_CPU = 0.9, 0.125
+"""Part of a pass that a replay saves; elsewhere than on a CPU a pass takes as long as Python does."""
 _MOST_KINDS: Final = 1024
 _MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
 """Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""
@@ -175,7 +177,7 @@ class Replays:
         self._num_batches += 1
         self._keep_for(None if kind.graph else kind.recording)
         kind.first, kind.last = kind.first or self._num_batches, self._num_batches
-        if kind.refusal is not None or (kind.recording is None and not self._pays(kind, to_come)):
+        if kind.refusal is not None or (kind.recording is None and not self._pays(kind, leaves[0].is_cpu, to_come)):
             return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
@@ -222,10 +224,10 @@ class Replays:
             self._keeping.forget()
         self._keeping = recording
 
-    def _pays(self, kind: _Kind, to_come: float | None) -> bool:
+    def _pays(self, kind: _Kind, on_cpu: bool, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
-        expected = self._expected(kind, to_come)
-        if kind.count < 3 or expected * _SAVED * kind.seconds <= _SECONDS + _PASSES * kind.seconds:
+        saved = self._expected(kind, to_come) * (_SAVED_ON_CPU if on_cpu else _SAVED) * kind.seconds
+        if kind.count < 3 or saved <= _SECONDS + _PASSES * kind.seconds:
             return False
         recorded = [known for known in self._kinds.values() if known.recording is not None]
         held = sum(known.recording.num_bytes for known in recorded if known.recording is not None)
