@@ -44,7 +44,10 @@ from trak_lite.evaluation.trials import Trials
 from trak_lite.retraining.what_if import SummedEffects
 
 RESULTS = FOLDER / "what_if.json"
-PROBLEMS = ("digits_tailed", "digits_lr", "digits_gelu_adam", "package_words")
+PROBLEMS = (
+    *("digits_tailed", "digits_lr", "digits_gelu_adam", "digits_relu", "digits_gelu_sgd", "digits_mlp"),
+    *("package_words", "affairs"),
+)
 SHARES, SETS_EACH, FULL_MODELS = (0.01, 0.05, 0.2), 6, 10
 VERDICT_SUBSETS = 40
 REPAIRED, REPAIR_SHARES, REPAIR_SEEDS = 10, (0.01, 0.02, 0.04, 0.08, 0.16, 0.32), 2

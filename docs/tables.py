@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -198,16 +199,23 @@ def wrong_labels() -> str:
 
 
 def what_if() -> str:
-    """Return the coverage of intervals of removed sets on fresh retrainings, and their widths."""
+    """Return the coverage of intervals of removed sets over all problems, and their widths, by kind and size."""
+    found = list(parts("what_if").values())
+    cells = list(found[0]["sets"])
+    kinds, shares = (list(dict.fromkeys(cell.rpartition(" ")[place] for cell in cells)) for place in (0, 2))
     rows = []
-    for problem, found in parts("what_if").items():
-        kinds = dict.fromkeys(cell.rpartition(" ")[0] for cell in found["sets"])
-        shares = list(dict.fromkeys(cell.rpartition(" ")[2] for cell in found["sets"]))
-        for kind in kinds:
-            cells = [found["sets"][f"{kind} {share}"] for share in shares]
-            shown = [f"{100 * one['coverage']:.0f} % (± {one['half_width']:.2g})" for one in cells]
-            rows.append([problem, f"{found['noise']:.2g}", kind, *shown])
-    return markdown(["problem", "between seeds", "set", "1 % of the rows", "5 %", "20 %"], rows)
+    for kind in kinds:
+        shown = []
+        for share in shares:
+            sets = [one["sets"][f"{kind} {share}"] for one in found]
+            covered = sorted(100 * one["coverage"] for one in sets)
+            widths = [cell["half_width"] / one["noise"] for cell, one in zip(sets, found, strict=True)]
+            shown.append(
+                f"{statistics.median(covered):.0f} % ({covered[0]:.0f} to {covered[-1]:.0f}), "
+                f"± {statistics.median(widths):.1f}"
+            )
+        rows.append([kind, *shown])
+    return markdown(["set", "1 % of the rows", "5 %", "20 %"], rows)
 
 
 def repair() -> str:

@@ -177,7 +177,9 @@ class Replays:
         self._num_batches += 1
         self._keep_for(None if kind.graph else kind.recording)
         kind.first, kind.last = kind.first or self._num_batches, self._num_batches
-        if kind.refusal is not None or (kind.recording is None and not self._pays(kind, leaves[0].is_cpu, to_come)):
+        if kind.refusal is not None or (
+            kind.recording is None and not self._pays(kind, leaves[0].is_cpu, to_come)
+        ):
             return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
