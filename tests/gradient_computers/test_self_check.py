@@ -485,10 +485,12 @@ def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones
     assert all({0, 19} <= set(compared[number]) for number in compared)
     assert len({tuple(compared[number]) for number in compared}) > 4  # the third one changes
 
-    computer.load_model_params(model)  # the first batch with other weights; then the count goes on
+    computer.renew()  # the first batch with other weights; then the count goes on
     compared = compared_batches(65)
     assert [*compared] == [1, 63]
     assert all({0, 19} <= set(places) and len(places) == 3 for places in compared.values())
+    computer.load_model_params(model)
+    assert compared_batches(1)[1] == [0, 3, 5, 8, 11, 14, 16, 19]
 
 
 def branching(s: Net, x: Tensor) -> Tensor:
@@ -508,8 +510,11 @@ def test_after_a_failed_check_no_later_batch_is_taken_until_weights_are_loaded()
         with pytest.raises(UnsupportedModelError, match="self-check failed for an earlier batch"):
             collect_gradients(computer, (batch,))
 
-    computer.load_model_params(model)
-    assert_exact(model, (alike,), computer=computer)
+    for begin_anew in (computer.renew, functools.partial(computer.load_model_params, model)):
+        begin_anew()
+        assert_exact(model, (alike,), computer=computer)
+        with pytest.raises(UnsupportedModelError, match=r"^The self-check failed"):
+            collect_gradients(computer, (unlike,))
 
 
 def test_weights_that_were_zero_when_first_seen_do_not_mix_up_rows_later() -> None:
@@ -524,7 +529,7 @@ def test_weights_that_were_zero_when_first_seen_do_not_mix_up_rows_later() -> No
     collect_gradients(computer, (rows(3, 5),))
     model.b.weight.data.copy_(weight)
 
-    computer.load_model_params(model)
+    computer.renew()
     assert_exact(model, (rows(3, 5),), computer=computer)
 
 

@@ -32,6 +32,7 @@ from store_cases import MANIFEST, NAME, SPEC, UNFIT, WAYS, Faulty, Folder, Kille
 
 from trak_lite.errors import (
     BusyError,
+    CorruptStoreError,
     IncompleteStoreError,
     MissingStoreError,
     StateError,
@@ -39,7 +40,8 @@ from trak_lite.errors import (
     StoreFullError,
     UnsupportedStoreError,
 )
-from trak_lite.store import MemoryFeatureStore
+from trak_lite.parallel.sharing import has_free_rows
+from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore
 
 OTHER = "targets/test/ckpt-1"
 MOST_ROWS = 22
@@ -522,3 +524,13 @@ def test_a_store_holds_what_a_dict_says(kind):
 @KINDS
 def test_many_histories_end_as_a_dict_says(kind):
     run(kind, EXAMPLES, 30)
+
+
+def test_more_rows_than_memory_can_list_are_refused_by_every_question(tmp_path):
+    with ZarrFeatureStore.create(tmp_path / "run.zarr", MANIFEST) as store:
+        table = store.create_table("large", TableSpec(1 << 32, (Column("f", 1, "float32"),), 1))
+        with bounded():
+            for ask in (table.content_key, table.done, table.pending_by_chunk, lambda: table.read("f")):
+                with pytest.raises(CorruptStoreError, match="of memory, which are not available"):
+                    ask()
+            assert has_free_rows(table)

@@ -29,7 +29,8 @@ from trak_lite.featurizing.kronecker.precondition import Inverse, Preconditioned
 from trak_lite.featurizing.kronecker.stored import KroneckerFits
 from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
 from trak_lite.featurizing.unprojected import GradientPass
-from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
+from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, require_separate_documents
@@ -601,10 +602,12 @@ class FeaturizingSession:
         self._loaded, self._adam = checkpoint, None
         self.settings.task.prepare(self.model)
         self._digest = weights_digest(self.model)
-        if self.run.computers is not None:
-            self._computer = self.run.computers.get(self._digest)
-        elif self._computer is not None:
-            self._computer.load_model_params(self.model)  # the schedule of its self-check goes on
+        computer, held = self._computer, self.run.computers
+        is_own = type(computer) in GRADIENT_COMPUTERS.values()  # others may hold copies of the weights
+        if held is None and is_own and isinstance(computer, AbstractStreamingComputer):
+            computer.renew()
+        else:
+            self._computer = (held or {}).get(self._digest)
         return self._digest
 
     def check_train(self, table: AbstractRowTable) -> None:

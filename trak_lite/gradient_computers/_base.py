@@ -268,13 +268,17 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self._error_of_sink: Exception | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Use this model for all later calls; every call reads its current parameter values.
-
-        With the same module, which may have other weights now, the schedule of the self-check continues.
-        """
-        self.checks.renew() if model is self.model else self.checks.restart()
+        """Use this model for all later calls; every call reads its current parameter values."""
+        self.checks.restart()
         self._is_repeatable = False
         self.model = model
+
+    def renew(self) -> None:
+        """Begin anew with other weights of the model; the schedule of the self-check goes on."""
+        checks, self.checks = self.checks, SelfCheck()
+        self.load_model_params(self.model)
+        self.checks = checks
+        checks.renew()
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
         """Record the data rows of the next batch; see :class:`AbstractGradientComputer`."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _SECONDS, _PASSES = 0.05, 6.0
 """What a recording and the comparisons of its replays cost: some seconds, and some passes."""
 _SAVED, _SAVED_ON_CPU = 0.9, 0.125
-"""Part of a pass that a replay saves; elsewhere than on a CPU a pass takes as long as Python does."""
+"""Part of a pass that a replay saves: most of a small one's on an accelerator, which waits for Python."""
 _MOST_KINDS: Final = 1024
 _MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
 """Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""

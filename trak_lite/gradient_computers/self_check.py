@@ -71,10 +71,10 @@ class _Progress:
     """State of the checks of one batch structure."""
 
     num_batches: int = 0
+    num_checks: dict[int, int] = field(default_factory=dict)
+    """Number of checks that passed, by batch size."""
     checked_sizes: set[int] = field(default_factory=set)
-    """Batch sizes with a check that passed."""
-    sizes_before: set[int] = field(default_factory=set)
-    """Batch sizes with a check that passed with other weights or another plan."""
+    """Batch sizes with such a check at the present weights."""
 
 
 @final
@@ -84,8 +84,8 @@ class SelfCheck:
     These samples are compared:
 
     - In the first batch of every size: up to eight, evenly spread from the first to the last.
-    - In batches number 1, 2, 4, ... 64 of a structure, and every 64th after that, and in the first batch of every size
-      after :meth:`renew`: the first sample, the last, and a third whose position changes from check to check.
+    - In batches number 1, 2, 4, ... 64 of a structure, in every 64th after that, and after :meth:`renew` in the first
+      batch of a known size: the first sample, the last, and a third whose position changes from check to check.
 
     If a sample differs, this batch and all later ones are refused, until :meth:`restart` or :meth:`renew`.
     """
@@ -96,7 +96,6 @@ class SelfCheck:
         self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}
         """By structure, the data's name and rows of each batch after the last check that passed."""
         self._rows: tuple[str, NDArray[np.int64]] | None = None
-        self._turn = 0
 
     def restart(self) -> None:
         """Reset all checks; called when the model is replaced."""
@@ -106,16 +105,16 @@ class SelfCheck:
 
     def renew(self) -> None:
         """Check the next batch of every structure and size; called when the model has other weights."""
-        for structure in self._progress:
-            self.renew_one(structure)
-        self._failed.clear()
+        if self._failed:
+            self.restart()
+        for known in self._progress.values():
+            known.checked_sizes.clear()
         self._unconfirmed.clear()
 
-    def renew_one(self, structure: Any) -> None:
-        """Check the next batch of every size of a structure; called when its plan is made anew."""
-        if (known := self._progress.get(structure)) is not None:
-            known.sizes_before |= known.checked_sizes
-            known.checked_sizes.clear()
+    def forget(self, structure: Any) -> None:
+        """Reset the checks of a structure whose plan is made anew, unless that is for other weights."""
+        if structure in self._progress and self._progress[structure].checked_sizes:
+            del self._progress[structure]
 
     def is_due(self, structure: Any, size: int) -> bool:
         """Whether samples of the next batch of this structure are compared on schedule."""
@@ -141,7 +140,7 @@ class SelfCheck:
         """Return the positions to compare: ``always`` some, and ``whole`` all of the first batch of a size."""
         known = self._progress.get(structure)
         is_new = known is None or size not in known.checked_sizes
-        if known is None or (is_new and (whole or size not in known.sizes_before)):
+        if known is None or (is_new and (whole or size not in known.num_checks)):
             per_sample = 8 * sum(min(p.numel(), _WIDTH) for p in kept.values())
             most = max(2, min(_SAMPLES_AT_FIRST, _MOST_KEPT_BYTES // per_sample))
             count = size if whole else min(size, most)
@@ -149,8 +148,7 @@ class SelfCheck:
         scheduled = is_new or is_scheduled(known.num_batches + 1)
         if not (always or scheduled):
             return []
-        self._turn += 1
-        turn = self._turn % size
+        turn = known.num_checks.get(size, 0) % size
         return sorted({0, turn, size - 1}) if scheduled else [turn]
 
     @contextmanager
@@ -171,6 +169,7 @@ class SelfCheck:
         if len(self._progress) > _MAX_STRUCTURES:
             del self._progress[next(iter(self._progress))]
         if positions:
+            known.num_checks[size] = known.num_checks.get(size, 0) + 1
             known.checked_sizes.add(size)
             self._unconfirmed.pop(structure, None)
         elif rows is not None:

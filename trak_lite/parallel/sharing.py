@@ -110,8 +110,8 @@ def has_free_rows(table: AbstractRowTable) -> bool:
 
 def holder_of(table: AbstractRowTable) -> str | None:
     """Return the holder of the first uncommitted chunk of a table; ``None`` unless all of them are held."""
-    holder = None
-    for chunk in sorted({*range(table.num_chunks)} - {*table.committed_chunks()}):
+    holder, committed = None, {*table.committed_chunks()}
+    for chunk in (chunk for chunk in range(table.num_chunks) if chunk not in committed):
         try:
             with table.claim(chunk):
                 return None

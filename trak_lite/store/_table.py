@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -86,8 +87,9 @@ class AbstractRowTable(ABC):
 
     def pending_by_chunk(self) -> NDArray[np.int64]:
         """Return the number of pending rows of each chunk, ``(num_chunks,)``."""
+        rows = self.done()  # first, because it refuses more rows than memory can list
         starts = np.arange(0, self.spec.num_rows, self.spec.chunk_rows)
-        done = np.add.reduceat(self.done(), starts, dtype=np.int64)
+        done = np.add.reduceat(rows, starts, dtype=np.int64)
         return np.diff(starts, append=self.spec.num_rows) - done
 
     @property
@@ -254,9 +256,9 @@ class AbstractRowTable(ABC):
         Raises:
             IncompleteStoreError: If a row is pending.
         """
-        missing = set(range(self.num_chunks)).difference(self.committed_chunks())
-        if missing:
-            self._raise_incomplete(min(missing))
+        if not self.complete:
+            committed = set(self.committed_chunks())
+            self._raise_incomplete(next(chunk for chunk in itertools.count() if chunk not in committed))
         digest = hashlib.sha256(canonical_json(shape_to_json(self.spec)).encode())
         for chunk in range(self.num_chunks):
             digest.update(canonical_json(self.checksums(chunk)).encode())

@@ -202,7 +202,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def _planned(self, key: Any, read: Kept, batch: Batch) -> Plan:
         known = self._plans.pop(key, None)
         if known is None:
-            self.checks.renew_one(key)
+            self.checks.forget(key)
         if self._sharded is not None and self._sharded.lockstep.any(known is None):
             # Also if this rank has a plan: other ranks need the collective passes.
             made = self._plan_in_step(self._sharded, read, batch)
@@ -225,7 +225,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 row = sample_on_path(self.model, part.kept, part.batch, self._output)
                 if row is None:
                     break
-                self.checks.renew_one(key)
+                self.checks.forget(key)
                 plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
             try:
                 return key, plan, self._checked_run(key, plan, part)
