@@ -40,7 +40,6 @@ from trak_lite.errors import (
     StoreFullError,
     UnsupportedStoreError,
 )
-from trak_lite.parallel.sharing import has_free_rows
 from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore
 
 OTHER = "targets/test/ckpt-1"
@@ -533,4 +532,3 @@ def test_more_rows_than_memory_can_list_are_refused_by_every_question(tmp_path):
             for ask in (table.content_key, table.done, table.pending_by_chunk, lambda: table.read("f")):
                 with pytest.raises(CorruptStoreError, match="of memory, which are not available"):
                     ask()
-            assert has_free_rows(table)
