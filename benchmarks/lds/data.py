@@ -113,6 +113,21 @@ def diamonds() -> Data:
 
 
 @cache
+def houses() -> Data:
+    """Return sales of houses by city and month ``(N, 51)`` (plotnine's ``txhousing``) and their log median price."""
+    from plotnine.data import txhousing
+
+    table = txhousing.dropna()
+    table = table.iloc[np.random.default_rng(10).permutation(len(table))[:3300]]
+    columns = [table["year"], table["month"], *(np.log(table[name]) for name in ("sales", "listings", "inventory"))]
+    cities = np.unique(table["city"], return_inverse=True)[1]
+    numbers = _standardized(np.stack(columns, axis=1).astype(np.float64))
+    price = torch.from_numpy(_standardized(np.log(table["median"].to_numpy(np.float64)))).float()
+    x, _, target_x, _ = _split(np.hstack([numbers, np.eye(cities.max() + 1)[cities]]), cities, 3000)
+    return x, price[:3000], target_x, price[3000:]
+
+
+@cache
 def package_words() -> Data:
     """Return pieces of 48 words ``(N, 48)`` of packages of Python's standard library, and whose they are, N = 1600."""
     pieces, labels = list[list[str]](), list[int]()

@@ -1,13 +1,15 @@
 """The language-model settings: a byte-level GPT, trained on a part of a text source, then fine-tuned on other parts.
 
-``python`` is code of Python's standard library, ``topics`` the English of Python's reference (``pydoc_data.topics``).
+``python`` is code of Python's standard library, ``topics`` the English of Python's reference (``pydoc_data.topics``),
+``docstrings`` those of scikit-learn.
 The weights before fine-tuning are in ``benchmarks/data`` as float16, so that every machine fine-tunes the same model.
 
-Run:  python -m benchmarks.lds.language {python, topics}   (trains these weights again: minutes)
+Run:  python -m benchmarks.lds.language {python, topics, docstrings}   (trains these weights again: minutes)
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import sysconfig
 from functools import cache
@@ -32,6 +34,8 @@ TRAINED_ON = (
     "optparse os pathlib pdb pickle platform random shutil smtplib socket subprocess tarfile tempfile threading "
     "traceback typing zipfile"
 )
+FINE_TUNED_ON_DOCSTRINGS = "mixture semi_supervised svm tree"
+TRAINED_ON_DOCSTRINGS = "cluster decomposition ensemble linear_model metrics model_selection neighbors preprocessing"
 STEPS, BATCH, LEARNING_RATE = 3000, 16, 4e-3
 TOPICS_BEFORE = 0.6
 """Share of the topics that the model is trained on before it is fine-tuned."""
@@ -70,6 +74,23 @@ def topics_chunks() -> data.Data:
     return _chunks(texts[int(TOPICS_BEFORE * len(texts)) :], 450)
 
 
+def docstrings(package: str) -> bytes:
+    """Return the docstrings of a package of scikit-learn, without those of its tests."""
+    import sklearn
+
+    files = sorted((Path(sklearn.__file__).parent / package).rglob("*.py"))
+    trees = [ast.parse(file.read_bytes()) for file in files if "tests" not in file.parts]
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    found = [ast.get_docstring(node) for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+    return "\n".join(text for text in found if text).encode()
+
+
+@cache
+def docstring_chunks() -> data.Data:
+    """Return chunks of docstrings of packages that the model has not seen before, N = 400."""
+    return _chunks([docstrings(package) for package in FINE_TUNED_ON_DOCSTRINGS.split()], 400)
+
+
 def _chunks(texts: list[bytes], num_train: int) -> data.Data:
     cut = [text[i : i + CHUNK] for text in texts for i in range(0, len(text) - CHUNK + 1, CHUNK)]
     order = np.random.default_rng(0).permutation(len(cut))[: num_train + NUM_TARGETS]
@@ -104,9 +125,13 @@ def main() -> None:
     source = sys.argv[1]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    texts = topics()
-    before = texts[: int(TOPICS_BEFORE * len(texts))]
-    parts = before if source == "topics" else [module_text(module) for module in TRAINED_ON.split()]
+    if source == "topics":
+        texts = topics()
+        parts = texts[: int(TOPICS_BEFORE * len(texts))]
+    elif source == "python":
+        parts = [module_text(module) for module in TRAINED_ON.split()]
+    else:
+        parts = [docstrings(package) for package in TRAINED_ON_DOCSTRINGS.split()]
     text = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).long()
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -124,7 +149,8 @@ def main() -> None:
     np.savez_compressed(
         base(source), **{name: p.detach().half().numpy() for name, p in model.named_parameters()}
     )
-    inputs, _, targets, _ = topics_chunks() if source == "topics" else python_chunks()
+    chunks = {"python": python_chunks, "topics": topics_chunks, "docstrings": docstring_chunks}
+    inputs, _, targets, _ = chunks[source]()
     with torch.no_grad():
         values = [next_byte_loss(model(ids), ids).item() for ids in (inputs, targets)]
     print("before fine-tuning: train {:.3f}, targets {:.3f} nats per byte".format(*values))

@@ -151,6 +151,18 @@ class MeanOfWords(nn.Module):
         return self.head(functional.relu(self.hidden(self.words(ids).mean(-2))))
 
 
+class RowsGRU(nn.Module):
+    """Reads an image of 8 x 8 pixels row by row, and classifies it by its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.GRU(8, 32, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.rows(images.flatten(1, 2))[0][:, -1])
+
+
 def squared_error(predictions: Tensor, values: Tensor) -> Tensor:
     """Return half the mean squared error of predictions ``(B, 1)``."""
     return (predictions.squeeze(-1) - values).square().mean() / 2
@@ -316,6 +328,47 @@ SETTINGS = {
             measured=partial(CausalLanguageModelingModelOutput, output="margin"),
             make_model=partial(language.pretrained_gpt, "topics"),
             data=language.topics_chunks,
+            loss=language.next_byte_loss,
+            optimizer="AdamW",
+            learning_rate=2e-3,
+            weight_decay=0.01,
+            batch_size=10,
+            epochs=3,
+            checkpoint_epochs=(1, 2, 3),
+            subsets=60,
+            stack=1,
+            seeds=2,
+        ),
+        Setting(
+            name="digits_gru",
+            make_model=RowsGRU,
+            learning_rate=1e-2,
+            epochs=12,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12),
+            **{**_CLEAN, "optimizer": "AdamW", "weight_decay": 1e-2},
+        ),
+        Setting(
+            name="houses",
+            task="regression",
+            measured=RegressionModelOutput,
+            make_model=partial(perceptron, nn.GELU, 51, 32, 1),
+            data=data.houses,
+            loss=squared_error,
+            optimizer="SGD",
+            learning_rate=0.05,
+            weight_decay=1e-3,
+            batch_size=50,
+            epochs=12,
+            checkpoint_epochs=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12),
+            subsets=120,
+            stack=60,
+        ),
+        Setting(
+            name="docstrings_lm",
+            task="causal_language_modeling",
+            measured=partial(CausalLanguageModelingModelOutput, output="margin"),
+            make_model=partial(language.pretrained_gpt, "docstrings"),
+            data=language.docstring_chunks,
             loss=language.next_byte_loss,
             optimizer="AdamW",
             learning_rate=2e-3,

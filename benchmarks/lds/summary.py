@@ -4,7 +4,8 @@ Three tables: the LDS of every method on every problem with the half width of it
 mean LDS and mean rank of every method; and for every problem the default of trak_lite minus the other package with the
 highest LDS, with the 95 % interval of a paired bootstrap, which resamples subsets and targets together
 (:func:`trak_lite.evaluation.compare_datamodeling_scores`). Differences need the scores that
-``benchmarks.lds.table --keep FOLDER`` has stored.
+``benchmarks.lds.table --keep FOLDER`` has stored; a problem without them keeps the difference of the last summary, if
+that was of the same rows.
 
 Rank 1 is the highest LDS on a problem. A method that failed there shares the last ranks with the others that did.
 ``rank among cheaper``: among the methods that take no more CPU time than the default of trak_lite on the problem.
@@ -95,14 +96,30 @@ def difference(name: str, ours: str, peer: str, keep: Path) -> dict[str, Any] | 
     return {"mean": found.mean, "interval": list(found.interval)}
 
 
-def compared(name: str, rows: Rows, parts: Mapping[str, Any], ours: str, keep: Path) -> dict[str, Any]:
-    """Return ours against the best peer, and against the best that takes no more CPU time."""
+def compared(
+    name: str, rows: Rows, parts: Mapping[str, Any], ours: str, keep: Path, last: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ours against the best peer, and against the best that takes no more CPU time.
+
+    Args:
+        name: Of the problem.
+        rows: Figures by problem and method.
+        parts: Of the results of ``benchmarks.lds.table``.
+        ours: Method of trak_lite.
+        keep: Folder of its scores.
+        last: The problem in the last summary.
+    """
     found: dict[str, Any] = {"ceiling": parts.get(f"{name} / ceiling"), "ours": rows[name].get(ours)}
     limit = (found["ours"] or {}).get("seconds", 0.0)
     for key, peer in (("peer", best_peer(parts, name)), ("cheaper peer", best_peer(parts, name, limit))):
         if peer is not None:
             figures = {"method": peer, **rows[name][peer]}
-            found[key] = {**figures, "difference": difference(name, ours, peer, keep)}
+            paired = difference(name, ours, peer, keep)
+            before = dict(last.get(key, {}))
+            its = before.pop("difference", None)
+            if paired is None and (found["ours"], figures) == (last.get("ours"), before):
+                paired = its
+            found[key] = {**figures, "difference": paired}
     return found
 
 
@@ -190,7 +207,8 @@ def main() -> None:
     parts = json.loads(args.results.read_text())["parts"]
     rows = rows_of(parts, args.ours)
     means = overall(rows, args.ours)
-    pairs = {name: compared(name, rows, parts, args.ours, args.keep) for name in rows}
+    last = json.loads(args.out.read_text())["parts"]["problems"] if args.out.exists() else {}
+    pairs = {name: compared(name, rows, parts, args.ours, args.keep, last.get(name, {})) for name in rows}
     print(printed(rows, means, pairs))
     here = {name: value for name, value in surroundings().items() if name != "peers"}
     save_parts(args.out, here, {"methods": means, "problems": pairs})
