@@ -119,7 +119,11 @@ def houses() -> Data:
 
     table = txhousing.dropna()
     table = table.iloc[np.random.default_rng(10).permutation(len(table))[:3300]]
-    columns = [table["year"], table["month"], *(np.log(table[name]) for name in ("sales", "listings", "inventory"))]
+    columns = [
+        table["year"],
+        table["month"],
+        *(np.log(table[name]) for name in ("sales", "listings", "inventory")),
+    ]
     cities = np.unique(table["city"], return_inverse=True)[1]
     numbers = _standardized(np.stack(columns, axis=1).astype(np.float64))
     price = torch.from_numpy(_standardized(np.log(table["median"].to_numpy(np.float64)))).float()

@@ -35,7 +35,9 @@ TRAINED_ON = (
     "traceback typing zipfile"
 )
 FINE_TUNED_ON_DOCSTRINGS = "mixture semi_supervised svm tree"
-TRAINED_ON_DOCSTRINGS = "cluster decomposition ensemble linear_model metrics model_selection neighbors preprocessing"
+TRAINED_ON_DOCSTRINGS = (
+    "cluster decomposition ensemble linear_model metrics model_selection neighbors preprocessing"
+)
 STEPS, BATCH, LEARNING_RATE = 3000, 16, 4e-3
 TOPICS_BEFORE = 0.6
 """Share of the topics that the model is trained on before it is fine-tuned."""
