@@ -32,7 +32,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from benchmarks.lds.methods import BATCH, Problem
-from benchmarks.lds.settings import SETTINGS
+from benchmarks.lds.settings import NEVER_SHOWN, SETTINGS
 from benchmarks.lds.truth import Truth, full_runs, load
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import save_parts, surroundings
@@ -221,7 +221,8 @@ def leave_one_out(parts: dict[str, Any], group: str) -> dict[str, dict[str, Any]
 def main() -> None:
     """Measure, print the comparison, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    shown = [name for name in SETTINGS if name not in NEVER_SHOWN]
+    parser.add_argument("--settings", nargs="*", default=shown, choices=shown)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.settings:

@@ -20,6 +20,10 @@ captum: TracInCP on all parameters and TracInCPFast on the last layer, with the 
 bergson: dot products of gradients projected to 16 x 16 per linear layer, with the inverse of their autocorrelation
     at its default damping; language models only, because it fails on layers whose inputs are not (B, T, features).
 
+The GRU of digits_gru is given to all of them in linear layers, with the same weights: with shared weights and many
+samples ``torch.func`` raises an error for ``nn.GRU``, and kronfluence would read its head alone. Its layer of the
+states is called once per step, which kronfluence is told (``has_shared_parameters``).
+
 LoGra, GraSS, kronfluence and bergson take one checkpoint: for a run, their scores are averaged over checkpoints.
 """
 
@@ -41,6 +45,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.lds.methods import BATCH, LOG_P, Attribution, Method, Problem
+from benchmarks.lds.settings import RowsGRU, RowsGRUInSteps
 from benchmarks.lds.training import losses
 from trak_lite.modelout_functions import ModelCall
 
@@ -273,7 +278,9 @@ def _kronfluence_of_one(
         analyzer.fit_all_factors(
             "factors",
             problem.train,
-            factor_args=FactorArguments(strategy=strategy),
+            factor_args=FactorArguments(
+                strategy=strategy, has_shared_parameters=isinstance(model, RowsGRUInSteps)
+            ),
             per_device_batch_size=BATCH,
         )
         analyzer.compute_pairwise_scores(
@@ -335,9 +342,11 @@ def captum_tracin(problem: Problem, *, checkpoints: str = "final", fast: bool = 
     def summed(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda outputs, labels: function(outputs, labels).sum()
 
-    # Its fast per-sample gradients exist for linear and convolution layers, whose losses must be summed.
+    # Its fast per-sample gradients exist for linear and convolution layers that are called once per sample; their
+    # losses must be summed.
     own = [part for part in model.modules() if list(part.parameters(recurse=False))]
     by_hooks = all(isinstance(part, nn.Linear | nn.Conv2d) for part in own)
+    by_hooks = by_hooks and not isinstance(model, RowsGRUInSteps)
     of_train, of_targets = (
         (summed(losses), summed(minus_output)) if fast or by_hooks else (losses, minus_output)
     )
@@ -470,6 +479,20 @@ PEERS: dict[str, Method] = {
 }
 PEERS["dattri 0.3.0 IF-CG, run"] = partial(PEERS["dattri 0.3.0 IF-CG, final model"], checkpoints="run")
 """In the order of their cost: influence functions of dattri take minutes to hours."""
+
+
+def _in_steps(method: Method) -> Method:
+    def on_linear_layers(problem: Problem) -> Attribution:
+        if problem.setting.make_model is RowsGRU:
+            setting = replace(problem.setting, make_model=RowsGRUInSteps)
+            runs = [[RowsGRUInSteps.weights(state) for state in run] for run in problem.runs]
+            problem = replace(problem, setting=setting, runs=runs)
+        return method(problem)
+
+    return on_linear_layers
+
+
+PEERS = {name: _in_steps(method) for name, method in PEERS.items()}
 
 
 def _of_log_p(method: Method) -> Method:

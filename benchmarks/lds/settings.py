@@ -13,17 +13,25 @@
 | diamonds | 9 features, regression of the log price | perceptron, Adam |
 | package_words | pieces of text, 12 classes of unequal size | mean of word vectors, Adam |
 | python_lm, topics_lm | code, and the English of Python's reference | byte-level GPT, fine-tuned |
+| digits_gru | digits, as 8 rows of 8 pixels | GRU and linear layer, Adam |
+| houses | 51 features, regression of the log median price | GELU perceptron of one hidden layer, SGD |
+| docstrings_lm | docstrings of scikit-learn | byte-level GPT, fine-tuned |
+
+The last three were made after the defaults were chosen, and no setting was touched after them (:data:`NEVER_SHOWN`).
+Their training was kept as first tried; all ceilings are above .6.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -161,6 +169,35 @@ class RowsGRU(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.rows(images.flatten(1, 2))[0][:, -1])
+
+
+class RowsGRUInSteps(nn.Module):
+    """The same function of the same weights as :class:`RowsGRU`, in linear layers, for packages that need these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.states = nn.Linear(8, 96), nn.Linear(32, 96)
+        self.last = nn.Identity()
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits ``(B, 10)`` of images ``(B, 1, 8, 8)``."""
+        steps = self.inputs(images.flatten(1, 2)).unbind(1)
+        state = torch.zeros_like(steps[0][:, :32])
+        for step in steps:
+            (reset, update, new), parts = step.chunk(3, -1), self.states(state).chunk(3, -1)
+            kept = torch.sigmoid(update + parts[1])
+            new = torch.tanh(new + torch.sigmoid(reset + parts[0]) * parts[2])
+            state = (1 - kept) * new + kept * state
+        return self.head(self.last(state))
+
+    @staticmethod
+    def weights(of: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights of a :class:`RowsGRU` by the names here."""
+        names = {"ih": "inputs", "hh": "states"}
+        return {
+            re.sub(r"rows\.(\w+)_(\w\w)_l0", lambda m: f"{names[m[2]]}.{m[1]}", key): of[key] for key in of
+        }
 
 
 def squared_error(predictions: Tensor, values: Tensor) -> Tensor:
@@ -382,3 +419,5 @@ SETTINGS = {
         ),
     )
 }
+NEVER_SHOWN = ("digits_gru", "houses", "docstrings_lm")
+"""Problems that no setting of trak_lite has seen: nothing is chosen on them, whatever comes out."""
