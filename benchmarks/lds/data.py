@@ -114,7 +114,7 @@ def diamonds() -> Data:
 
 @cache
 def houses() -> Data:
-    """Return sales of houses by city and month ``(N, 51)`` (plotnine's ``txhousing``) and their log median price."""
+    """Return sales of houses by city and month ``(N, 51)`` (plotnine's ``txhousing``) and the log price, N = 3000."""
     from plotnine.data import txhousing
 
     table = txhousing.dropna()

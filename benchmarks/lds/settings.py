@@ -18,7 +18,7 @@
 | docstrings_lm | docstrings of scikit-learn | byte-level GPT, fine-tuned |
 
 The last three were made after the defaults were chosen, and no setting was touched after them (:data:`NEVER_SHOWN`).
-Their training was kept as first tried; all ceilings are above .6.
+Their training was kept as first tried; the ceilings are .641, .912 and .928 (it had to be above .6).
 """
 
 from __future__ import annotations
