@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import Forward, Model, Net, assert_exact, by_loop, hooked, rows, wavy
@@ -491,6 +493,48 @@ def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones
     assert all({0, 19} <= set(places) and len(places) == 3 for places in compared.values())
     computer.load_model_params(model)
     assert compared_batches(1)[1] == [0, 3, 5, 8, 11, 14, 16, 19]
+
+
+def test_every_third_sample_is_compared_in_time_where_two_sizes_take_turns() -> None:
+    """A third that moved with all checks would see every second place of a size only."""
+    model, computer = hooked(lambda s, x: s.a(x) * s.p)
+    alone: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args: alone.append(round(float(args[0][0, 0]))) if len(args[0]) == 1 else None
+    )
+    seen: dict[int, set[int]] = {5: set(), 6: set()}
+    for number in range(40):
+        batch = rows(5 + number % 2)
+        batch[:, 0] = torch.arange(float(len(batch)))
+        alone.clear()
+        collect_gradients(computer, (batch,))
+        if number > 1:  # after the first batch of each size, in which all are compared
+            seen[len(batch)] |= {*alone}
+        if number % 2:
+            computer.renew()  # which compares the next batch of either size
+
+    assert seen == {5: {*range(5)}, 6: {*range(6)}}
+
+
+class ComputerOfACopy(HookGradientComputer):
+    """Holds a copy of the weights that it was given, as a computer of a user's may."""
+
+    def load_model_params(self, model: nn.Module) -> None:
+        super().load_model_params(copy.deepcopy(model))
+
+
+def test_a_computer_that_copies_weights_is_made_anew_for_every_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    states = [
+        {name: value + shift for name, value in model.state_dict().items()} for shift in (0.0, 0.1, -0.2)
+    ]
+    found = []
+    for name, computer in (("plain", "hook"), ("copy", ComputerOfACopy)):
+        made = attributor(model, computer, tmp_path / name)
+        made.featurize(labelled(rows(6).float()), states)
+        found.append(made.score(labelled(rows(6).float()), checkpoints=states[2:]).numpy())
+
+    np.testing.assert_array_equal(*found)
 
 
 def branching(s: Net, x: Tensor) -> Tensor:
