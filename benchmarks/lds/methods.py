@@ -117,6 +117,17 @@ def ours(
         return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
 
 
+def streamed(problem: Problem, *, target_task: Any = None, checkpoints: str = "run") -> Attribution:
+    """Score by EK-FAC with one sampled gradient per train row, without stored rows."""
+    states = problem.checkpoints(checkpoints)
+    attributor = Attributor(problem.model(), problem.setting.task, None, batch_size=BATCH, progress=False)
+    method = EKFAC(damping=0.1, samples=len(problem.train))
+    scores = attributor.stream_scores(
+        problem.train, problem.targets, method=method, checkpoints=states, task=target_task
+    )
+    return Attribution(scores.numpy(), len(states))
+
+
 def averaged(problem: Problem, parts: tuple[Method, ...]) -> Attribution:
     """Return the mean of several methods' scores, each divided by its standard deviation."""
     found = [part(problem) for part in parts]
@@ -204,5 +215,11 @@ TEXT_METHODS: dict[str, Method] = {
     "EK-FAC of margins, not projected, run": partial(NOT_PROJECTED, task=MARGINS),
     "EK-FAC with margins as targets, not projected, run": partial(NOT_PROJECTED, target_task=MARGINS),
     "EK-FAC with margins as targets, projected, run": partial(ours, method=EKFAC(), target_task=MARGINS),
+    "EK-FAC with samples, final model": partial(streamed, checkpoints="final"),
+    "EK-FAC with samples, run": streamed,
+    "EK-FAC with samples and margins as targets, final model": partial(
+        streamed, checkpoints="final", target_task=MARGINS
+    ),
+    "EK-FAC with samples and margins as targets, run": partial(streamed, target_task=MARGINS),
 }
 """For the language model alone."""

@@ -117,7 +117,14 @@ def traker(where, folder, model_on, runs_on):
     return {"scores": scores}
 
 
-UNPROJECTED = [GradDot(), GradCos(), EKFAC(damping=0.3), CG(damping=30.0), CG(draws=2, damping=30.0)]
+UNPROJECTED = [
+    GradDot(),
+    GradCos(),
+    EKFAC(damping=0.3),
+    EKFAC(samples=7),
+    CG(damping=30.0),
+    CG(draws=2, damping=30.0),
+]
 UNPROJECTED += [LiSSA(depth=5, scale=1e4)]
 
 

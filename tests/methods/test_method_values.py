@@ -72,6 +72,7 @@ def test_what_is_no_method_is_refused(given, said):
         ("draws", lambda: EKFAC(draws=0)),
         ("max_side", lambda: EKFAC(max_side=0)),
         ("max_rows", lambda: EKFAC(max_rows=0)),
+        ("samples", lambda: EKFAC(samples=0)),
         ("damping must be above 0", lambda: CG(damping=0)),
         ("tolerance", lambda: CG(tolerance=0)),
         ("max_iterations", lambda: CG(max_iterations=0)),

@@ -23,7 +23,7 @@ from torch.func import vjp as torch_vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from trak_lite._devices import full_float32
+from trak_lite._devices import full_float32, precise
 from trak_lite._random import row_noise
 from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import RowNumbers, Rows
@@ -88,15 +88,25 @@ class CurvatureProducts:
                 if self.draws is None:
                     self._add(total, vectors, batch)
                 for draw in range(self.draws or 0):
-                    self._add_drawn(total, vectors, rows, batch, draw)
+                    gradients = self._drawn(rows, batch, draw).to(vectors)
+                    total.addmm_(vectors @ gradients.T, gradients)
         return total.mul_(scale / (self.draws or 1))
 
     @cached_property
     def _computer(self) -> HookGradientComputer:
         return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
 
+    def drawn_gradients(self, wanted: RowNumbers, draws: range) -> Iterator[Tensor]:
+        """Yield the loss gradients ``(B, P)`` of some rows for labels drawn from the model, batch by batch.
+
+        They are in float32 or better.
+        """
+        with full_float32(self.device):
+            for rows, batch in self.rows.moved(wanted, self.device):
+                yield from (precise(self._drawn(rows, batch, draw)) for draw in draws)
+
     @torch.no_grad()
-    def _add_drawn(self, total: Tensor, vectors: Tensor, rows: RowNumbers, batch: Batch, draw: int) -> None:
+    def _drawn(self, rows: RowNumbers, batch: Batch, draw: int) -> Tensor:
         noise = row_noise(rows, seed=self.seed, draw=draw)
         labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
         accumulator = NoOpProjector(device=self.device).accumulator(
@@ -104,8 +114,7 @@ class CurvatureProducts:
         )
         with torch.enable_grad():
             self._computer.stream_gradients(labelled, accumulator.add)
-        gradients = accumulator.features().to(vectors)
-        total.addmm_(vectors @ gradients.T, gradients)
+        return accumulator.features()
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
         try:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trak_lite._devices import full_float32, wide_dtype
 from trak_lite.data.datasets import RowNumbers, spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
@@ -28,7 +29,7 @@ from trak_lite.featurizing.solvers import (
     row_norms,
 )
 from trak_lite.featurizing.unprojected import by_name
-from trak_lite.methods import CG, AbstractInverseMethod, LiSSA
+from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
 from trak_lite.types import ParameterShapes
@@ -64,12 +65,13 @@ class InverseCurvature:
     """Name of the checkpoint in messages."""
     parameters: ParameterShapes
     _scale: float | None = None
+    _samples: tuple[Tensor, Tensor] | None = None
 
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`. An iterative method needs the gradients of a whole batch."""
-        if not self.method.is_iterative:
+        """Return a new accumulator; see :class:`Inverse`. Some methods need the gradients of a whole batch."""
+        if not self.method.reads_rows:
             return self.preconditioner.accumulator(
                 projector, num_samples, model_id=model_id, parameters=parameters
             )
@@ -99,6 +101,46 @@ class InverseCurvature:
         whole = NoOpProjector(device=gradients.device)
         named = by_name(gradients, self.parameters)
         return Solution(PreconditionedProjector(whole, self.preconditioner).project(named, 0), None)
+
+    def with_samples(self, method: EKFAC, gradients: Tensor) -> Solution:
+        """Return target gradients multiplied by the inverse of a mixture of the EK-FAC and of sampled gradients.
+
+        With A the damped share of the EK-FAC, G ``(n, P)`` the samples and B = G A^-1, Woodbury's identity gives
+        (A + c G^T G)^-1 t = A^-1 t - B^T (I / c + B G^T)^-1 B t.
+        """
+        if self._samples is None:
+            self._samples = self._sampled(method)
+        images, factor = self._samples
+        with full_float32(gradients.device):
+            products = torch.cholesky_solve((images @ gradients.to(images).T).to(factor), factor)
+            found = self.precondition(gradients).gradients
+            return Solution(found.sub_(products.T.to(images) @ images), None)
+
+    def _sampled(self, method: EKFAC) -> tuple[Tensor, Tensor]:
+        """Return B ``(n, P)`` and the Cholesky factor of I / c + B G^T; c is the share times N / n.
+
+        Raises:
+            NonFiniteError: If products of gradients are NaN or infinite, or rounded too much.
+        """
+        products, count = self.products, method.samples or 0
+        assert products is not None  # of a method that reads rows
+        num_rows = len(products.rows)
+        wanted = spread_rows(num_rows, min(num_rows, count))
+        # The labels after those of the two passes of the fit.
+        first, draws = 2 * method.draws, math.ceil(count / len(wanted))
+        gradients = torch.cat([*products.drawn_gradients(wanted, range(first, first + draws))])
+        images = self.precondition(gradients).gradients
+        with full_float32(gradients.device):
+            gram = (images @ gradients.T).to(wide_dtype(gradients.device))
+        gram = (gram + gram.T) / 2
+        gram.diagonal().add_(len(gradients) / (method.sampled_share * num_rows))
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if bool(failed):
+            raise NonFiniteError(
+                f"The products of the sampled gradients of {method.name} at {self.label} are not finite, or rounded too much "
+                "to be a positive definite matrix. Use more damping, or parameters in float64."
+            )
+        return images, factor
 
     def _system(self, gradients: Tensor) -> tuple[Callable[[Tensor, RowNumbers], Tensor], Tensor, int]:
         """Return products with H + Lambda, the right-hand sides, and the number of train rows.

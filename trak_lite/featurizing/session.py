@@ -492,9 +492,14 @@ class FeaturizingSession:
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
         curvature = fits.curvature(digest, device)
-        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=method.absolute)
+        preconditioner = Preconditioner(
+            curvature,
+            damping=method.damping,
+            absolute=method.absolute,
+            share=1 - method.ekfac.sampled_share,
+        )
         products = None
-        if method.is_iterative:
+        if method.reads_rows:
             products = CurvatureProducts(
                 self.model,
                 settings.task,

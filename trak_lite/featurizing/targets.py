@@ -73,7 +73,7 @@ class TargetSet:
             ManifestMismatchError: If they differ from the stored ones.
         """
         solver: AbstractInverseMethod | None = self.method.inverse
-        if self.is_compared or (solver is not None and solver.is_iterative):  # see _fill
+        if self.is_compared or (solver is not None and solver.reads_rows):  # see _fill
             return
         agreed = self.session.agreed
         there = {digest: table for digest, table in train.items() if agreed(self._is_there(table))}
@@ -93,8 +93,7 @@ class TargetSet:
         """Compute the missing features of the loaded checkpoint, and compare a few of the stored ones.
 
         Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
-        fit has replaced it; nor those of an iterative solver, which agree to its tolerance only and cost passes over
-        the train rows.
+        fit has replaced it; nor those of a solver that reads the train rows, which costs passes over them.
         """
         self.is_compared = True
         session, method, table = self.session, self.method, train[digest]
@@ -102,7 +101,7 @@ class TargetSet:
         solver: AbstractInverseMethod | None = method.inverse
         if solver is not None:
             if self._is_there(table) and (
-                solver.is_iterative or not session.kronecker_fits(solver).has(digest)
+                solver.reads_rows or not session.kronecker_fits(solver).has(digest)
             ):
                 return
             inverse = session.inverse(digest, label, solver)

@@ -17,7 +17,7 @@ from trak_lite.modelout_functions._base import LossModelOutput
 
 _FIT: Final = ("fisher", "correct_eigenvalues", "draws", "seed", "max_rows", "max_side")
 
-
+_SAMPLED: Final = 0.3
 _above_zero = partial(positive_real, "{name} must be above 0, got {value!r}.")
 
 
@@ -28,8 +28,6 @@ class AbstractInverseMethod(AbstractMethod):
     damping: float = 1.0
 
     gradient_copies: ClassVar[int] = 2
-    is_iterative: ClassVar[bool] = False
-    """Whether a solver with a tolerance multiplies the targets, so that a repetition may differ by it."""
     absolute = False
     """Whether the damping is the same number for all layers."""
     kernel = None
@@ -48,6 +46,11 @@ class AbstractInverseMethod(AbstractMethod):
         raise InvalidInputError(
             f"{self.name} is neither EKFAC nor CG nor LiSSA, and no solver is known for it."
         )
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether targets are multiplied with the help of the train rows, beside the stored fit."""
+        return False
 
     @property
     def product_draws(self) -> int | None:
@@ -113,6 +116,13 @@ class EKFAC(AbstractInverseMethod):
     """Number of evenly spaced train rows to fit on; ``None`` uses all."""
     max_side: int = 16384
     """Longest side to decompose. A longer one (a vocabulary) is not rotated into an eigenbasis."""
+    samples: int | None = None
+    r"""Number n of gradients for drawn labels, spread over the train rows, that enter the curvature as they are.
+
+    With the EK-FAC matrix K and the sampled loss gradients g, the curvature is
+    :math:`(1 - s) K + s \frac{N}{n} \sum g g^\top` with s = 0.3. Its inverse is exact (Woodbury identity). The
+    gradients include what the factors leave out: positions of a text, or layers, that depend on each other. They are
+    computed for every call that solves for targets, which keeps 2 n P numbers in memory. The larger n, the better."""
 
     _checks: ClassVar = {
         "damping": partial(
@@ -124,7 +134,18 @@ class EKFAC(AbstractInverseMethod):
         "draws": positive_int,
         "max_side": positive_int,
         "max_rows": optional(positive_int),
+        "samples": optional(positive_int),
     }
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether there are ``samples``."""
+        return self.samples is not None
+
+    @property
+    def sampled_share(self) -> float:
+        """The share s of the samples in the curvature."""
+        return _SAMPLED if self.samples else 0.0
 
     @property
     def ekfac(self) -> EKFAC:
@@ -150,6 +171,11 @@ class EKFAC(AbstractInverseMethod):
                 f"fisher='curvature' needs a loss that is curved in f, but the loss of {type(task).__name__} is linear "
                 "in it: the matrix would be zero. Use fisher='empirical'."
             )
+        if self.samples and fisher != "sampled":
+            raise InvalidInputError(
+                f"samples={self.samples} are gradients for drawn labels, and {type(task).__name__} is fitted with "
+                f"fisher={fisher!r}, which draws none. Use samples=None."
+            )
         return replace(self, fisher=fisher, draws=self.draws if fisher == "sampled" else 1)
 
     def loss_of(self, task: AbstractModelOutput) -> LossModelOutput:
@@ -160,7 +186,7 @@ class EKFAC(AbstractInverseMethod):
 
     def solve(self, solver: Any, gradients: Tensor) -> Any:
         """Multiply by the inverse; see :meth:`AbstractInverseMethod.solve`."""
-        return solver.precondition(gradients)
+        return solver.with_samples(self, gradients) if self.samples else solver.precondition(gradients)
 
     def fit_json(self) -> dict[str, Any]:
         """Return the fields that the fit depends on, as JSON values."""
@@ -168,7 +194,8 @@ class EKFAC(AbstractInverseMethod):
 
     def target_json(self) -> dict[str, Any]:
         """Return the fields that the features of targets depend on, as JSON values."""
-        return {"damping": self.damping, **self.fit_json()}
+        samples = {"samples": self.samples} if self.samples else {}
+        return {"damping": self.damping, **self.fit_json(), **samples}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +215,12 @@ class AbstractIterativeMethod(AbstractInverseMethod):
     seed: int = 0
     """Seed of all drawn labels, and of drawn rows."""
 
-    is_iterative: ClassVar[bool] = True
     _checks: ClassVar = {"damping": _above_zero, "draws": optional(positive_int)}
+
+    @property
+    def reads_rows(self) -> bool:
+        """True: every product does."""
+        return True
 
     @property
     def product_draws(self) -> int | None:

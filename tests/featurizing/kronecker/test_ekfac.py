@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite import Attributor, Refine, Rows
+from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task
 
@@ -309,6 +309,62 @@ def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_
     assert not np.allclose(other, found[0], rtol=1e-2)
 
 
+@pytest.mark.parametrize("samples", [pytest.param(5, marks=pytest.mark.quick), 2 * N - 3])
+def test_samples_enter_the_curvature_as_they_are(samples, tmp_path, monkeypatch):
+    """Three tenths of the curvature are sampled gradients of all layers together, which no block can express."""
+    case = CASES["mlp-ekfac"]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    plain = plain_rows(model, case.task, train, targets, tmp_path)
+    task, drawn = recording(LABELS, monkeypatch)
+    method = EKFAC(damping=0.3, samples=samples)
+
+    found = streamed(model, task, in_batches(train, N), targets, method)
+
+    bases, values, *sampled = [(part[0], part[1]) for part in drawn]
+    assert len(sampled) == -(-samples // N)
+    assert [len(inputs) for inputs, _ in sampled] == [min(samples, N)] * len(sampled)
+    labels = [tuple(part[1].tolist()) for part in drawn]
+    assert len(set(labels)) == len(labels), "labels were drawn twice"
+    matrix, damping = np.zeros((2, plain.train.shape[1], plain.train.shape[1]))
+    for places, block in case.blocks(model, plain, [bases], [values], EKFAC(damping=0.3)):
+        matrix[np.ix_(places, places)] += 0.7 * block
+        damping[places, places] = 0.3 * np.trace(block) / len(block)
+    rows = np.concatenate([row.reshape(len(row), -1) for row in case.gradients(model, sampled).values()], 1)
+    solved = np.linalg.solve(matrix + damping + 0.3 * N / len(rows) * rows.T @ rows, plain.targets.T)
+    close(found.numpy(), plain.q[:, None] * (plain.train @ solved))
+    without = streamed(model, LABELS, in_batches(train, N), targets, EKFAC(damping=0.3)).numpy()
+    assert not np.allclose(found.numpy(), without, rtol=0.1)
+
+
+def in_float32(data):
+    return TensorDataset(data.tensors[0].float(), *data.tensors[1:])
+
+
+def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_candidates(tmp_path):
+    """Stored targets are found again without the train data."""
+    case = CASES["mlp-ekfac"]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    method = EKFAC(damping=0.3, samples=N)
+    made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
+    made.featurize(train)
+    stored = made.score(Rows(targets, batch_size=2), "t", method=method).numpy()
+
+    parts = streamed(model, LABELS, train, targets, method, max_bytes=7_000)
+    close(parts.numpy(), stored)
+    close(made.score(targets, refine=Refine(candidates=N, method=method)).numpy(), stored)
+    again = Attributor.open(tmp_path / "s", model, progress=False)
+    np.testing.assert_array_equal(again.scores("t", method=method).numpy(), stored)
+    np.testing.assert_array_equal(again.score(targets, "t", method=method).numpy(), stored)
+    with pytest.raises(StateError, match="EKFAC has to be fitted to the train data"):
+        again.score(targets, "new", method=method)
+    with pytest.raises(InvalidInputError, match=r"9 sampled gradients of EKFAC .* at most samples=1\."):
+        streamed(model, LABELS, train, targets, method, max_bytes=1_000)
+    with pytest.raises(NonFiniteError, match="sampled gradients of EKFAC at current are not finite"):
+        streamed(
+            model.float(), LABELS, in_float32(train), in_float32(targets), EKFAC(damping=1e-30, samples=N)
+        )
+
+
 @pytest.mark.parametrize("computer", ["hook", "functional"])
 def test_features_of_targets_are_projections_of_the_preconditioned_gradients(tmp_path, computer):
     """Blocks of gradients come factored or dense, by layer or in any order."""
@@ -386,3 +442,6 @@ def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it():
     for fisher, said in (("sampled", "draws labels"), ("curvature", "needs a loss that is curved")):
         with pytest.raises(InvalidInputError, match=f"fisher='{fisher}' {said}"):
             EKFAC(fisher=fisher).fitted_to(BILINEAR)
+    for task, fisher in ((BILINEAR, "auto"), (resolve_task(LABELS), "empirical")):
+        with pytest.raises(InvalidInputError, match=r"samples=7 are gradients for drawn labels.*'empirical'"):
+            EKFAC(fisher=fisher, samples=7).fitted_to(task)

@@ -152,12 +152,12 @@ class UnitCurvature:
         """Return lambda as a scalar: ``damping * mean``, or ``damping`` itself if ``absolute``."""
         return self.values.new_tensor(damping) if absolute else damping * self.mean
 
-    def inverse(self, damping: float, *, absolute: bool = False) -> Tensor:
-        """Return ``1 / (Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
+    def inverse(self, damping: float, *, absolute: bool = False, share: float = 1.0) -> Tensor:
+        """Return ``1 / (share Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
 
         The result is 0 where no train row has curvature, because no train row has a gradient there.
         """
-        damped = self.values + self.damping_of(damping, absolute=absolute)
+        damped = share * self.values + self.damping_of(damping, absolute=absolute)
         counts = (damped >= self._smallest) & (self.mean > 0 if not absolute else True)
         return torch.where(counts, damped.reciprocal(), 0.0)
 

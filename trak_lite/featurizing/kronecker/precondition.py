@@ -34,13 +34,16 @@ class Inverse(Protocol):
 class Preconditioner:
     """Multiplies gradients by the inverse of a damped curvature."""
 
-    def __init__(self, curvature: KroneckerCurvature, *, damping: float, absolute: bool = False) -> None:
+    def __init__(
+        self, curvature: KroneckerCurvature, *, damping: float, absolute: bool = False, share: float = 1.0
+    ) -> None:
         """Invert the eigenvalues.
 
         Args:
             curvature: Curvature of all parameters that have gradients.
             damping: Lambda in units of the mean eigenvalue of a unit, above 0.
             absolute: Whether the damping is lambda itself, the same for all units.
+            share: Factor of the curvature; the damping does not change with it.
 
         Raises:
             InvalidInputError: If the damping is not above 0.
@@ -51,7 +54,8 @@ class Preconditioner:
                 "damping, directions in which no train row has curvature would be divided by zero."
             )
         self._inverses = {
-            found.basis.unit: (found, found.inverse(damping, absolute=absolute)) for found in curvature.units
+            found.basis.unit: (found, found.inverse(damping, absolute=absolute, share=share))
+            for found in curvature.units
         }
         self.lambdas = {
             name: float(found.damping_of(damping, absolute=absolute))
