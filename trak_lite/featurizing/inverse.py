@@ -58,7 +58,7 @@ class InverseCurvature:
 
     method: AbstractInverseMethod
     preconditioner: Preconditioner
-    """The inverse of the method's EK-FAC."""
+    """The inverse of the method's EK-FAC; with ``samples`` its square root."""
     products: CurvatureProducts | None
     """Products with the Gauss-Newton matrix or an estimate, for the iterative methods."""
     label: str
@@ -105,22 +105,23 @@ class InverseCurvature:
     def with_samples(self, method: EKFAC, gradients: Tensor) -> Solution:
         """Return target gradients multiplied by the inverse of a mixture of the EK-FAC and of sampled gradients.
 
-        With A the damped share of the EK-FAC, G ``(n, P)`` the samples and B = G A^-1, Woodbury's identity gives
-        (A + c G^T G)^-1 t = A^-1 t - B^T (I / c + B G^T)^-1 B t.
+        With A the damped share of the EK-FAC, G ``(n, P)`` the samples, c their factor and W = G A^-1/2, the inverse of
+        A + c G^T G is A^-1/2 (I - W^T (I / c + W W^T)^-1 W) A^-1/2 (Woodbury).
         """
         if self._samples is None:
             self._samples = self._sampled(method)
-        images, factor = self._samples
-        with full_float32(gradients.device):
-            products = torch.cholesky_solve((images @ gradients.to(images).T).to(factor), factor)
-            found = self.precondition(gradients).gradients
-            return Solution(found.sub_(products.T.to(images) @ images), None)
+        samples, factor = self._samples
+        white = self.precondition(gradients).gradients.to(samples)
+        with full_float32(white.device):
+            products = torch.cholesky_solve((samples @ white.T).to(factor), factor)
+            white -= products.T.to(samples) @ samples
+        return self.precondition(white)
 
     def _sampled(self, method: EKFAC) -> tuple[Tensor, Tensor]:
-        """Return B ``(n, P)`` and the Cholesky factor of I / c + B G^T; c is the share times N / n.
+        """Return W ``(n, P)`` and the Cholesky factor of I / c + W W^T; c is the share times N / n.
 
         Raises:
-            NonFiniteError: If products of gradients are NaN or infinite, or rounded too much.
+            NonFiniteError: If products of gradients are NaN or infinite.
         """
         products, count = self.products, method.samples or 0
         assert products is not None  # of a method that reads rows
@@ -128,19 +129,22 @@ class InverseCurvature:
         wanted = spread_rows(num_rows, min(num_rows, count))
         # The labels after those of the two passes of the fit.
         first, draws = 2 * method.draws, math.ceil(count / len(wanted))
-        gradients = torch.cat([*products.drawn_gradients(wanted, range(first, first + draws))])
-        images = self.precondition(gradients).gradients
-        with full_float32(gradients.device):
-            gram = (images @ gradients.T).to(wide_dtype(gradients.device))
-        gram = (gram + gram.T) / 2
-        gram.diagonal().add_(len(gradients) / (method.sampled_share * num_rows))
+        samples, start = torch.empty(0), 0
+        for part in products.drawn_gradients(wanted, range(first, first + draws)):
+            white = self.precondition(part).gradients
+            samples = samples if start else white.new_empty(draws * len(wanted), white.shape[1])
+            samples[start : start + len(white)] = white
+            start += len(white)
+        with full_float32(samples.device):
+            gram = (samples @ samples.T).to(wide_dtype(samples.device))
+        gram.diagonal().add_(len(samples) / (method.sampled_share * num_rows))
         factor, failed = torch.linalg.cholesky_ex(gram)
         if bool(failed):
             raise NonFiniteError(
-                f"The products of the sampled gradients of {method.name} at {self.label} are not finite, or rounded too much "
-                "to be a positive definite matrix. Use more damping, or parameters in float64."
+                f"The products of the sampled gradients of {method.name} at {self.label} are not finite. Use more "
+                "damping, or parameters in float64."
             )
-        return images, factor
+        return samples, factor
 
     def _system(self, gradients: Tensor) -> tuple[Callable[[Tensor, RowNumbers], Tensor], Tensor, int]:
         """Return products with H + Lambda, the right-hand sides, and the number of train rows.

@@ -496,7 +496,7 @@ class FeaturizingSession:
             curvature,
             damping=method.damping,
             absolute=method.absolute,
-            share=1 - method.ekfac.sampled_share,
+            share=1 - sampled if (sampled := method.ekfac.sampled_share) else None,
         )
         products = None
         if method.reads_rows:

@@ -122,7 +122,7 @@ class EKFAC(AbstractInverseMethod):
     With the EK-FAC matrix K and the sampled loss gradients g, the curvature is
     :math:`(1 - s) K + s \frac{N}{n} \sum g g^\top` with s = 0.3. Its inverse is exact (Woodbury identity). The
     gradients include what the factors leave out: positions of a text, or layers, that depend on each other. They are
-    computed for every call that solves for targets, which keeps 2 n P numbers in memory. The larger n, the better."""
+    computed for every call that solves for targets, which keeps n P numbers in memory. The larger n, the better."""
 
     _checks: ClassVar = {
         "damping": partial(

@@ -336,10 +336,6 @@ def test_samples_enter_the_curvature_as_they_are(samples, tmp_path, monkeypatch)
     assert not np.allclose(found.numpy(), without, rtol=0.1)
 
 
-def in_float32(data):
-    return TensorDataset(data.tensors[0].float(), *data.tensors[1:])
-
-
 def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_candidates(tmp_path):
     """Stored targets are found again without the train data."""
     case = CASES["mlp-ekfac"]
@@ -349,7 +345,7 @@ def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_cand
     made.featurize(train)
     stored = made.score(Rows(targets, batch_size=2), "t", method=method).numpy()
 
-    parts = streamed(model, LABELS, train, targets, method, max_bytes=7_000)
+    parts = streamed(model, LABELS, train, targets, method, max_bytes=4_200)
     close(parts.numpy(), stored)
     close(made.score(targets, refine=Refine(candidates=N, method=method)).numpy(), stored)
     again = Attributor.open(tmp_path / "s", model, progress=False)
@@ -359,10 +355,21 @@ def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_cand
         again.score(targets, "new", method=method)
     with pytest.raises(InvalidInputError, match=r"9 sampled gradients of EKFAC .* at most samples=1\."):
         streamed(model, LABELS, train, targets, method, max_bytes=1_000)
+
+
+def test_a_sampled_gradient_that_is_not_finite_is_refused(monkeypatch):
+    """The weights, which are finite in the fit, are not when the samples are drawn."""
+    case = CASES["mlp-ekfac"]
+    model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
+    task, _ = recording(LABELS, monkeypatch, lambda drawn: drawn[2:] or spoil(drawn, model))
+
     with pytest.raises(NonFiniteError, match="sampled gradients of EKFAC at current are not finite"):
-        streamed(
-            model.float(), LABELS, in_float32(train), in_float32(targets), EKFAC(damping=1e-30, samples=N)
-        )
+        streamed(model, task, in_batches(train, N), targets, EKFAC(damping=0.3, samples=N))
+
+
+def spoil(drawn, model):
+    if len(drawn) == 2:
+        model[2].weight.data[0, 0] = np.inf
 
 
 @pytest.mark.parametrize("computer", ["hook", "functional"])

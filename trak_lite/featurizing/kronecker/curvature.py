@@ -152,14 +152,15 @@ class UnitCurvature:
         """Return lambda as a scalar: ``damping * mean``, or ``damping`` itself if ``absolute``."""
         return self.values.new_tensor(damping) if absolute else damping * self.mean
 
-    def inverse(self, damping: float, *, absolute: bool = False, share: float = 1.0) -> Tensor:
-        """Return ``1 / (share Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
+    def inverse(self, damping: float, *, absolute: bool = False, share: float | None = None) -> Tensor:
+        """Return ``1 / (Lambda + lambda)``, ``(rows, width)``; lambda is :meth:`damping_of`.
 
-        The result is 0 where no train row has curvature, because no train row has a gradient there.
+        The result is 0 where no train row has curvature, because no train row has a gradient there. With ``share``, it
+        is the square root of ``1 / (share Lambda + lambda)``.
         """
-        damped = share * self.values + self.damping_of(damping, absolute=absolute)
+        damped = self.values * (share or 1) + self.damping_of(damping, absolute=absolute)
         counts = (damped >= self._smallest) & (self.mean > 0 if not absolute else True)
-        return torch.where(counts, damped.reciprocal(), 0.0)
+        return torch.where(counts, damped.reciprocal() if share is None else damped.rsqrt(), 0.0)
 
 
 @final

@@ -35,7 +35,12 @@ class Preconditioner:
     """Multiplies gradients by the inverse of a damped curvature."""
 
     def __init__(
-        self, curvature: KroneckerCurvature, *, damping: float, absolute: bool = False, share: float = 1.0
+        self,
+        curvature: KroneckerCurvature,
+        *,
+        damping: float,
+        absolute: bool = False,
+        share: float | None = None,
     ) -> None:
         """Invert the eigenvalues.
 
@@ -43,7 +48,8 @@ class Preconditioner:
             curvature: Curvature of all parameters that have gradients.
             damping: Lambda in units of the mean eigenvalue of a unit, above 0.
             absolute: Whether the damping is lambda itself, the same for all units.
-            share: Factor of the curvature; the damping does not change with it.
+            share: Factor of the curvature, which does not change the damping; gradients are then multiplied by the
+                square root of the inverse. ``None`` multiplies by the inverse.
 
         Raises:
             InvalidInputError: If the damping is not above 0.
