@@ -129,12 +129,15 @@ class InverseCurvature:
         wanted = spread_rows(num_rows, min(num_rows, count))
         # The labels after those of the two passes of the fit.
         first, draws = 2 * method.draws, math.ceil(count / len(wanted))
-        samples, start = torch.empty(0), 0
+        samples: Tensor | None = None
+        start = 0
         for part in products.drawn_gradients(wanted, range(first, first + draws)):
             white = self.precondition(part).gradients
-            samples = samples if start else white.new_empty(draws * len(wanted), white.shape[1])
+            if samples is None:
+                samples = white.new_empty(draws * len(wanted), white.shape[1])
             samples[start : start + len(white)] = white
             start += len(white)
+        assert samples is not None  # a dataset has at least one row
         with full_float32(samples.device):
             gram = (samples @ samples.T).to(wide_dtype(samples.device))
         gram.diagonal().add_(len(samples) / (method.sampled_share * num_rows))
