@@ -172,6 +172,22 @@ def test_the_version_of_a_method_belongs_to_its_identity():
     np.testing.assert_array_equal(made.score(labelled(5), method=Scaled()).numpy(), 2 * first)
 
 
+def test_the_identity_of_ekfac_without_samples_is_that_of_stores_from_before_the_field():
+    fields = {
+        "q": "inside",
+        "checkpoint_weights": None,
+        "damping": 1.0,
+        "fisher": "auto",
+        "draws": 1,
+        "seed": 0,
+    }
+    fields |= {"name": "EKFAC", "correct_eigenvalues": True, "max_rows": None, "max_side": 16384}
+    assert EKFAC().to_json() == fields
+    sampled = EKFAC(samples=5)
+    assert sampled.to_json() == {**fields, "samples": 5}
+    assert methods.as_method(sampled.to_json()) == sampled
+
+
 def test_classes_of_a_users_own_that_cannot_be_computed_or_told_apart_are_refused():
     """Scores of a class with the name of another would be stored as, and taken for, those of the other one."""
 

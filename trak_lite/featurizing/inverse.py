@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._devices import full_float32, precise, wide_dtype
 from trak_lite.data.datasets import RowNumbers, spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
@@ -60,7 +60,7 @@ class InverseCurvature:
     preconditioner: Preconditioner
     """The inverse of the method's EK-FAC; with ``samples`` its square root."""
     products: CurvatureProducts | None
-    """Products with the Gauss-Newton matrix or an estimate, for the iterative methods."""
+    """Products with the Gauss-Newton matrix or an estimate, for methods that read the train rows."""
     label: str
     """Name of the checkpoint in messages."""
     parameters: ParameterShapes
@@ -97,7 +97,7 @@ class InverseCurvature:
         return solution
 
     def precondition(self, gradients: Tensor) -> Solution:
-        """Return target gradients multiplied by the inverse of the EK-FAC."""
+        """Return gradients multiplied by the inverse of the EK-FAC, or by its square root; see ``preconditioner``."""
         whole = NoOpProjector(device=gradients.device)
         named = by_name(gradients, self.parameters)
         return Solution(PreconditionedProjector(whole, self.preconditioner).project(named, 0), None)
@@ -108,44 +108,42 @@ class InverseCurvature:
         With A the damped share of the EK-FAC, G ``(n, P)`` the samples, c their factor and W = G A^-1/2, the inverse of
         A + c G^T G is A^-1/2 (I - W^T (I / c + W W^T)^-1 W) A^-1/2 (Woodbury).
         """
+        gradients = precise(gradients)
         if self._samples is None:
-            self._samples = self._sampled(method)
+            self._samples = self._sampled(method, gradients)
         samples, factor = self._samples
-        white = self.precondition(gradients).gradients.to(samples)
+        white = self.precondition(gradients).gradients
         with full_float32(white.device):
             products = torch.cholesky_solve((samples @ white.T).to(factor), factor)
-            white -= products.T.to(samples) @ samples
+            white -= products.T.to(white) @ samples
         return self.precondition(white)
 
-    def _sampled(self, method: EKFAC) -> tuple[Tensor, Tensor]:
+    def _sampled(self, method: EKFAC, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return W ``(n, P)`` and the Cholesky factor of I / c + W W^T; c is the share times N / n.
+
+        W has the dtype and device of ``like``, gradients of targets.
 
         Raises:
             NonFiniteError: If products of gradients are NaN or infinite.
         """
-        products, count = self.products, method.samples or 0
+        products, count, share = self.products, method.samples or 0, method.kronecker_share or 0.0
         assert products is not None  # of a method that reads rows
         num_rows = len(products.rows)
         wanted = spread_rows(num_rows, min(num_rows, count))
         # The labels after those of the two passes of the fit.
-        first, draws = 2 * method.draws, math.ceil(count / len(wanted))
-        samples: Tensor | None = None
-        start = 0
+        first, draws = 2 * method.draws, count // len(wanted)
+        samples, start = like.new_empty(draws * len(wanted), like.shape[1]), 0
         for part in products.drawn_gradients(wanted, range(first, first + draws)):
-            white = self.precondition(part).gradients
-            if samples is None:
-                samples = white.new_empty(draws * len(wanted), white.shape[1])
-            samples[start : start + len(white)] = white
-            start += len(white)
-        assert samples is not None  # a dataset has at least one row
+            samples[start : start + len(part)] = self.precondition(part).gradients
+            start += len(part)
         with full_float32(samples.device):
             gram = (samples @ samples.T).to(wide_dtype(samples.device))
-        gram.diagonal().add_(len(samples) / (method.sampled_share * num_rows))
+        gram.diagonal().add_(len(samples) / ((1 - share) * num_rows))
         factor, failed = torch.linalg.cholesky_ex(gram)
-        if bool(failed):
+        if bool(failed) or not bool(factor.isfinite().all()):
             raise NonFiniteError(
-                f"The products of the sampled gradients of {method.name} at {self.label} are not finite. Use more "
-                "damping, or parameters in float64."
+                f"The products of the sampled gradients of {method.name} at {self.label} are not finite, or too "
+                "inaccurate in their dtype. Use more damping, or parameters in float64."
             )
         return samples, factor
 

@@ -496,7 +496,7 @@ class FeaturizingSession:
             curvature,
             damping=method.damping,
             absolute=method.absolute,
-            share=1 - sampled if (sampled := method.ekfac.sampled_share) else None,
+            share=method.kronecker_share,
         )
         products = None
         if method.reads_rows:

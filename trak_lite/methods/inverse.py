@@ -53,6 +53,11 @@ class AbstractInverseMethod(AbstractMethod):
         return False
 
     @property
+    def kronecker_share(self) -> float | None:
+        """Share of the EK-FAC in a curvature that gradients are a part of, too; ``None`` if they are not."""
+        return None
+
+    @property
     def product_draws(self) -> int | None:
         """Labels drawn per row for products with the curvature; ``None`` computes these exactly."""
         return None
@@ -117,12 +122,13 @@ class EKFAC(AbstractInverseMethod):
     max_side: int = 16384
     """Longest side to decompose. A longer one (a vocabulary) is not rotated into an eigenbasis."""
     samples: int | None = None
-    r"""Number n of gradients for drawn labels, spread over the train rows, that enter the curvature as they are.
+    r"""Number n of gradients for drawn labels, spread over the train rows, that enter the curvature as they are. It is
+    rounded down to a multiple of N if it is above N.
 
     With the EK-FAC matrix K and the sampled loss gradients g, the curvature is
     :math:`(1 - s) K + s \frac{N}{n} \sum g g^\top` with s = 0.3. Its inverse is exact (Woodbury identity). The
     gradients include what the factors leave out: positions of a text, or layers, that depend on each other. They are
-    computed for every call that solves for targets, which keeps n P numbers in memory. The larger n, the better."""
+    computed for every checkpoint and every part of the targets, and take n P numbers in memory."""
 
     _checks: ClassVar = {
         "damping": partial(
@@ -143,9 +149,9 @@ class EKFAC(AbstractInverseMethod):
         return self.samples is not None
 
     @property
-    def sampled_share(self) -> float:
-        """The share s of the samples in the curvature."""
-        return _SAMPLED if self.samples else 0.0
+    def kronecker_share(self) -> float | None:
+        """1 - s, if there are ``samples``."""
+        return 1 - _SAMPLED if self.samples else None
 
     @property
     def ekfac(self) -> EKFAC:
@@ -191,6 +197,13 @@ class EKFAC(AbstractInverseMethod):
     def fit_json(self) -> dict[str, Any]:
         """Return the fields that the fit depends on, as JSON values."""
         return {name: getattr(self, name) for name in _FIT}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the name and the fields; ``samples`` only if there are some, as in stores from before this field."""
+        values = super().to_json()
+        return (
+            values if self.samples else {name: value for name, value in values.items() if name != "samples"}
+        )
 
     def target_json(self) -> dict[str, Any]:
         """Return the fields that the features of targets depend on, as JSON values."""

@@ -253,14 +253,15 @@ class _Scorer:
         width = num_entries(self.run.settings.parameters)
         item = max(4, next(self.run.model.parameters()).element_size())
         samples = 0 if self.method.inverse is None else self.method.inverse.ekfac.samples or 0
-        left = max_bytes - item * width * samples
-        if left <= 0:
-            raise InvalidInputError(
-                f"The {samples} sampled gradients of {self.method.name} take {max_bytes - left} bytes, and "
-                f"max_bytes={max_bytes}. Use more max_bytes, or at most samples={max_bytes // (2 * item * width)}."
-            )
         # The gradients before and after the inverse with the solver's vectors, and the scores.
-        fitting = max(1, left // (item * self.method.gradient_copies * width + 4 * num_rows))
+        target = item * (self.method.gradient_copies + 2 * bool(samples)) * width + 4 * num_rows
+        left = max_bytes - item * width * samples
+        if samples and left < target:
+            raise InvalidInputError(
+                f"The {samples} sampled gradients of {self.method.name} and a target take {max_bytes - left + target} "
+                f"bytes, and max_bytes={max_bytes}. Use more max_bytes, or fewer samples."
+            )
+        fitting = max(1, left // target)
         numbers = np.arange(len(self.targets))
         found = rows_in_batches(numbers, fitting)
         if len(found) > 1:

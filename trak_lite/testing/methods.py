@@ -52,12 +52,14 @@ class MethodTests(ABC):
             setattr(method, name, None)
 
     def test_its_identity_is_plain_and_complete(self) -> None:
-        """``to_json`` holds the name and every field that can be set, and survives JSON."""
-        values = self.make_method().to_json()
+        """``to_json`` holds the name and every field that can be set, but for defaults, and survives JSON."""
+        method = self.make_method()
+        values = method.to_json()
 
         assert json.loads(json.dumps(values, allow_nan=False)) == values
-        fields = {field.name for field in dataclasses.fields(self.make_method()) if field.init}
-        assert set(values) - {"version"} == {"name", *fields}
+        fields = {field.name: field.default for field in dataclasses.fields(method) if field.init}
+        assert set(values) - {"version", *fields} == {"name"}
+        assert [name for name in fields.keys() - values if getattr(method, name) != fields[name]] == []
 
     def test_deciding_twice_changes_nothing(self) -> None:
         method = self.make_method()

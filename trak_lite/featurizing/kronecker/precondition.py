@@ -32,7 +32,7 @@ class Inverse(Protocol):
 
 @final
 class Preconditioner:
-    """Multiplies gradients by the inverse of a damped curvature."""
+    """Multiplies gradients by the inverse of a damped curvature, or by the square root of the inverse."""
 
     def __init__(
         self,
