@@ -124,6 +124,7 @@ class InverseCurvature:
         W has the dtype and device of ``like``, gradients of targets.
 
         Raises:
+            InvalidInputError: If there is not enough memory for W.
             NonFiniteError: If products of gradients are NaN or infinite.
         """
         products, count, share = self.products, method.samples or 0, method.kronecker_share or 0.0
@@ -132,7 +133,14 @@ class InverseCurvature:
         wanted = spread_rows(num_rows, min(num_rows, count))
         # The labels after those of the two passes of the fit.
         first, draws = 2 * method.draws, count // len(wanted)
-        samples, start = like.new_empty(draws * len(wanted), like.shape[1]), 0
+        shape = draws * len(wanted), like.shape[1]
+        try:
+            samples, start = like.new_empty(shape), 0
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            raise InvalidInputError(
+                f"The {shape[0]} sampled gradients of {method.name} have {shape[1]} entries each: they take "
+                f"{math.prod(shape) * like.element_size()} bytes, which there are not. Use fewer samples."
+            ) from error
         for part in products.drawn_gradients(wanted, range(first, first + draws)):
             samples[start : start + len(part)] = self.precondition(part).gradients
             start += len(part)

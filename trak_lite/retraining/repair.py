@@ -56,7 +56,7 @@ class Repair:
         interval = (
             ""
             if of.lower is None or of.upper is None
-            else f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}]"
+            else f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
         )
         lines = [
             f"target {target}, goal {self.goal:+.3g}, {'predicted' if self.reached else 'NOT predicted'} to be reached",

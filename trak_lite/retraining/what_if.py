@@ -126,7 +126,8 @@ def what_if(
         add: Row numbers or a mask of the rows that are trained on twice.
         relabel: The rows, and a dataset (or :class:`~trak_lite.Rows`) of the same rows with their new labels, in the
             same order. Their features are computed at all checkpoints.
-        level: Nominal coverage of the intervals.
+        level: Nominal coverage of the intervals. A higher one takes in trials that resemble the set less, and the
+            prediction is fitted to these.
 
     Raises:
         InvalidInputError: If no row is given, a row does not exist or occurs in two of the arguments, all rows are

@@ -259,7 +259,8 @@ class _Scorer:
         if samples and left < target:
             raise InvalidInputError(
                 f"The {samples} sampled gradients of {self.method.name} and a target take {max_bytes - left + target} "
-                f"bytes, and max_bytes={max_bytes}. Use more max_bytes, or fewer samples."
+                f"bytes, and max_bytes={max_bytes}. Use more max_bytes, or fewer samples"
+                f"{f' (at most {fitting})' if (fitting := (max_bytes - target) // (item * width)) > 0 else ''}."
             )
         fitting = max(1, left // target)
         numbers = np.arange(len(self.targets))

@@ -353,6 +353,10 @@ def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_cand
     np.testing.assert_array_equal(again.score(targets, "t", method=method).numpy(), stored)
     with pytest.raises(StateError, match="EKFAC has to be fitted to the train data"):
         again.score(targets, "new", method=method)
+    with pytest.raises(
+        InvalidInputError, match=r"999999999999 sampled gradients of EKFAC.*Use fewer samples"
+    ):
+        made.score(targets, "u", method=EKFAC(samples=10**12))
     with pytest.raises(InvalidInputError, match=r"9 sampled gradients of EKFAC .* fewer samples"):
         streamed(model, LABELS, train, targets, method, max_bytes=1_000)
 
