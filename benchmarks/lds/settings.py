@@ -214,6 +214,16 @@ _IMAGES: dict[str, Any] = {
     "weight_decay": 0.0,
     "batch_size": 50,
 }
+_LANGUAGE: dict[str, Any] = {
+    "task": "causal_language_modeling",
+    "measured": partial(CausalLanguageModelingModelOutput, output="margin"),
+    "loss": language.next_byte_loss,
+    "optimizer": "AdamW",
+    "learning_rate": 2e-3,
+    "weight_decay": 0.01,
+    "batch_size": 10,
+    "stack": 1,
+}
 _CLEAN: dict[str, Any] = {**_IMAGES, "data": data.clean_digits, "subsets": 120, "stack": 60}
 _EVERY_OTHER = (1, 2, 4, 6, 8, 10, 12, 14, 17, 20)
 SETTINGS = {
@@ -241,19 +251,12 @@ SETTINGS = {
         ),
         Setting(
             name="python_lm",
-            task="causal_language_modeling",
-            measured=partial(CausalLanguageModelingModelOutput, output="margin"),
             make_model=partial(language.pretrained_gpt, "python"),
             data=language.python_chunks,
-            loss=language.next_byte_loss,
-            optimizer="AdamW",
-            learning_rate=2e-3,
-            weight_decay=0.01,
-            batch_size=10,
             epochs=4,
             checkpoint_epochs=(1, 2, 3, 4),
             subsets=80,
-            stack=1,
+            **_LANGUAGE,
         ),
         Setting(
             name="digits_lr",
@@ -361,20 +364,13 @@ SETTINGS = {
         ),
         Setting(
             name="topics_lm",
-            task="causal_language_modeling",
-            measured=partial(CausalLanguageModelingModelOutput, output="margin"),
             make_model=partial(language.pretrained_gpt, "topics"),
             data=language.topics_chunks,
-            loss=language.next_byte_loss,
-            optimizer="AdamW",
-            learning_rate=2e-3,
-            weight_decay=0.01,
-            batch_size=10,
             epochs=3,
             checkpoint_epochs=(1, 2, 3),
             subsets=60,
-            stack=1,
             seeds=2,
+            **_LANGUAGE,
         ),
         Setting(
             name="digits_gru",
@@ -402,20 +398,13 @@ SETTINGS = {
         ),
         Setting(
             name="docstrings_lm",
-            task="causal_language_modeling",
-            measured=partial(CausalLanguageModelingModelOutput, output="margin"),
             make_model=partial(language.pretrained_gpt, "docstrings"),
             data=language.docstring_chunks,
-            loss=language.next_byte_loss,
-            optimizer="AdamW",
-            learning_rate=2e-3,
-            weight_decay=0.01,
-            batch_size=10,
             epochs=3,
             checkpoint_epochs=(1, 2, 3),
             subsets=60,
-            stack=1,
             seeds=2,
+            **_LANGUAGE,
         ),
     )
 }
