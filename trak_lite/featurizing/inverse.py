@@ -125,7 +125,7 @@ class InverseCurvature:
 
         Raises:
             InvalidInputError: If there is not enough memory for W.
-            NonFiniteError: If products of gradients are NaN or infinite.
+            NonFiniteError: If products of gradients are NaN or infinite, or too inaccurate.
         """
         products, count, share = self.products, method.samples or 0, method.kronecker_share or 0.0
         assert products is not None  # of a method that reads rows
@@ -136,7 +136,7 @@ class InverseCurvature:
         shape = draws * len(wanted), like.shape[1]
         try:
             samples, start = like.new_empty(shape), 0
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:
             raise InvalidInputError(
                 f"The {shape[0]} sampled gradients of {method.name} have {shape[1]} entries each: they take "
                 f"{math.prod(shape) * like.element_size()} bytes, which there are not. Use fewer samples."
