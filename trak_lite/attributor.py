@@ -163,7 +163,7 @@ class Attributor:
                 computes 4 K more gradients per checkpoint in :meth:`featurize`, at most 32 per train row.
             collate: Turns a list of samples into a batch. :class:`~trak_lite.Rows` can override it.
             batch_size: Samples per pass, unless ``Rows`` or a DataLoader sets it; ``None`` is 32, and up to 256 for
-                a perceptron (linear layers and normalisations) with 8 batches or more.
+                a perceptron (linear layers and normalisations) with 4 batches or more.
             progress: Show progress bars; ``None`` shows them on a terminal, and elsewhere writes a line a minute to the
                 log, or to standard error if the log does not show messages of level INFO. Ranks above 0 show none.
             distributed: Make every call a collective one of all ranks. ``None`` does so if the script was started by

@@ -231,8 +231,9 @@ def test_a_worker_finds_the_users_dataset_in_its_info():
     ("layers", "num_rows", "loader_size", "expected"),
     [
         ([nn.Linear(4, 3)], 2048, None, 256),
-        ([nn.Linear(4, 3)], 2047, None, 128),  # at least 8 batches
-        ([nn.Linear(4, 3)], 300, None, 32),
+        ([nn.Linear(4, 3)], 769, None, 256),
+        ([nn.Linear(4, 3)], 768, None, 128),  # at least 4 batches
+        ([nn.Linear(4, 3)], 96, None, 32),
         ([nn.Linear(4, 3)], 2048, 16, 16),
         ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
         ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 2048, None, 32),

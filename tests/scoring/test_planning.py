@@ -71,7 +71,7 @@ def test_a_plan_counts_the_bytes_that_the_run_writes_and_leaves_nothing(
     for span in plan.seconds.values():
         assert 0 < span.low <= span.mean <= span.high
     assert plan.total.mean == pytest.approx(sum(span.mean for span in plan.seconds.values()))
-    assert "400 rows x 2 checkpoints, 20 targets, batches of 32" in str(plan)
+    assert "400 rows x 2 checkpoints, 20 targets, batches of 128" in str(plan)
 
 
 def test_a_plan_of_a_language_model_tells_its_fit(tmp_path):

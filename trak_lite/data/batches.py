@@ -21,7 +21,8 @@ _DENSE: Final = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm)
 """Modules of perceptrons that hold parameters."""
 _MOST_VALUES: Final = 1 << 25
 """Of the per-sample gradients of a batch, if a gradient computer holds all of them: 128 MiB in float32."""
-_FEWEST_BATCHES: Final = 8
+_FEWEST_BATCHES: Final = 4
+"""Of a small train set, whose run can resume between them."""
 
 
 def default_batch_size(model: nn.Module, num_rows: int) -> int:
@@ -33,7 +34,7 @@ def default_batch_size(model: nn.Module, num_rows: int) -> int:
 
     Args:
         model: Its parameters decide.
-        num_rows: N; at least 8 batches remain.
+        num_rows: N; at least 4 batches remain.
     """
     holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     if not all(type(module) in _DENSE for module in holders):
@@ -41,7 +42,7 @@ def default_batch_size(model: nn.Module, num_rows: int) -> int:
     num_values = sum(parameter.numel() for parameter in model.parameters())
     size = _LARGEST_DEFAULT
     while size > DEFAULT_BATCH_SIZE and (
-        size * num_values > _MOST_VALUES or size * _FEWEST_BATCHES > num_rows
+        size * num_values > _MOST_VALUES or -(-num_rows // size) < _FEWEST_BATCHES
     ):
         size //= 2
     return size

@@ -239,12 +239,13 @@ class HostRows:
         self._found = found
         features, terms = found.features, found.terms
         stored, norms, lost = _in_storage_dtype(features, spec)
-        columns = {
+        known = {
             FEATURES: stored,
             OUT_TO_LOSS: terms.out_to_loss_grad.float(),
             LOSS_CURVATURE: terms.loss_curvature.float(),
             **found.more,
         }
+        columns = {column.name: known[column.name] for column in spec.columns}
         self._names = tuple(columns)
         values = [finite_numbers(features, terms), norms, lost, *columns.values()]
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait

@@ -45,7 +45,7 @@ from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors.select import projector_name, select_projector
-from trak_lite.run.tables import FEATURES, feature_table_spec
+from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS, feature_table_spec
 from trak_lite.store import Column, Manifest, TableSpec
 from trak_lite.store._columns import DTYPES, dtype_fingerprint
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
@@ -323,9 +323,8 @@ class AttributorSettings:
 
     def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
         """Return the table of the train rows' features of one checkpoint."""
-        return feature_table_spec(
-            num_rows, self.layout.width, self.dtype, fingerprint, norms=self._store_norms
-        )
+        beside = (OUT_TO_LOSS, LOSS_CURVATURE, *([GRADIENT_NORM] if self._store_norms else []))
+        return feature_table_spec(num_rows, self.layout.width, self.dtype, fingerprint, beside=beside)
 
     def target_table(
         self, num_targets: int, fingerprint: Mapping[str, Any], *, preconditioned: bool
@@ -334,7 +333,7 @@ class AttributorSettings:
         # Features multiplied by an inverse curvature can exceed the range of float16. Targets are never quantised:
         # there are few, and the inverse kernel amplifies their rounding errors.
         dtype = "float32" if preconditioned else Column(FEATURES, self.layout.width, self.dtype).value_dtype
-        return feature_table_spec(num_targets, self.layout.width, dtype, fingerprint)
+        return feature_table_spec(num_targets, self.layout.width, dtype, fingerprint, beside=())
 
     def row_fingerprint(self, model_id: int, digest: str, adam: AdamStates | None) -> dict[str, Any]:
         """Return the JSON values that determine a checkpoint's rows.

@@ -176,19 +176,19 @@ def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = No
 
 
 def feature_table_spec(
-    num_rows: int, width: int, dtype: str, fingerprint: Mapping[str, Any], *, norms: bool = False
+    num_rows: int,
+    width: int,
+    dtype: str,
+    fingerprint: Mapping[str, Any],
+    *,
+    beside: Sequence[str] = (OUT_TO_LOSS, LOSS_CURVATURE),
 ) -> TableSpec:
-    """Return the spec of the table of one checkpoint's features ``(num_rows, width)``, q and w.
+    """Return the spec of the table of one checkpoint's features ``(num_rows, width)``, and of numbers beside them.
 
-    The dtype is that of the features; ``norms`` adds a column of gradient norms.
+    The dtype is that of the features.
     """
     features = Column(FEATURES, width, dtype)
-    columns = (
-        features,
-        Column(OUT_TO_LOSS, None, "float32"),
-        Column(LOSS_CURVATURE, None, "float32"),
-        *((Column(GRADIENT_NORM, None, "float32"),) if norms else ()),
-    )
+    columns = (features, *(Column(name, None, "float32") for name in beside))
     return TableSpec(num_rows, columns, chunk_rows_for(num_rows, features.arrays[0].row_bytes), fingerprint)
 
 
