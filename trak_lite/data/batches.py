@@ -53,28 +53,59 @@ def rows_in_batches(rows: NDArray[np.int64], size: int) -> list[NDArray[np.int64
     return np.split(rows, range(size, len(rows), size))
 
 
-def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+def map_tensors(
+    function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] = lambda value: value
+) -> Batch:
     """Return the batch with ``function`` applied to each tensor.
 
     Containers keep their type, except that any mapping (a ``BatchEncoding``, a ``UserDict``) becomes a plain
-    ``dict``. Values that are neither tensors nor containers are returned unchanged.
+    ``dict``. To everything else (a list or tuple without tensors, an array, a number) ``other`` is applied.
     """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
+        return {key: map_tensors(function, value, other) for key, value in batch.items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changes = {
-            f.name: map_tensors(function, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init
-        }
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+        changes = {name: map_tensors(function, value, other) for name, value in values.items()}
         return dataclasses.replace(batch, **changes)
-    if isinstance(batch, tuple):
-        items = [map_tensors(function, item) for item in batch]
+    if isinstance(batch, tuple | list) and _holds_tensors(batch):
+        parts = [map_tensors(function, item, other) for item in batch]
+        if isinstance(batch, list):
+            return parts
         # A named tuple takes its fields as separate arguments.
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if isinstance(batch, list):
-        return [map_tensors(function, item) for item in batch]
-    return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    return other(batch)
+
+
+def _holds_tensors(batch: Batch) -> bool:
+    if isinstance(batch, Mapping):
+        return any(map(_holds_tensors, batch.values()))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return any(_holds_tensors(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init)
+    if isinstance(batch, tuple | list):
+        return any(map(_holds_tensors, batch))
+    return isinstance(batch, Tensor)
+
+
+def is_column(value: Any, size: int) -> bool:
+    """Return whether a value without tensors has one entry per sample of a batch of B = ``size`` samples.
+
+    Collate functions return columns that are no numbers as lists or tuples, and some return NumPy arrays.
+    """
+    return _is_sized(value) and len(value) == size
+
+
+def _is_sized(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")  # no named tuple
+    return is_list or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def has_columns(batch: Batch) -> bool:
+    """Return whether a batch has columns beside its tensors; see :func:`is_column`."""
+    size, found = batch_size(batch), list[Any]()
+    map_tensors(lambda tensor: tensor, batch, lambda value: found.append(is_column(value, size)))
+    return any(found)
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
@@ -118,6 +149,55 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(lambda tensor: to_device(tensor, device), batch)
 
 
-def take_rows(batch: Batch, rows: slice | Sequence[int]) -> Batch:
-    """Return the samples ``rows`` of a batch."""
-    return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, batch)
+def take_rows(batch: Batch, rows: int | slice | Sequence[int]) -> Batch:
+    """Return the samples ``rows`` of a batch; of an integer one sample without a sample axis.
+
+    Lists, tuples and arrays without tensors that have one entry per sample are divided too; see :func:`is_column`.
+    """
+    size = batch_size(batch)
+
+    def taken(value: Any) -> Any:
+        if not is_column(value, size):
+            return value
+        if isinstance(rows, int | slice) or isinstance(value, np.ndarray):
+            return value[rows]
+        chosen = [value[row] for row in rows]
+        return chosen if isinstance(value, list) else tuple(chosen)
+
+    return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, batch, taken)
+
+
+def refuse_shared(batch: Batch, alone: Batch) -> None:
+    """Raise if a tensor or column of a batch of several samples is not divided among them.
+
+    Args:
+        batch: At least two samples.
+        alone: The first of them, collated on its own.
+
+    Raises:
+        InvalidInputError: If something has one entry per sample in the batch, and more or fewer in that of one sample:
+            it has as many entries as the batch has samples by chance.
+    """
+    size = batch_size(batch)
+    pairs = zip(_sized(batch), _sized(alone), strict=False)
+    shared = [what for (what, length), (_, own) in pairs if length == size and own != 1]
+    if shared:
+        raise InvalidInputError(
+            f"The batch of {size} samples holds {shared[0]}, which a batch of one sample holds as a whole, too: all "
+            "samples share it. Axis 0 of every tensor, list and array of a batch is the sample axis. Keep what samples "
+            "share in the model or the task, or repeat it for every sample."
+        )
+
+
+def _sized(batch: Batch) -> list[tuple[str, int]]:
+    """Return what has a length among the tensors and other values of a batch, with its length, in order."""
+    found: list[tuple[str, int]] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor) and value.dim():
+            found.append((f"a tensor of shape {tuple(value.shape)}", len(value)))
+        elif not isinstance(value, Tensor) and _is_sized(value):
+            found.append((f"{type(value).__name__} of {len(value)} entries", len(value)))
+
+    map_tensors(add, batch, add)
+    return found

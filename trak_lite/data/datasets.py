@@ -24,8 +24,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trak_lite._devices import undisturbed
 from trak_lite._validate import positive_int
-from trak_lite.data.batches import DEFAULT_BATCH_SIZE, flatten_batch, move_batch, rows_in_batches, take_rows
+from trak_lite.data.batches import (
+    DEFAULT_BATCH_SIZE,
+    flatten_batch,
+    move_batch,
+    refuse_shared,
+    rows_in_batches,
+    take_rows,
+)
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -268,6 +276,8 @@ class _Samples(Dataset[Any]):
     _collate: Collate
     _worker_init: Callable[[int], None] | None
     _what: str
+    _is_compared: bool = False
+    """Whether a batch was compared with one of its samples, collated alone."""
 
     def __getitems__(self, indices: list[int]) -> Batch:
         fetch = getattr(self._dataset, "__getitems__", None)
@@ -277,7 +287,12 @@ class _Samples(Dataset[Any]):
             with _naming(indices, self._what):
                 samples = fetch(indices)
         with _naming(indices, self._what):
-            return self._collate(samples)
+            batch = self._collate(samples)
+            if not self._is_compared and self._collate is not default_collate and len(samples) > 1:
+                self._is_compared = True
+                with undisturbed():  # collate functions may draw masks
+                    refuse_shared(batch, self._collate(samples[:1]))
+            return batch
 
     def init_worker(self, worker: int) -> None:
         """Put the user's dataset into the worker info and run the user's ``worker_init_fn``."""

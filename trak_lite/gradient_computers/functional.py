@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from trak_lite.data.batches import flatten_batch
+from trak_lite.data.batches import flatten_batch, has_columns, take_rows
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
@@ -73,7 +73,6 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             yield again, part, places
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
-        leaves, rebuild = flatten_batch(batch)
         weights, buffers = self.func_weights, self.func_buffers
         values = {name: weights[name] for name in kept}
 
@@ -86,10 +85,13 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         transformed = vmap(grad(value, has_aux=True), in_dims=(None, 0), randomness=self._randomness)
         found: list[OutputTerms] = []
         any_nonzero = False
-        for rows in self._chunks(count):
-            part = [leaf[rows] for leaf in leaves]
-            with self._refusing(rebuild(part), self._message):
-                grads, terms = transformed(values, part)
+        # vmap divides tensors only, so that samples with other columns are computed one by one.
+        singly = has_columns(batch)
+        for rows in [slice(row, row + 1) for row in range(count)] if singly else self._chunks(count):
+            part = take_rows(batch, rows)
+            leaves, rebuild = flatten_batch(part)
+            with self._refusing(part, self._message):
+                grads, terms = transformed(values, leaves)
             found.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())
             for name in list(grads):

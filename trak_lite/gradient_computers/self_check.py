@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import wide_dtype
-from trak_lite.data.batches import batch_size, flatten_batch, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, flatten_batch, is_column, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import draws_numbers, restoring_draws
@@ -210,20 +210,23 @@ def is_scheduled(number: int) -> bool:
 
 def structure_of(batch: Batch) -> Any:
     """Return the shapes without the sample axis, the dtypes, and the flags beside the tensors of a batch."""
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten_batch(batch)[0]), _flags(batch)
+    leaves, _ = flatten_batch(batch)
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves), _flags(batch, len(leaves[0]))
 
 
-def _flags(batch: Batch) -> Any:
+def _flags(batch: Batch, size: int) -> Any:
     """Return a batch's numbers, booleans and strings, which may control the model.
 
-    A list without tensors holds per-sample data.
+    A list without tensors holds per-sample data, and so does a tuple of B = ``size`` entries.
     """
     if isinstance(batch, Mapping):
-        return tuple((key, _flags(value)) for key, value in batch.items())
+        return tuple((key, _flags(value, size)) for key, value in batch.items())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
-    if isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
-        return tuple(map(_flags, batch))
+        return tuple(_flags(getattr(batch, f.name), size) for f in dataclasses.fields(batch))
+    if isinstance(batch, tuple | list) and (
+        flatten_batch(batch)[0] or (isinstance(batch, tuple) and not is_column(batch, size))
+    ):
+        return tuple(_flags(value, size) for value in batch)
     return batch if isinstance(batch, bool | int | float | str) else None
 
 

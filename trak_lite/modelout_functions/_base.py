@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from trak_lite._devices import Float32Products, model_pass
 from trak_lite._eval_caches import drop_eval_caches
-from trak_lite.data.batches import batch_size, flatten_batch, map_tensors
+from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
 from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
@@ -155,9 +155,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         """
         # The two methods of the original TRAK, the first sample by sample; w is zero.
         count = batch_size(batch)
-        leaves, rebuild = flatten_batch(batch)
         given = model_call.model, model_call.parameters, model_call.buffers
-        samples = (rebuild([leaf[index] for leaf in leaves]) for index in range(count))
+        samples = (take_rows(batch, index) for index in range(count))
         outputs = [
             self.get_output(*given, *(sample if isinstance(sample, tuple | list) else (sample,)))
             for sample in samples

@@ -16,7 +16,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -28,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import flatten_batch, map_tensors, move_batch
+from trak_lite.data.batches import flatten_batch, move_batch, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.gauss_newton import quiet_forward_mode
@@ -246,8 +245,7 @@ class _TokenRow:
         """Yield up to ``size`` positions, and a batch with one copy of the row per position, with only its label."""
         for start in range(0, len(self.positions), size):
             positions = self.positions[start : start + size]
-            count = len(positions)
-            copies = map_tensors(partial(_repeated, count=count), self.batch)
+            copies = take_rows(self.batch, [0] * len(positions))
             labels = split_labels(copies).labels
             here = torch.from_numpy(positions).to(labels.device)[:, None]
             alone = torch.full_like(labels, IGNORED).scatter(1, here, labels.gather(1, here))
@@ -266,11 +264,6 @@ def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow],
         leaves = zip(*(flatten_batch(row.batch)[0] for row in part), strict=True)
         joined.append((part, rebuild([torch.cat(tensors) for tensors in leaves])))
     return joined
-
-
-def _repeated(tensor: Tensor, count: int) -> Tensor:
-    """Return the one sample of a tensor repeated ``count`` times; a 0-dimensional tensor is returned unchanged."""
-    return tensor.repeat_interleave(count, dim=0) if tensor.dim() else tensor
 
 
 def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
