@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,25 @@ def name_the_dataset(worker: int) -> None:
 def test_a_worker_finds_the_users_dataset_in_its_info():
     rows = Rows(DataLoader(Opened(), num_workers=1, worker_init_fn=name_the_dataset))
     assert inputs(rows, [3], [4, 5]) == [[0.0], [0.0, 0.0]]
+
+
+def with_shared(shared: Any, samples: list[Any]) -> dict[str, Any]:
+    """A batch with something that its samples share."""
+    return {"x": torch.stack([sample[0] for sample in samples]), "shared": shared}
+
+
+@pytest.mark.parametrize(
+    ("shared", "said"),
+    [(torch.tensor([0.7, 0.2, 0.1]), r"tensor of shape \(3,\)"), (["a", "b", "c"], "list of 3 entries")],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_all_samples_share_is_not_divided_among_as_many(shared, said, num_workers):
+    data = TensorDataset(torch.arange(12.0).reshape(6, 2))
+    collate = partial(with_shared, shared)
+    rows = Rows(DataLoader(data, batch_size=3, collate_fn=collate, num_workers=num_workers))
+
+    with pytest.raises(InvalidInputError, match=rf"{said}.* all samples share it"):
+        list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
 
 
 @pytest.mark.parametrize(

@@ -424,6 +424,81 @@ def test_what_is_refused_is_named(error: Any, name: str, build: Any, message: st
         collect_gradients(GRADIENT_COMPUTERS[name](model, task), batch)
 
 
+# What a batch holds beside tensors, and models that mix the samples of a batch
+
+FACTORS = {"gold": 4.0, "web": 1.0, "spam": 0.25}
+
+
+def by_columns(call: ModelCall, batch: Any) -> Tensor:
+    """The product of the sums of a sample's outputs with a number from each of its columns."""
+    factors = [
+        FACTORS[source] * FACTORS[place] * float(share) * sum(ids)
+        for source, place, share, ids in zip(
+            batch["source"], batch["place"], batch["share"], batch["ids"], strict=True
+        )
+    ]
+    return torch.stack(
+        [value * factor for value, factor in zip(call(batch["x"]).sum(1), factors, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("name", [*GRADIENT_COMPUTERS, "auto"])
+def test_columns_that_are_no_tensors_are_those_of_their_sample(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+    columns: dict[str, Any] = {
+        "source": ["gold", "web", "spam", "web"],
+        "place": ("web", "gold", "web", "spam"),
+        "share": np.array([0.5, 2.0, 1.5, 3.0]),
+        "ids": [[1, 2], [3], [4, 5, 6], []],
+    }
+    batch = {"x": x, "all": ["a", "b", "c", "d", "e"], **columns}
+    model_output = resolve_task(by_columns)
+    if name == "auto":
+        computer = choose_gradient_computer(model, model_output, batch).computer
+    else:
+        computer = GRADIENT_COMPUTERS[name](model, model_output)
+    factors = torch.tensor([4 * 0.5 * 3, 4 * 2.0 * 3, 0.25 * 1.5 * 15, 0.0], dtype=torch.float64)
+    expected = {
+        "weight": (factors[:, None] * x)[:, None].expand(4, 2, 3),
+        "bias": factors[:, None].expand(4, 2),
+    }
+
+    assert_same(collect_gradients(computer, batch), expected)
+
+
+def contrast(call: ModelCall, batch: Any) -> Tensor:
+    """The negative loss of telling a sample from the others of its batch."""
+    x = call(batch[0])
+    return (x @ x.T).log_softmax(1).diagonal()
+
+
+class SeededNoise(nn.Linear):
+    """Adds noise from a generator that every pass seeds anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return super().forward(x + noise).square()
+
+
+@pytest.mark.parametrize(
+    ("layer", "output"), [(nn.Linear, contrast), (SeededNoise, lambda c, b: c(b[0]).sum(1))]
+)
+def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(
+    layer: Any, output: Any
+) -> None:
+    torch.manual_seed(0)
+    model, batch = layer(3, 2).double().eval(), (torch.randn(4, 3, dtype=torch.float64),)
+    task = resolve_task(output)
+
+    with pytest.raises(UnsupportedModelError, match=r"depends on the other samples .*'iterative'"):
+        collect_gradients(FunctionalGradientComputer(model, task), batch)
+    with pytest.warns(UserWarning, match=r"f of every sample alone.*'contrastive'"):
+        name, _, computer = choose_gradient_computer(model, task, batch)
+    assert name == "iterative"
+    assert_same(collect_gradients(computer, batch), by_loop(model, output, batch))
+
+
 # The automatic choice, and its reason in the log and in the manifest
 
 

@@ -269,6 +269,25 @@ def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pa
     assert script.summary.rows_written == 0
 
 
+def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(tmp_path):
+    def padded(samples: list[Any]) -> Any:
+        return nn.utils.rnn.pad_sequence([x for (x,) in samples], batch_first=True)
+
+    data = [(torch.full((length, 1), 0.5),) for length in (1, 4, 2, 3, 7, 5)]
+    model = nn.Linear(1, 3)
+    made = Attributor(
+        model,
+        lambda call, x: call(x).sum(2).mean(1),
+        tmp_path / "a.zarr",
+        collate=padded,
+        batch_size=2,
+        progress=False,
+    )
+    made.featurize(data)
+    with pytest.raises(ManifestMismatchError, match=r"padded to the longest .* Leave the padding out of f"):
+        made.featurize(Rows(data, batch_size=6, collate=padded))
+
+
 STORED = [(torch.float32, {"dtype": dtype}) for dtype in ("float32", "float16", "int8", "int4")]
 
 

@@ -409,8 +409,14 @@ class RowWork:
     def _cause(self, row: RowNumbers, sample: Batch) -> str:
         """Return the sentence of the message that explains why a row differs from the stored one."""
         _, again = next(self.passes.rows.batches([row]))
-        pairs = zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False)
-        if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
+        pairs = list(zip(flatten_batch(sample)[0], flatten_batch(again)[0], strict=False))
+        if any(one.shape != other.shape for one, other in pairs):
+            return (
+                "The sample has other shapes in other batches: it is padded to the longest sample of its batch, and f "
+                "depends on the padding. Leave the padding out of f (a mask), pad all samples to one length, or use "
+                "batch_size=1."
+            )
+        if not all(bool((one == other).all()) for one, other in pairs):
             return (
                 "The sample itself changes from one access to the next (augmentation, noise, a random mask), so its "
                 "rows cannot be compared with stored ones. Switch the randomness off, or draw it from a generator that "

@@ -25,7 +25,7 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only, listed, select_parameters
 from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
-from trak_lite.gradient_computers.randomness import refuse_random
+from trak_lite.gradient_computers.randomness import MIXES, depends_on_batch, refuse_random
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -228,6 +228,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     """
 
     advice: ClassVar[str] = ""
+    _takes_samples_alone: ClassVar[bool] = False
+    """Whether f is computed of batches of one sample, so that a pass does not show what samples have to do with each
+    other."""
     """End of the message of a failed self-check: the likely cause, and an alternative."""
 
     def __init__(
@@ -398,8 +401,18 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Refuse a model whose f is random in eval mode, before its first batch."""
         checked = self.self_check and self.differentiates_the_model and not is_sharded(tree)
         if checked and not (self._is_repeatable or any(tree.modes)):
-            refuse_random(self, map_tensors(Tensor.detach, take_rows(batch, slice(0, 8))))
+            some = map_tensors(Tensor.detach, take_rows(batch, slice(0, 8)))
+            refuse_random(self, some)
+            if self._takes_samples_alone and depends_on_batch(self, some):
+                self._look_at_mixing()
             self._is_repeatable = True
+
+    def _look_at_mixing(self) -> None:
+        """Refuse or accept a model whose f of a sample depends on the other samples of its batch."""
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__}: {MIXES}. Use gradient_computer='iterative', which computes every sample "
+            "alone."
+        )
 
     def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):

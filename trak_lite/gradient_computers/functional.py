@@ -9,7 +9,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         "partial), where torch.func.functional_call does not replace it. Use HookGradientComputer "
         "(gradient_computer='hook') or IterativeGradientComputer ('iterative')."
     )
+    _takes_samples_alone: ClassVar[bool] = True
     _randomness: Literal["different", "same"] = "different"
     """How ``vmap`` shares random numbers among samples (dropout in train mode)."""
     _weights: dict[str, Tensor] | None = None

@@ -7,6 +7,9 @@ have to be compared with that of its sample alone.
 
 from __future__ import annotations
 
+import warnings
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from trak_lite.data.batches import take_rows
 from trak_lite.errors import InvalidInputError, summary
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only
+from trak_lite.gradient_computers.randomness import MIXES
 from trak_lite.gradient_computers.reference import naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
@@ -33,6 +37,17 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         "a channels-last one that batch normalisation reads. Use HookGradientComputer (gradient_computer='hook') or "
         "FunctionalGradientComputer ('functional'), or call contiguous() in the model."
     )
+
+    _takes_samples_alone: ClassVar[bool] = True
+
+    def _look_at_mixing(self) -> None:
+        warnings.warn(
+            f"{type(self.model).__name__}: {MIXES}. The rows are the gradients of f of every sample alone, in a "
+            "batch of one. Of a training loss that compares samples (in-batch negatives, batch statistics) these are "
+            "not the gradients: define f of one sample, or use the task 'contrastive'.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         found = []

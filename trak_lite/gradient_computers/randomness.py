@@ -90,6 +90,27 @@ class _Draws(TorchFunctionMode):
         return result
 
 
+MIXES = "f of a sample depends on the other samples of its batch, or on its place among them"
+
+
+def depends_on_batch(computer: CheckedComputer, batch: Batch) -> bool:
+    """Whether f of some samples in their batch differs by more than rounding from f of each of them alone.
+
+    ``False`` if the model takes only one sample at a time.
+    """
+    try:
+        with restoring_draws(computer.model, 0), torch.no_grad():
+            together = computer.terms(batch).output
+            parts = [take_rows(batch, [row]) for row in range(len(together))]
+            alone = torch.cat([computer.terms(part).output for part in parts])
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        return False
+    narrow = torch.finfo(together.dtype).bits < 32 or computer.autocast_dtype is not None
+    difference = float((together - alone).abs().max())
+    return difference > (1e-1 if narrow else 1e-3) * float(together.abs().max())  # false if any is NaN
+
+
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
     """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
 
