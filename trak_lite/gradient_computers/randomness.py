@@ -99,10 +99,10 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch) -> bool:
     ``False`` if the model takes only one sample at a time.
     """
     try:
-        with restoring_draws(computer.model, 0), torch.no_grad():
-            together = computer.terms(batch).output
+        with restoring_draws(computer.model, 0), torch.enable_grad():  # without gradients a checkpoint warns
+            together = computer.terms(batch).output.detach()
             parts = [take_rows(batch, [row]) for row in range(len(together))]
-            alone = torch.cat([computer.terms(part).output for part in parts])
+            alone = torch.cat([computer.terms(part).output.detach() for part in parts])
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         return False
