@@ -273,7 +273,7 @@ def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(tmp_pat
     def padded(samples: list[Any]) -> Any:
         return nn.utils.rnn.pad_sequence([x for (x,) in samples], batch_first=True)
 
-    data = [(torch.full((length, 1), 0.5),) for length in (1, 4, 2, 3, 7, 5)]
+    data = [(torch.full((length, 1), 0.5),) for length in (4, 1, 2, 3, 7, 5)]
     model = nn.Linear(1, 3)
     made = Attributor(
         model,
@@ -283,7 +283,10 @@ def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(tmp_pat
         batch_size=2,
         progress=False,
     )
-    made.featurize(data)
+    with pytest.warns(
+        UserWarning, match=r"f of row 1 .* is .* in its batch .* depends on how far its batch is padded"
+    ):
+        made.featurize(data)
     with pytest.raises(ManifestMismatchError, match=r"padded to the longest .* Leave the padding out of f"):
         made.featurize(Rows(data, batch_size=6, collate=padded))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from trak_lite._devices import HostCopy, float32_products, one_behind
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
-from trak_lite.data.datasets import RowNumbers
+from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import (
     BusyError,
     InvalidInputError,
@@ -35,9 +36,10 @@ from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.row_checks import Computed, DoneRows, differences, done_rows, rounding_of
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.modelout_functions import ModelCall
 from trak_lite.modelout_functions._inputs import deferring_checks
 from trak_lite.models.optimizers import AdamStates
-from trak_lite.models.sharded import Turns
+from trak_lite.models.sharded import Turns, is_sharded
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.projectors import AbstractProjector
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
+_PADDED = "Leave the padding out of f (a mask), pad all samples to one length, or use batch_size=1."
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
@@ -224,11 +227,32 @@ class RowPass:
                 to_come = max(0, num_left() - len(wanted)) / self.rows.batch_size
                 with turn():
                     found = self.compute(wanted, batch, to_come)
+                if isinstance(self.rows, Rows) and self.rows.may_pad and not is_sharded(found.computer.model):
+                    self.rows.may_pad = False
+                    self._look_at_padding(wanted, found)
                 yield wanted, found
             complete = True
         finally:
             if found is not None:
                 found.computer.confirm(complete)
+
+    def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> None:
+        """Warn if f of the last sample of a batch is another one where the sample is collated on its own."""
+        [(_, alone)] = self.rows.batches([wanted[-1:]])
+        alone, computer = move_batch(alone, self.device), found.computer
+        pairs = zip(flatten_batch(found.batch)[0], flatten_batch(alone)[0], strict=False)
+        if all(one.shape[1:] == other.shape[1:] for one, other in pairs):
+            return
+        with torch.enable_grad(), float32_products(self.device, computer.float32_products):
+            output = computer.modelout_fn.evaluate(ModelCall(computer.model), alone).output.detach()
+        difference = float((output - found.terms.output[-1:]).abs())
+        if difference > rounding_of(computer.model, self.device) * float(found.terms.output.abs().max()):
+            warnings.warn(
+                f"f of row {wanted[-1]} of {self.rows.what} is {float(found.terms.output[-1]):.5g} in its batch and "
+                f"{float(output):.5g} alone: it depends on how far its batch is padded, and so do all rows. {_PADDED}",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 @final
@@ -413,8 +437,7 @@ class RowWork:
         if any(one.shape != other.shape for one, other in pairs):
             return (
                 "The sample has other shapes in other batches: it is padded to the longest sample of its batch, and f "
-                "depends on the padding. Leave the padding out of f (a mask), pad all samples to one length, or use "
-                "batch_size=1."
+                f"depends on the padding. {_PADDED}"
             )
         if not all(bool((one == other).all()) for one, other in pairs):
             return (
