@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,7 @@ from trak_lite.gradient_computers import FunctionalGradientComputer, IterativeGr
 from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.modelout_functions import ImageClassificationModelOutput, RegressionModelOutput
 from trak_lite.projectors import RademacherProjector
-from trak_lite.store import ZarrFeatureStore
+from trak_lite.store import Column, ZarrFeatureStore
 
 N, M, CLASSES = 70, 6, 3
 model = perceptron
@@ -381,6 +382,29 @@ def test_a_store_keeps_how_float32_products_are_computed_which_a_cpu_ignores(tmp
         attributor(gradient_computer=computer, float32_products="tf32")
     with pytest.raises(UnknownNameError, match="float32_products must be one of"):
         attributor(float32_products="tf23")
+
+
+def test_targets_that_an_earlier_version_stored_with_q_and_w_are_continued(stored_here, expected, tmp_path):
+    path = "targets/test/ckpt-1"
+    own = attributor(tmp_path / "targets.zarr")
+    own.featurize(TARGETS, checkpoints=states()[1:])
+    with ZarrFeatureStore.open(own.path) as store:
+        beside = {
+            name: store.open_table("ckpt-0").read(name)[:2] for name in ("out_to_loss", "loss_curvature")
+        }
+    with ZarrFeatureStore.open(stored_here, "r+") as store:
+        table = store.open_table(path)
+        assert [column.name for column in table.spec.columns] == ["features"]
+        rows, spec = table.read("features"), table.spec
+        store.drop_table("scores/test")
+        store.drop_table(path)
+        columns = (*spec.columns, *(Column(name, None, "float32") for name in beside))
+        wide = store.create_table(path, replace(spec, columns=columns))
+        wide.put(0, {"features": rows[:2], **beside})
+    made = attributor(stored_here)
+    made.featurize(TRAIN, checkpoints=states())
+
+    np.testing.assert_array_equal(made.score(TARGETS, name="test").numpy(), expected)
 
 
 def test_steps_out_of_order_are_refused(tmp_path):
