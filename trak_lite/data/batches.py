@@ -178,9 +178,11 @@ def refuse_shared(batch: Batch, alone: Batch) -> None:
         InvalidInputError: If something has one entry per sample in the batch, and more or fewer in that of one sample:
             it has as many entries as the batch has samples by chance.
     """
-    size = batch_size(batch)
-    pairs = zip(_sized(batch), _sized(alone), strict=False)
-    shared = [what for (what, length), (_, own) in pairs if length == size and own != 1]
+    size, here, own = batch_size(batch), _sized(batch), _sized(alone)
+    pairs = (
+        zip(here, own, strict=False) if len(here) == len(own) else ()
+    )  # a collate function may leave parts out
+    shared = [what for (what, length), (_, of_one) in pairs if length == size and of_one != 1]
     if shared:
         raise InvalidInputError(
             f"The batch of {size} samples holds {shared[0]}, which a batch of one sample holds as a whole, too: all "
