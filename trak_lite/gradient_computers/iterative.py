@@ -30,8 +30,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
     advice = (
         "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as "
-        "a channels-last one that batch normalisation reads. Use HookGradientComputer (gradient_computer='hook') or "
-        "FunctionalGradientComputer ('functional'), or call contiguous() in the model."
+        "a channels-last one that batch normalisation reads. Call contiguous() on it in the model. Use "
+        "HookGradientComputer (gradient_computer='hook') or FunctionalGradientComputer ('functional') otherwise."
     )
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
