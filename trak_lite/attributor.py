@@ -142,7 +142,8 @@ class Attributor:
             grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to differentiate;
                 ``None`` selects all parameters that require grad; if a PEFT model has none, those of its adapter.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one. ``"auto"``
-                uses the first of these that is exact for the model on its first samples.
+                uses the first of these that is exact for the model on its first samples; if the store at the path
+                records one, it is tried first.
             float32_products: How products of the passes of the model, of its gradients and of their projection are
                 computed in float32 models. ``"ieee"`` uses full precision, whatever torch's settings are. ``"tf32"``
                 lets a GPU with TF32 round the factors to 10 bits of mantissa. No effect on the CPU.
@@ -224,7 +225,7 @@ class Attributor:
             model: A module of the architecture that the store was made with.
             task: Required only if the store was made with a custom model output function.
             **overrides: Arguments of the constructor that cannot be stored (a custom projector or gradient computer,
-                ``collate``, ``device``, ``progress``) or that may change (``method``).
+                ``collate``, ``device``, ``progress``) or that may change (``method``). ``None`` is as leaving one out.
 
         Raises:
             MissingStoreError: If there is no store at the path.

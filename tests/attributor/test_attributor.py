@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_runs import Counting, contents, labelled, perceptron, random_states
+from tiny_runs import Counting, contents, labelled, perceptron, random_states, rewrite_settings
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +25,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StateError,
     UnknownNameError,
+    UnsupportedModelError,
 )
 from trak_lite.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
 from trak_lite.methods import GaussNewton, GradDot
@@ -118,6 +119,97 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
         found.append(one.score(TARGETS, name="test").numpy())
     np.testing.assert_array_equal(*found)
     np.testing.assert_allclose(found[0], expected, rtol=1e-3, atol=1e-5)
+
+
+class Marked(nn.Module):
+    """Runs sample by sample if a row of the batch begins with 9, which only the iterative computer follows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        if x[:, 0].max() == 9:
+            return torch.stack([self.linear.weight @ row + self.linear.bias for row in x])
+        return self.linear(x)
+
+
+def marked(*rows):
+    x, y = (tensor.clone() for tensor in TRAIN.tensors)
+    x[list(rows), 0] = 9
+    return TensorDataset(x, y)
+
+
+def last_choice(caplog):
+    """What ``"auto"`` has selected in the last call."""
+    lines = [r.getMessage() for r in caplog.records if "'auto' selects" in r.getMessage()]
+    caplog.clear()
+    return lines[-1].partition("selects ")[2]
+
+
+def test_auto_takes_the_computer_of_the_store_whatever_the_first_samples_of_a_later_call_are(
+    tmp_path, caplog
+):
+    caplog.set_level(logging.INFO, logger="trak_lite")
+    net, data = Marked(), marked(1, 64)
+    settings = {"model": net, "path": tmp_path / "a.zarr", "batch_size": 10}
+    with pytest.raises(KeyboardInterrupt):
+        attributor(**settings).featurize(Rows(Counting(data, fail_at=25), name="d"))
+    assert last_choice(caplog).startswith("'iterative': hook: ")
+    taken = "taken from the store; hook: "
+
+    plan = attributor(**settings).plan(TRAIN)
+    assert plan.settings["gradients"].startswith(f"iterative ({taken}")
+    # Row 1 is not among those that are compared first: hooks would be chosen by these, and fail at row 64.
+    assert attributor(**settings).featurize(Rows(data, name="d")).rows_written == N - 20
+    assert last_choice(caplog).startswith(f"'iterative': {taken}")
+    scores = attributor(**settings).score(Rows(data, indices=range(50, N)), method=GradDot(q="off")).numpy()
+    assert last_choice(caplog).startswith(f"'iterative': {taken}")
+
+    rows = []
+    for x, y in data:  # the 15 parameters are fewer than the features, so that the rows are the gradients
+        logits = nn.functional.linear(x.double(), net.linear.weight.double(), net.linear.bias.double())
+        margin = logits[y] - logits[torch.arange(CLASSES) != y].logsumexp(0)
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(margin, [*net.parameters()])]))
+    gradients = torch.stack(rows)
+    np.testing.assert_allclose(scores, gradients @ gradients[50:].T, rtol=1e-4, atol=1e-4)
+
+    with attributor(**settings).capture(Rows(data, name="d"), "epoch") as capture:
+        capture([tensor[30:40] for tensor in data.tensors], range(30, 40))
+        assert last_choice(caplog).startswith(f"'iterative': {taken}")
+        nn.init.ones_(net.linear.weight)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "chosen"),
+    [
+        ("functional", "'iterative': functional: torch"),
+        *((r, "'iterative': hook: ") for r in ("auto", None, [])),
+    ],
+)
+def test_other_computers_are_tried_if_that_of_the_store_is_refused_or_unknown(
+    tmp_path, caplog, recorded, chosen
+):
+    settings = {"model": Marked(), "path": tmp_path / "a.zarr"}
+    attributor(**settings, gradient_computer="iterative").featurize(TRAIN)
+    rewrite_settings(tmp_path / "a.zarr", lambda stored: stored.update(gradient_computer=recorded))
+
+    with caplog.at_level(logging.INFO, logger="trak_lite"):
+        attributor(**settings).score(marked(0))
+
+    assert last_choice(caplog).startswith(chosen)
+
+
+def test_rows_on_another_path_are_named_with_the_computer_that_goes_on_in_the_store(tmp_path):
+    settings = {"model": Marked(), "path": tmp_path / "a.zarr", "batch_size": 10}
+    said = (
+        r"gradient_computer='iterative', which continues the same store\. The batch has rows \[60.*train data"
+    )
+    with pytest.raises(UnsupportedModelError, match=said):
+        attributor(**settings).featurize(marked(64))
+
+    assert attributor(**settings, gradient_computer="iterative").featurize(marked(64)).rows_found == 60
 
 
 def test_memory_and_disk_give_the_same_bits_and_other_batches_the_same_scores(stored_here, expected):
@@ -226,8 +318,11 @@ def test_open_asks_for_what_a_store_cannot_keep(tmp_path):
 
     with pytest.raises(InvalidInputError, match=r"gradient_computer.*projector.*task"):
         Attributor.open(tmp_path / "a.zarr", model())
-    opened = Attributor.open(tmp_path / "a.zarr", model(), own_task, **own)
+    left_out = dict.fromkeys(("collate", "batch_size", "grad_wrt", "proj_dim", "method"))
+    opened = Attributor.open(tmp_path / "a.zarr", model(), own_task, **own, **left_out)
     assert opened.featurize(TRAIN).rows_written == 0
+    with pytest.raises(InvalidInputError, match=r"custom objects.*\['projector'\]"):
+        Attributor.open(tmp_path / "a.zarr", model(), own_task, **{**own, "projector": None})
     with pytest.raises(MissingStoreError, match="nowhere"):
         Attributor.open(tmp_path / "nowhere.zarr", model())
 

@@ -96,6 +96,7 @@ NO_ORDER = "does not read the dataset in order"
         ("Tensor of tensors.*TensorDataset", torch.ones(3)),
         ("int without __getitem__ and __len__", 3),
         ("IterableDataset, whose rows have no index", Stream()),
+        ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
     ],
 )
 def test_data_without_stable_rows_is_refused(data, message):

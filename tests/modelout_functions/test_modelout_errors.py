@@ -173,6 +173,8 @@ TERMS: dict[Any, list[tuple[Any, ...]]] = {
         (LOGITS[:, :0], LABELS, r"logits of shape \(2, 0\)"),
         (LOGITS, LABELS, r"labels have shape \(2,\), the logits \(2, 3\)"),
         (LOGITS, torch.full((2, 3), 2), r"sample 0: labels\[0, 0\] is 2. Expected 0 or 1"),
+        *((LOGITS, torch.tensor([[0.0, 1, 1], [0, gap, 1]]), rf"labels\[1, 1\] is {gap:.1f}. .*masks them.*Subset")
+          for gap in (torch.nan, -1.0, -100.0)),
     ],
     tasks.RegressionModelOutput(output="neg_squared_error"): SAME_SHAPE,
     tasks.RegressionModelOutput(): [
@@ -187,7 +189,10 @@ TERMS: dict[Any, list[tuple[Any, ...]]] = {
         (zeros(2, 1, 7), zeros(2, 1), r"Expected \(B, T, V\) with at least 2 positions"),
         (zeros(2, 4, 7), zeros(2, 3).long(), r"shape \(2, 3\). Expected \(2, 4\)"),
         (zeros(2, 3, 7), torch.tensor([[0, 1, 2], [0, 1, 99]]), r"sample 1: labels\[1, 2\] is 99\..* 0 to 6 .*-100"),
-        (zeros(2, 3, 7), torch.tensor([[0, 1, 2], [5, -100, -100]]), "sample 1 has no token to predict"),
+        (zeros(2, 3, 7), torch.tensor([[0, 1, 2], [5, -100, -100]]), "sample 1 has no position to predict"),
+    ],
+    tasks.DenseClassificationModelOutput(ignore_index=255): [
+        (zeros(2, 7, 2, 2), torch.tensor([[[0, 1], [255, 2]], [[255] * 2] * 2]), r"sample 1 .*pixel.* 255\. .*Subset"),
     ],
     tasks.CallableModelOutput(lambda call, batch: call(batch[0]).sum()): [
         (LOGITS, LABELS, r"shape \(\). Expected a tensor of shape \(2,\)")

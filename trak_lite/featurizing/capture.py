@@ -86,6 +86,7 @@ class Capture:
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
+                run.settings.recall_computer(workspace.store().manifest)
                 self._look(workspace.store())
         if not resume and (self._finished is not None or self._path):
             raise StateError(

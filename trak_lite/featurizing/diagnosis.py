@@ -21,6 +21,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
+from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.types import Batch, OutputTerms
@@ -41,7 +42,8 @@ def naming_rows(
 
     Raises:
         InvalidInputError: If the model raises an error, which becomes the cause.
-        UnsupportedModelError: If the block changes parameters of the model.
+        UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
+            batch.
     """
     versions = {} if is_sharded(model) else {name: p._version for name, p in model.named_parameters()}
     try:
@@ -50,6 +52,8 @@ def naming_rows(
     except InvalidInputError:
         _refuse_the_row(model, task, batch, rows, what)
         raise
+    except UnexpectedPathError as error:
+        raise type(error)(f"{error} The batch has rows {_some(rows)} of {what}.") from error
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
     except MODEL_FAILURES as error:

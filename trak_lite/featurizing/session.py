@@ -189,6 +189,8 @@ class Run:
                 self.workspace.opened(manifest, appended_to=appended_to),
                 borrow_model(self.model, self.settings.device) as own,
             ):
+                if self.workspace.exists:
+                    self.settings.recall_computer(self.workspace.store().manifest)
                 yield FeaturizingSession(self, own=own, ranks=ranks or Ranks(), train=train)
         except (MemoryError, OSError, RuntimeError) as error:
             refuse_machine_failure(error)

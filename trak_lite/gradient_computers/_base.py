@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -520,6 +521,11 @@ def _collected(
 
     stream(batch, keep)
     return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
+
+
+def refusal(error: UnsupportedModelError) -> str:
+    """Return why a gradient computer refused a model, without the last sentence, which names other computers."""
+    return re.sub(r" Use [^.]*gradient_computer=.*", "", str(error), flags=re.DOTALL)
 
 
 def refuse_detached(

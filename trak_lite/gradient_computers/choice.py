@@ -11,7 +11,7 @@ import torch
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError, refuse_machine_failure
-from trak_lite.gradient_computers._base import AbstractGradientComputer, AbstractStreamingComputer
+from trak_lite.gradient_computers._base import AbstractGradientComputer, AbstractStreamingComputer, refusal
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
@@ -48,10 +48,12 @@ def choose_gradient_computer(
     *,
     autocast_dtype: torch.dtype | None = None,
     float32_products: Float32Products = "ieee",
+    known: tuple[str, str] | None = None,
 ) -> ChosenComputer:
     """Return the fastest gradient computer that is exact for this model, and the reason for the choice.
 
-    Computers are tried from fastest to slowest on up to three samples, until one passes its self-check.
+    Computers are tried from fastest to slowest on up to three samples, until one passes its self-check. A known one is
+    tried before the others.
 
     Args:
         model: The module, in its final train/eval mode and with its final weights.
@@ -60,6 +62,7 @@ def choose_gradient_computer(
         grad_wrt: Parameters to keep (:func:`select_parameters`); ``None`` keeps those that require grad.
         autocast_dtype: Passed to the computer.
         float32_products: Passed to the computer.
+        known: Name of the computer of an earlier run of this model, and the reason to use it again.
 
     Returns:
         The computer's name, the reason, and the computer.
@@ -71,8 +74,9 @@ def choose_gradient_computer(
     names = list(select_parameters(model, grad_wrt))
     few = take_rows(batch, slice(0, min(3, batch_size(batch))))
     errors: dict[str, Exception] = {}
-    for name, kind in GRADIENT_COMPUTERS.items():
-        computer = kind(
+    first, why = known or (None, "")
+    for name in sorted(GRADIENT_COMPUTERS, key=lambda name: name != first):
+        computer = GRADIENT_COMPUTERS[name](
             model, task, grad_wrt=names, autocast_dtype=autocast_dtype, float32_products=float32_products
         )
         try:
@@ -83,20 +87,23 @@ def choose_gradient_computer(
             refuse_machine_failure(error)
             errors[name] = error
             continue
-        reason = _reasons(errors) or "every kept parameter is covered"
+        reason = _reasons(errors) or (why if name == first else "every kept parameter is covered")
         logger.info("gradient_computer='auto' selects %r: %s", name, reason)
         return ChosenComputer(name, reason, computer)
     # If the model itself cannot run, raise its own error unchanged.
     own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
-    if own and own[-1] is errors["iterative"]:
-        raise own[0] from own[-1]
-    raise UnsupportedModelError(f"No gradient computer is exact for this model. {_reasons(errors)}")
+    if errors["iterative"] in own:
+        raise own[0] from errors["iterative"]
+    raise UnsupportedModelError(
+        f"No gradient computer is exact for this model. {_reasons(errors)} Change the model there, or leave out of "
+        "grad_wrt the parameters that it uses there."
+    )
 
 
 def _reasons(errors: Mapping[str, Exception]) -> str:
     """Return why each computer was refused; the type is added for errors not raised by this package's checks."""
     return " ".join(
-        f"{name}: {error}"
+        f"{name}: {refusal(error)}"
         if isinstance(error, UnsupportedModelError)
         else f"{name}: {type(error).__name__}: {error}"
         for name, error in errors.items()

@@ -34,8 +34,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
 
     advice = (
         "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as "
-        "a channels-last one that batch normalisation reads. Use HookGradientComputer (gradient_computer='hook') or "
-        "FunctionalGradientComputer ('functional'), or call contiguous() in the model."
+        "a channels-last one that batch normalisation reads. Call contiguous() on it in the model. Use "
+        "HookGradientComputer (gradient_computer='hook') or FunctionalGradientComputer ('functional') otherwise."
     )
 
     _takes_samples_alone: ClassVar[bool] = True

@@ -117,8 +117,9 @@ def label_terms(
     if not is_unread(count) and not bool((count > 0).all()):
         sample = int((count == 0).nonzero()[0])
         raise InvalidInputError(
-            f"sample {sample} has no token to predict: all its labels that the logits align with are "
-            f"{ignored}. Expected at least one label that is not; drop the sample or check the masking."
+            f"sample {sample} has no position to predict (token or pixel): all its labels that the logits align with "
+            f"are {ignored}. Expected at least one label that is not. Leave such rows out (torch.utils.data.Subset), "
+            "or check the masking."
         )
     # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
     margins = class_margins(logits, labels.masked_fill(~predicted, 0))

@@ -181,7 +181,7 @@ class BinaryClassificationModelOutput(AbstractModelOutput):
         logits, labels = logits_and_labels(model_call, batch)
         logits = one_column(logits, "The logits have shape", hint=_OTHERS)
         labels = one_column(labels, "The labels have shape", hint=_OTHERS)
-        _check_zero_one(logits, labels)
+        _check_zero_one(logits, labels, expected="0 or 1")
         return margin_terms(two_class_margins(logits, labels))
 
     def sample_labels(self, model_call: ModelCall, batch: Batch, noise: UniformNoise) -> Batch:
@@ -227,7 +227,12 @@ class MultiLabelModelOutput(AbstractModelOutput):
                 f"The model gave logits of shape {shape_texts(logits.shape)[0]}. Expected (B, C): one logit per "
                 "label and sample."
             )
-        _check_zero_one(logits, labels)
+        _check_zero_one(
+            logits,
+            labels,
+            expected="0 or 1. If labels are missing, pass a task f(model_call, batch) that masks them, such as the sum "
+            "of log p over the labels that are there, or leave these rows out (torch.utils.data.Subset)",
+        )
         margins = two_class_margins(logits, labels)
         if self.output == "log_prob":
             return linear_terms(F.logsigmoid(margins).sum(1))
@@ -243,14 +248,17 @@ class MultiLabelModelOutput(AbstractModelOutput):
         return MultiLabelModelOutput(output="log_prob")
 
 
-def _check_zero_one(logits: Tensor, labels: Tensor) -> None:
-    """Raise if the labels' shape differs from the logits', or (when run eagerly) a label is not 0 or 1."""
+def _check_zero_one(logits: Tensor, labels: Tensor, *, expected: str) -> None:
+    """Raise if the labels' shape differs from the logits', or (when run eagerly) a label is not 0 or 1.
+
+    The message says what was ``expected`` of a label.
+    """
     if labels.shape != logits.shape:
         seen, expected = shape_texts(labels.shape, logits.shape)
         raise InvalidInputError(
             f"The labels have shape {seen}, the logits {expected}. Expected one label per logit."
         )
-    refuse_invalid((labels == 0) | (labels == 1), labels, expected="0 or 1")
+    refuse_invalid((labels == 0) | (labels == 1), labels, expected=expected)
 
 
 @final

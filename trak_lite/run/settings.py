@@ -129,6 +129,8 @@ class AttributorSettings:
             layout=layout,
         )
         computer_name, self._make_computer = _decide_computer(gradient_computer, model)
+        self._known_computer: tuple[str, str] | None = None
+        """Name of the gradient computer that the store records, which ``"auto"`` tries first, and the reason."""
         self._is_own_computer = computer_name is None
         self._asked: AbstractGradientComputer | None = None
         self._products = _decide_products(float32_products, gradient_computer)
@@ -280,10 +282,26 @@ class AttributorSettings:
             )
         return fisher_task(self.task)
 
+    def recall_computer(self, manifest: Manifest) -> None:
+        """Let ``gradient_computer="auto"`` try the one that a store's manifest records first, if it records one.
+
+        A resumed run begins with other samples, on which another one may be chosen.
+        """
+        made_with = manifest.made_with
+        name = (made_with.get("settings") or {}).get("gradient_computer")
+        if name is not None:
+            why = made_with.get("gradient_computer_reason")
+            self._known_computer = name, "taken from the store" + (f"; {why}" if why else "")
+
     def choose_computer(self, batch: Batch) -> AbstractGradientComputer:
         """Resolve ``gradient_computer="auto"`` on the first samples; return the chosen gradient computer."""
         name, reason, computer = choose_gradient_computer(
-            self._model, self.task, batch, list(self.parameters), float32_products=self._products
+            self._model,
+            self.task,
+            batch,
+            list(self.parameters),
+            float32_products=self._products,
+            known=self._known_computer,
         )
         self._make_computer = GRADIENT_COMPUTERS[name]
         # The manifest of a store that is created later contains both dicts.
@@ -431,7 +449,7 @@ def stored_arguments(
     Args:
         manifest: Manifest of the store.
         task: The user's task; ``None`` uses the stored one.
-        overrides: Keyword arguments that replace stored ones.
+        overrides: Keyword arguments that replace stored ones; those that are ``None`` are left out.
         where: Name of the store in messages.
 
     Raises:
@@ -458,7 +476,8 @@ def stored_arguments(
         ) from error
     if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
         arguments["layout"] = "joint"  # the meaning of "auto" in older versions
-    arguments.update(overrides)
+    # None is the default of the arguments that have one, and otherwise stands for the stored value.
+    arguments.update({name: value for name, value in overrides.items() if value is not None})
     found = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
     if found is None:

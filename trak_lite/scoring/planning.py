@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias, final
@@ -25,6 +25,7 @@ from torch import Tensor
 from trak_lite._devices import wide_dtype
 from trak_lite._progress import duration
 from trak_lite.data.datasets import Rows
+from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise, keeps_rows
@@ -148,6 +149,8 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     num_targets = 0 if targets is None else len(targets)
     advice: list[str] = []
     chosen = run.settings.trial()
+    with suppress(StateError, StoreError), run.workspace.reading() as store:
+        chosen.recall_computer(store.manifest)
     trial = _tried(run, chosen, rows, checkpoint, rows.batch_size)
     chunk_rows = settings.train_table(num_rows, {}).chunk_rows
     whole = min(rows.batch_size, chunk_rows)  # a batch ends with its chunk

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, Rows
-from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
+from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task
 
@@ -456,3 +456,20 @@ def test_a_fisher_that_the_task_does_not_have_is_refused_and_auto_avoids_it():
     for task, fisher in ((BILINEAR, "auto"), (resolve_task(LABELS), "empirical")):
         with pytest.raises(InvalidInputError, match=r"samples=7 are gradients for drawn labels.*'empirical'"):
             EKFAC(fisher=fisher, samples=7).fitted_to(task)
+
+
+def test_a_model_without_gradients_from_hooks_is_told_which_methods_are_left():
+    def by_row(call, batch):
+        return torch.stack([call(x[None])[0, 0] * (2 if x.sum() > 0 else 1) for x in batch[0]])
+
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(N, 5))
+    made = Attributor(nn.Linear(5, 3), by_row, None, proj_dim=16, progress=False)
+    made.featurize(data)
+    assert "iterative" in repr(made)
+
+    for method in ("EKFAC", "CG"):
+        with pytest.raises(UnsupportedModelError, match=r"EKFAC.*hooks do not cover.*GradDot") as caught:
+            made.score(data, method=method)
+        assert "gradient_computer='" not in str(caught.value)
+    assert made.score(data, method="GradDot").shape == (N, N)

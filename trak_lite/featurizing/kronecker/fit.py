@@ -22,10 +22,11 @@ from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
 from trak_lite.data.datasets import RowNumbers
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays, decomposed
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
+from trak_lite.gradient_computers._base import refusal
 from trak_lite.gradient_computers.parameters import ParameterChoice
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -127,7 +128,15 @@ class _LossGradients:
                         noise = row_noise(rows, seed=self.method.seed, draw=draw)
                         with torch.no_grad():
                             labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
-                    computer.stream_gradients(labelled, sink)
+                    try:
+                        computer.stream_gradients(labelled, sink)
+                    except UnsupportedModelError as error:
+                        raise UnsupportedModelError(
+                            "EKFAC, by which CG and LiSSA are preconditioned, needs gradients of modules from hooks, "
+                            "whatever gradient_computer is, and hooks do not cover this model: "
+                            f"{refusal(error)} Use a method without this fit: GaussNewton or Fisher on stored rows, "
+                            "GradDot, TracIn."
+                        ) from error
                     after_batch()
 
 

@@ -329,7 +329,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                 f"f depends on {list(plan.escaped)[:5]} through operations that hooks cannot see: an "
                 "autograd.Function, a scripted module or other code that does not use torch operations reads them, or "
                 "the output function reads them in some batches only. Register a gradient rule for the module "
-                "(register_gradient_rule), use another gradient computer, or pass strict=False to leave that part out."
+                "(register_gradient_rule), use gradient_computer='functional' or 'iterative', or pass strict=False to "
+                "leave that part out."
             )
         unread = [name for name in kept if not plan.methods[name] and name not in plan.escaped]
         if self.strict and unread and not plan.routed:

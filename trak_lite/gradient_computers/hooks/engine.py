@@ -41,6 +41,8 @@ _TRANSPOSITIONS = frozenset(
     {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 )
 
+ITERATIVE = "Use gradient_computer='iterative', which continues the same store."
+"""Remedy for operations that depend on values: ``vmap`` does not follow these either."""
 _Parts = list[tuple[Tensor, Contribution]]
 _Form = Callable[[Sequence[Tensor | None], RowTags | None], tuple[str, _Parts]]
 """Returns the method and the contributions of one use, from the gradients of its results."""
@@ -124,8 +126,7 @@ class GradientPass(AbstractInterceptor):
         kind = UnsupportedModelError if self._in_backward else UnexpectedPathError
         return kind(
             f"The operations of the model differ from those of the first batch: operation {self._cursor} on the "
-            f"parameters is {describe(function)} now. Expected the same operations for every batch. Use another "
-            "gradient computer."
+            f"parameters is {describe(function)} now. Expected the same operations for every batch. {ITERATIVE}"
         )
 
     def _next_site(self, function: Any, leaves: Sequence[Any]) -> Site | None:
@@ -333,7 +334,7 @@ class GradientPass(AbstractInterceptor):
         if self._cursor != len(self._plan.sites) and not self._plan.routed:
             raise UnexpectedPathError(
                 f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
-                "batch. Expected the same operations for every batch. Use another gradient computer."
+                f"batch. Expected the same operations for every batch. {ITERATIVE}"
             )
         if output.requires_grad:
             self._in_backward = True

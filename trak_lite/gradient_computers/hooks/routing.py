@@ -114,7 +114,8 @@ class RowTags:
             raise UnsupportedModelError(
                 f"The gradient of the result of {describe(self.site.function)}, which uses "
                 f"{list(self.site.names)[:3]}, is not finite, so the samples of its rows cannot be found. Expected "
-                "finite gradients; look for the sample that causes this, or use another gradient computer."
+                "finite gradients; look for the sample that causes this, or use gradient_computer='functional' or "
+                "'iterative'."
             )
         found = code.owners(plain, weighted, grad.dtype)
         if found is None:

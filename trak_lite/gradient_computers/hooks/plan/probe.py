@@ -210,7 +210,8 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
             raise UnsupportedModelError(
                 f"The model runs different operations on its parameters for 2 samples ({len(two.records)} in all) and "
                 f"for 3 ({len(three.records)}), so operations cannot be matched between batches. Expected a forward "
-                "pass over the whole batch, without a loop over samples. Use another gradient computer."
+                "pass over the whole batch, without a loop over samples. Use gradient_computer='functional' or "
+                "'iterative'."
             )
         roots = [_roots(source, shared[1]) for source in b.sources]
         names = tuple(dict.fromkeys(name for part in roots for name in part))
@@ -279,7 +280,7 @@ def mixed(site: Site, reason: str) -> UnsupportedModelError:
     """Return the error for an operation that cannot be split into samples."""
     return UnsupportedModelError(
         f"The operation {describe(site.function)}, which uses {list(site.names)[:3]}, cannot be split into samples: "
-        f"{reason}. Use another gradient computer, or leave these parameters out of grad_wrt."
+        f"{reason}. Use gradient_computer='functional' or 'iterative', or leave these parameters out of grad_wrt."
     )
 
 

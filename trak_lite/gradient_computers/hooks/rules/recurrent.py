@@ -132,7 +132,7 @@ def is_recurrence(kind: str, args: Sequence[Any]) -> bool:
     if _is_packed(args):
         raise UnsupportedModelError(
             "An LSTM with proj_size reads a packed sequence, whose rows hooks cannot assign to samples. Pad the "
-            "sequence, or use another gradient computer."
+            "sequence, or use gradient_computer='iterative'."
         )
     return False
 
