@@ -104,9 +104,8 @@ class Rows(_AsTheyAre):
         self._workers: dict[str, Any] = {}
         self._worker_init: Callable[[int], None] | None = None
         if isinstance(data, DataLoader):
-            _refuse_unindexed(
-                data.dataset, what
-            )  # the sampler of an IterableDataset would be blamed otherwise
+            # First, because the sampler of an IterableDataset would be blamed otherwise.
+            _refuse_unindexed(data.dataset, what)
             _refuse_unordered(data, indices, what)
             self.dataset: Any = data.dataset
             batch_size = batch_size or data.batch_size
