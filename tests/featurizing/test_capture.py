@@ -288,8 +288,9 @@ def broken_off(capture: Any, *args: Any, lost: bool = False, **options: Any) -> 
     return rows
 
 
-def test_a_killed_training_goes_on() -> None:
-    model = Network()
+@pytest.mark.parametrize("layers", ["plain", "merging"])
+def test_a_killed_training_goes_on(layers: str) -> None:
+    model = Network(*LAYERS[layers]())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = broken_off(attributor(model).capture(data(), "a"), model, order()[:6], optimizer=optimizer)
     made = attributor(model)
