@@ -1,13 +1,17 @@
-"""Values that modules compute from parameters and cache in eval mode."""
+"""Modules that compute, change or cache values when their mode changes or in a pass; undoing that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 _CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.train")})
 """Module and name of methods that are not called: that of transformers only chooses kernels."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Mode, parameters, buffers, submodules and hooks."""
 
 
 def has_own_train(module: nn.Module) -> bool:
@@ -30,7 +34,86 @@ def drop_eval_caches(modules: Iterable[nn.Module]) -> None:
         if module.training or not has_own_train(module):
             continue
         modes = [(inner, inner.training) for inner in module.modules()]
-        module.train()
-        module.train(False)
-        for inner, training in modes:
-            inner.training = training
+        try:
+            module.train()
+            module.train(False)
+        finally:
+            for inner, training in modes:
+                inner.training = training
+
+
+def own_modes(model: nn.Module) -> dict[str, bool]:
+    """Return ``training`` of the modules that override ``train``, by name, outermost first."""
+    return {name: module.training for name, module in model.named_modules() if has_own_train(module)}
+
+
+def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Call ``train`` of the modules that override it and have another mode than that in ``modes``, by name.
+
+    Modules that are not in ``modes`` are put in train mode. Submodules follow, as in ``train``.
+    """
+    for name, module in model.named_modules():
+        if has_own_train(module) and module.training != modes.get(name, True):
+            module.train(modes.get(name, True))
+
+
+@contextmanager
+def in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """Run the block in other modes, see :func:`set_modes`; afterwards all modules have theirs again.
+
+    Layers of loralib hold other weights in eval mode than in train mode: values have to be read and written in the same
+    mode.
+    """
+    before = own_modes(model)
+    flags = [(module, module.training) for module in model.modules()] if before else []
+    try:
+        set_modes(model, modes)
+        yield
+    finally:
+        set_modes(model, before)
+        for module, training in flags:
+            module.training = training
+
+
+def buffers_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that makes the buffers of modules the objects that they are now; values are not copied."""
+    kept = [(module, dict(module._buffers)) for module in modules]
+
+    def put_back() -> None:
+        for module, own in kept:
+            _put_back(module._buffers, own, dict(module._buffers).keys() - own.keys())
+
+    return put_back
+
+
+def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that undoes what passes set: values that modules computed from parameters and keep.
+
+    Attributes, buffers and the values in dicts that are attributes become the objects that they are now. Parameters,
+    submodules, modes, hooks, and what is deeper in an attribute are left as they are.
+    """
+    modules = tuple(modules)
+    put_back_buffers = buffers_kept(modules)
+    kept = [(vars(module), _attributes(module)) for module in modules]
+    dicts = [(value, dict(value)) for _, own in kept for value in own.values() if type(value) is dict]
+
+    def put_back() -> None:
+        put_back_buffers()
+        for place, own in (*kept, *dicts):
+            _put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE)
+
+    return put_back
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+def _put_back(place: Any, own: Mapping[Any, Any], new: Iterable[Any]) -> None:
+    """Remove new entries of a place, and put back those that were replaced or removed."""
+    for name in new:
+        del place[name]
+    now = dict(place)
+    for name, value in own.items():
+        if name not in now or now[name] is not value:
+            place[name] = value

@@ -139,6 +139,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "dropout": lambda: [nn.Dropout(0.3)],
     "batch norm": lambda: [nn.BatchNorm1d(8)],
     "merging": lambda: [Merging()],
+    "keeping": lambda: [Keeping()],
     **{habit: lambda habit=habit: [Odd(habit)] for habit in HABITS},
 }
 
@@ -159,6 +160,24 @@ class Merging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (self.weight if self.merged else self.weight + self.more)
+
+
+class Keeping(nn.Module):
+    """Keeps a value that it computes from its weight in the first pass in eval mode; a copy has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "kept"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x @ (self.weight + self.weight.detach().exp())
+        if not hasattr(self, "kept"):
+            self.kept = self.weight.detach().exp()
+        return x @ (self.weight + self.kept)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -269,8 +288,9 @@ def broken_off(capture: Any, *args: Any, lost: bool = False, **options: Any) -> 
     return rows
 
 
-def test_a_killed_training_goes_on() -> None:
-    model = Network()
+@pytest.mark.parametrize("layers", ["plain", "merging"])
+def test_a_killed_training_goes_on(layers: str) -> None:
+    model = Network(*LAYERS[layers]())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = broken_off(attributor(model).capture(data(), "a"), model, order()[:6], optimizer=optimizer)
     made = attributor(model)

@@ -407,6 +407,61 @@ def test_a_model_whose_f_does_not_depend_on_what_it_draws_is_taken() -> None:
     )
 
 
+class Averaging(nn.Module):
+    """Subtracts a running mean, which it changes in every pass; ``momentum`` 0 changes the number of passes only."""
+
+    def __init__(self, momentum: float, *, in_place: bool) -> None:
+        super().__init__()
+        self.last, self.momentum, self.in_place = nn.Linear(4, 3), momentum, in_place
+        self.register_buffer("mean", torch.full((4,), 0.5))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.momentum and self.in_place:
+            self.mean.lerp_(x.detach().mean(0), self.momentum)
+        elif self.momentum:
+            self.mean = self.mean * (1 - self.momentum) + x.detach().mean(0) * self.momentum
+        return self.last(x - self.mean)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1e-4])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
+def test_a_buffer_that_changes_in_eval_mode_is_named_and_comes_back(
+    computer: str, in_place: bool, momentum: float
+) -> None:
+    torch.manual_seed(0)
+    model = Averaging(momentum, in_place=in_place)
+    mean, count = model.mean, model.count
+
+    with pytest.raises(UnsupportedModelError, match=r"in eval mode changes 2 of its buffers.*'mean'"):
+        attributor(model, computer).featurize(labelled(rows(5).float()))
+
+    assert model.mean is mean
+    assert model.count is count
+    assert mean.equal(torch.full((4,), 0.5))
+    assert count == 0
+
+
+def test_a_pass_in_float64_leaves_no_buffer_in_float64() -> None:
+    torch.manual_seed(0)
+    model = Averaging(0.1, in_place=False).eval()
+    computer = IterativeGradientComputer(model, SQUARES)
+
+    with pytest.raises(UnsupportedModelError):
+        computer.compute_per_sample_grad((rows(5).float(),))
+    assert model.mean.dtype == torch.float32
+
+
+def test_a_buffer_that_f_does_not_depend_on_may_change() -> None:
+    torch.manual_seed(0)
+    model = Averaging(0.0, in_place=True).double().eval()
+    batch = (rows(5),)
+
+    close(HookGradientComputer(model, SQUARES), batch, by_loop(model, squares, batch), 1e-8)
+
+
 class OneAtATime(torch.autograd.Function):
     """Refuses a batch of one in its backward pass."""
 

@@ -1,6 +1,8 @@
-"""Models that change in eval mode: they keep values computed from parameters, as LeViT, or rescale, as RWKV."""
+"""Models that change in eval mode: they keep values computed from parameters, as LeViT, rescale, as RWKV, or merge."""
 
 from __future__ import annotations
+
+import copy
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Rows
+from trak_lite import Attributor, Rows, TRAKer
 from trak_lite.errors import UnsupportedModelError
+from trak_lite.methods import GradDot
 
 TRAIN = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3)
 
@@ -108,3 +111,169 @@ def test_after_a_pass_in_eval_mode_the_same_rows_come_out_every_time():
     assert model.first._forward_hooks == {handle.id: make_inputs_require_grads}
     assert model.rescaled
     np.testing.assert_array_equal(scores(model, "auto"), first)
+
+
+class Merging(nn.Module):
+    """Adds a product of two factors to its weight in eval mode, and takes it out in train mode, as loralib does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4), requires_grad=False)
+        self.down, self.up, self.merged = (
+            nn.Parameter(torch.randn(2, 4)),
+            nn.Parameter(torch.randn(3, 2)),
+            False,
+        )
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * (self.up.data @ self.down.data)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        inside = x @ self.weight.T
+        return inside if self.merged else inside + x @ self.down.T @ self.up.T
+
+
+class Keeping(nn.Module):
+    """Computes values from a layer in its first pass, and keeps them."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.linear, self.kept_layer, self.where = nn.Linear(4, 3), nn.Linear(2, 3), where
+        self.places = torch.tensor([[0.5, -1.0], [1.0, 2.0], [-1.0, 0.3]])
+        self.kept, self.by_length = None, {}
+        self.register_buffer("buffer", None, persistent=False)
+        self.register_buffer("filled", torch.full((3, 3), torch.nan), persistent=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            found = torch.tanh(self.kept_layer(self.places.to(x.dtype)))
+        if self.where == "attribute":
+            self.kept = found if self.kept is None else self.kept
+            found = self.kept
+        elif self.where == "new attribute":
+            self.new = found if not hasattr(self, "new") else self.new
+            found = self.new
+        elif self.where == "dict":
+            found = self.by_length.setdefault(len(self.places), found)
+        elif self.where == "buffer":
+            self.buffer = found if self.buffer is None else self.buffer
+            found = self.buffer
+        elif self.where == "buffer in place":
+            if self.filled.isnan().any():
+                self.filled.copy_(found)
+            found = self.filled
+        return self.linear(x) @ found.to(x.dtype)
+
+
+def log_probability(call, batch):
+    return call(batch[0]).log_softmax(1).gather(1, batch[1][:, None])[:, 0]
+
+
+def products(make, states):
+    """Mean products of gradients, by plain autograd in float64 on a fresh model for every state dict."""
+    total = 0.0
+    for state in states:
+        model = make()
+        model.load_state_dict(state)
+        model = model.double().eval()
+        rows = []
+        for x, y in zip(*TRAIN.tensors, strict=True):
+            wanted = [p for p in model.parameters() if p.requires_grad]
+            found = torch.autograd.grad(
+                log_probability(model, (x[None].double(), y[None])).sum(),
+                wanted,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            rows.append(torch.cat([grad.flatten() for grad in found]))
+        total = total + torch.stack(rows) @ torch.stack(rows).T
+    return (total / len(states)).numpy()
+
+
+def attributed(model, engine="auto", path=None):
+    settings = {"projector": "none", "dtype": "float32", "progress": False, "gradient_computer": engine}
+    return Attributor(model, log_probability, path, method=GradDot(q="off"), **settings)
+
+
+def copied(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def merging():
+    torch.manual_seed(0)
+    return nn.Sequential(Merging(), nn.Tanh(), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
+@pytest.mark.parametrize("start", ["train", "eval"])
+@pytest.mark.parametrize("given", ["own", "one", "two"])
+def test_layers_that_merge_weights_in_eval_mode_load_what_was_saved_in_train_mode(given, start, engine):
+    model = merging()
+    states = [copied(model), {k: v * 1.3 + 0.1 for k, v in model.state_dict().items()}]
+    states = states if given == "two" else states[:1]
+    model.train(start == "train")
+    before, outputs = copied(model), copy.deepcopy(model).eval()(TRAIN.tensors[0])
+
+    made = attributed(model, engine)
+    made.featurize(TRAIN, None if given == "own" else states)
+    found = made.score(TRAIN).numpy()
+    given = None if given == "own" else states
+    streamed = made.stream_scores(TRAIN, TRAIN, method=GradDot(q="off"), checkpoints=given).numpy()
+
+    expected = products(merging, states)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(streamed, expected, rtol=1e-4, atol=1e-5)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert (model.training, model[0].merged) == (start == "train", start == "eval")
+    assert model.eval()(TRAIN.tensors[0]).equal(outputs)
+
+
+def test_rows_of_merged_weights_are_found_again_from_either_mode(tmp_path):
+    model = merging()
+    attributed(model, path=tmp_path / "a.zarr").featurize(TRAIN)
+    model.eval()
+
+    found = attributed(model, path=tmp_path / "a.zarr").featurize(TRAIN)
+
+    assert (found.rows_written, found.other_checkpoints) == (0, 0)
+
+
+@pytest.mark.parametrize("start", ["train", "eval"])
+def test_traker_loads_layers_that_merge_weights(start, tmp_path):
+    model, plain = merging().train(start == "train"), merging()
+    traker = TRAKer(
+        model, "image_classification", len(TRAIN), save_dir=tmp_path, proj_dim=4, use_half_precision=False
+    )
+    for number, factor in enumerate((2.0, -1.0)):
+        state = {k: v * factor for k, v in merging().state_dict().items()}
+        plain.train().load_state_dict(state)
+
+        traker.load_checkpoint(state, model_id=number)
+
+        torch.testing.assert_close(model(TRAIN.tensors[0]), plain.eval()(TRAIN.tensors[0]))
+
+
+@pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
+@pytest.mark.parametrize("where", ["attribute", "new attribute", "dict", "buffer", "buffer in place"])
+def test_what_a_pass_keeps_in_an_attribute_is_not_used_for_the_next_checkpoint(where, engine):
+    def make():
+        torch.manual_seed(0)
+        return Keeping(where)
+
+    model = make()
+    states = [{k: v * factor for k, v in model.state_dict().items()} for factor in (1.0, -2.0, 0.5)]
+    held, by_length = dict(vars(model)), model.by_length
+
+    made = attributed(model, engine)
+    made.featurize(Rows(TRAIN, batch_size=4), states)
+
+    np.testing.assert_allclose(made.score(TRAIN).numpy(), products(make, states), rtol=1e-4, atol=1e-5)
+    assert vars(model) == held
+    assert model.by_length is by_length
+    assert not by_length
+    assert model.buffer is None
+    assert model.filled.isnan().all()

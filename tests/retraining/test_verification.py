@@ -151,6 +151,48 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
         assert said in page.text
 
 
+class Merging(nn.Linear):
+    """Adds a second weight in eval mode, and takes it out in train mode, as loralib does."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.more, self.merged = nn.Parameter(torch.eye(3, 4)), False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += self.more.data * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, inputs):
+        return nn.functional.linear(
+            inputs, self.weight if self.merged else self.weight + self.more, self.bias
+        )
+
+
+@pytest.mark.parametrize("returned", ["train", "eval", "state"])
+def test_retrained_models_that_merge_weights_in_eval_mode_have_their_own_outputs(returned):
+    def train(indices, seed):
+        torch.manual_seed(indices.sum())
+        model = Merging()
+        return model.state_dict() if returned == "state" else model.train(returned == "train")
+
+    attributor = Attributor(Merging(), "image_classification", None, **QUIET)
+    attributor.featurize(TRAIN)
+    scores = attributor.score(TARGETS)
+
+    verify(scores, train, TARGETS, budget=3)
+
+    labels, expected = TARGETS.tensors[1][:, None], []
+    for mask in subset_masks(N, 3):
+        torch.manual_seed(np.flatnonzero(mask).sum())
+        logits = Merging().double()(TARGETS.tensors[0].double()).detach()
+        others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
+        expected.append((logits.gather(1, labels)[:, 0] - others).numpy())
+    np.testing.assert_allclose(scores.predictions.retrained, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(attributor):
     verify(attributor.scores("test"), Training(), TARGETS, budget=3)
     method = TRAK(damping=0.1, layout="stored")

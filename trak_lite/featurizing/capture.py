@@ -201,7 +201,9 @@ class Capture:
             ManifestMismatchError: If the store has another training's capture of this name.
         """
         model = self._run.model
-        if self._finished not in (None, weights_digest(model)):
+        with in_eval_mode(model):  # as checkpoints are, when they are compared
+            digest = weights_digest(model)
+        if self._finished not in (None, digest):
             raise ManifestMismatchError(
                 f"The store has a capture {self.name!r} with other weights at its end, of another training. Use "
                 f"another path or name, or remove it: drop_checkpoint({self.name!r})."

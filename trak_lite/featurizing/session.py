@@ -35,12 +35,11 @@ from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, require_separate_documents
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.models.borrowing import borrow_model
+from trak_lite.models.borrowing import BorrowedModel, borrow_model
 from trak_lite.models.checkpoints import (
     Checkpoint,
     CheckpointSource,
     iterate_checkpoints,
-    load_into,
     noted_checkpoint,
     weights_digest,
 )
@@ -187,11 +186,11 @@ class Run:
         try:
             with (
                 self.workspace.opened(manifest, appended_to=appended_to),
-                borrow_model(self.model, self.settings.device) as own,
+                borrow_model(self.model, self.settings.device) as borrowed,
             ):
                 if self.workspace.exists:
                     self.settings.recall_computer(self.workspace.store().manifest)
-                yield FeaturizingSession(self, own=own, ranks=ranks or Ranks(), train=train)
+                yield FeaturizingSession(self, borrowed, ranks=ranks or Ranks(), train=train)
         except (MemoryError, OSError, RuntimeError) as error:
             refuse_machine_failure(error)
             raise
@@ -202,13 +201,13 @@ class FeaturizingSession:
     """Computes the missing rows and fits of an open store, with a borrowed model."""
 
     def __init__(
-        self, run: Run, *, own: Mapping[str, Tensor], ranks: Ranks, train: Rows | HeldRows | None
+        self, run: Run, borrowed: BorrowedModel, *, ranks: Ranks, train: Rows | HeldRows | None
     ) -> None:
-        """Store the arguments; ``own`` are the model's original weights. Call :meth:`Run.session` instead."""
+        """Store the arguments. Call :meth:`Run.session` instead."""
         self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
         self.ranks = ranks
         ranks.lockstep = Lockstep.of(run.model)
-        self._own, self._train = own, train
+        self._borrowed, self._train = borrowed, train
         self._unfinished: list[tuple[Checkpoint, str]] = []
         """Checkpoints and the paths of their tables."""
         self._origins: dict[str, dict[str, Any]] = {}
@@ -605,7 +604,7 @@ class FeaturizingSession:
 
     def load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
-        load_into(self.model, checkpoint, self._own)
+        self._borrowed.load(checkpoint)
         self._loaded, self._adam = checkpoint, None
         self.settings.task.prepare(self.model)
         self._digest = weights_digest(self.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.gradient_computers.recording import version_of
 from trak_lite.gradient_computers.reference import CheckedComputer
+from trak_lite.models.sharded import class_of
 from trak_lite.types import Batch
 
 
@@ -112,11 +114,12 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch) -> bool:
 
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
-    """Raise if f of some samples changes with the random numbers that the model draws in eval mode.
+    """Raise if f of some samples changes with random numbers or buffers that the model draws or changes in eval mode.
 
     Raises:
-        UnsupportedModelError: If f changes; the message names the operations that draw.
+        UnsupportedModelError: If f changes; the message names the operations that draw, or the buffers.
     """
+    buffers = [(name, held, version_of(held)) for name, held in computer.model.named_buffers()]
 
     def draws(part: Batch) -> bool | None:
         try:
@@ -132,9 +135,11 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
         if (found := draws(parts[0])) is None:
             parts, found = [batch], draws(batch)
+        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
+        if found is not None:
+            _refuse_changed_buffers(computer, parts, buffers)
         if not found:
             return
-        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
         drawn = stack.enter_context(_Draws(computer.model))
         values = []
         for seed in range(4):
@@ -146,4 +151,28 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
             f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
             "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
             "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
+        )
+
+
+def _refuse_changed_buffers(
+    computer: CheckedComputer, parts: Sequence[Batch], before: Iterable[tuple[str, Tensor, int | None]]
+) -> None:
+    """Raise if passes have changed buffers since ``before``, and f of the same samples changes with them."""
+    now = dict(computer.model.named_buffers())
+    changed = [
+        name for name, old, version in before if now.get(name) is not old or version_of(old) != version
+    ]
+    if not changed:
+        return
+    values = []
+    for _ in range(2):
+        with restoring_draws(computer.model, 0):
+            values.append(torch.cat([computer.terms(part).output.detach() for part in parts]))
+    error, rounding = (values[1] - values[0]).abs().max(), 64 * torch.finfo(values[0].dtype).eps
+    if float(error) > rounding * float(values[0].abs().max()):  # false if any is NaN
+        raise UnsupportedModelError(
+            f"The forward pass of {class_of(computer.model).__name__} in eval mode changes {len(changed)} of its "
+            f"buffers, the first of them {changed[0]!r}, and f of the same sample changes with them, so its gradient "
+            "is not defined. Expected a forward pass that only reads them in eval mode: change them under "
+            "'if self.training:'."
         )

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from trak_lite._devices import Float32Products
+from trak_lite._eval_caches import attributes_kept
 from trak_lite.errors import (
     MODEL_FAILURES,
     TrakLiteError,
@@ -186,8 +187,10 @@ class SeenDtypes(TorchFunctionMode):
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Run a model in float64 inside the block, and restore its storages afterwards.
 
-    Only ``.data`` of the parameters is replaced, because a model may hold other references to the parameters.
+    Only ``.data`` of the parameters is replaced, because a model may hold other references to the parameters. Buffers
+    and attributes that a pass in float64 replaces are put back.
     """
+    put_back = attributes_kept(model.modules())
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with warnings.catch_warnings():
@@ -201,6 +204,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
+        put_back()
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trak_lite._devices import undisturbed
-from trak_lite._eval_caches import drop_eval_caches, has_own_train
+from trak_lite._eval_caches import (
+    attributes_kept,
+    buffers_kept,
+    drop_eval_caches,
+    has_own_train,
+    own_modes,
+    set_modes,
+)
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.models.checkpoints import entries_digest, more_entries
+from trak_lite.models.checkpoints import Checkpoint, entries_digest, load_into, more_entries
 from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sharding, reset_passes, reshard
 
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
@@ -84,17 +92,47 @@ def _of_this_rank(device: torch.device) -> torch.device:
     return torch.device("cuda", int(local)) if int(local) < torch.cuda.device_count() else device
 
 
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class BorrowedModel:
+    """A model in eval mode, and what the caller's has."""
+
+    model: nn.Module
+    own: Mapping[str, Any]
+    """The caller's parameters, buffers and other entries of the state dict, by name."""
+    modes: Mapping[str, bool]
+    """The caller's modes, in which ``own`` was read, of the modules that override ``train``."""
+    put_back: Callable[[], None]
+    """Undoes what passes set in attributes of the modules."""
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone.
+
+        Raises:
+            CheckpointError: If it does not fit, see :func:`~trak_lite.models.checkpoints.load_into`.
+        """
+        reshard(self.model)
+        self.put_back()
+        state = self.model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name not in state and name in self.own:
+                    buffer.copy_(self.own[name])
+        has_own = checkpoint.load is None or checkpoint.is_adapter
+        load_into(self.model, checkpoint, self.own, self.modes if has_own else {})
+
+
 @contextmanager
-def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, Any]]:
+def borrow_model(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]:
     """Put a model in eval mode on ``device``; on exit, restore its state.
 
     Restored are device, parameters, buffers, other entries of the state dict, ``requires_grad`` flags and plain
     attributes (modes, numbers, strings) of all modules, and the hooks by which Transformers lets embedded tokens
-    require grad for gradient checkpointing.
+    require grad for gradient checkpointing. Attributes that a pass set or replaced are the objects that they were.
     The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
 
     Yields:
-        The original parameters, buffers and other entries of the state dict by name.
+        The model, with its original values.
 
     Raises:
         UnsupportedModelError: If the model is sharded by anything other than FSDP2, or has no eval mode.
@@ -112,6 +150,8 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
     reshard(model)
     saved = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model).items()}
     others = more_entries(model)
+    modes = own_modes(model)
+    put_back_buffers = buffers_kept(model.modules())
     restore = _modules_kept(model)
     try:
         if not sharded:
@@ -123,7 +163,13 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
                 f"{type(model).__name__} cannot be switched to eval mode ({error}): it is or has a module of "
                 "torch.export, whose mode is fixed. Pass the module that was exported."
             ) from error
-        yield {**saved, **others}
+        # After to() and eval(), which set attributes of their own.
+        put_back = attributes_kept(model.modules())
+        try:
+            yield BorrowedModel(model, {**saved, **others}, modes, put_back)
+        finally:
+            reshard(model)
+            put_back()
     except BaseException:
         reset_passes(model)
         raise
@@ -131,13 +177,14 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[dict[str, A
         reshard(model)
         if home != device and not sharded:
             model.to(home)
-        with torch.no_grad():
-            for name, tensor in _tensors(model).items():
-                if name in saved:  # buffers created by the forward pass have no saved value
-                    tensor.copy_(saved[name])
+        put_back_buffers()
+        set_modes(model, modes)  # before the values, which a change of the mode may change (loralib)
+        _copy_values(saved, model)
         if entries_digest(more_entries(model)) != entries_digest(others):
             model.load_state_dict(others, strict=False)
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
+        if not all(modes.values()):
+            _copy_values(saved, model)  # a change of the mode and back may round them
         restore()
 
 
@@ -151,18 +198,20 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     may_change = any(has_own_train(m) or getattr(m, "max_norm", None) is not None for m in modules)
     tensors = _tensors(model).values() if may_change else model.buffers()
-    buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    put_back_buffers = buffers_kept(modules)
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     restore = _modules_kept(model)
     with undisturbed(), torch.autocast(model_device(model).type, enabled=False):
         try:
             model.eval()
-            yield
+            put_back = attributes_kept(modules)
+            try:
+                yield
+            finally:
+                put_back()
         finally:
             drop_eval_caches(modules)
-            for module, own in buffers:
-                module._buffers.clear()
-                module._buffers.update(own)
+            put_back_buffers()
             for tensor, value in values:
                 tensor.data.copy_(value)  # a graph of the training may hold it: no new version
             restore()
@@ -197,6 +246,13 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
             vars(module).update(values)
 
     return restore
+
+
+def _copy_values(values: Mapping[str, Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, tensor in _tensors(model).items():
+            if name in values:  # not in a module that the forward pass created
+                tensor.copy_(values[name])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

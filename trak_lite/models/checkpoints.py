@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import safetensors
@@ -25,6 +26,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import in_modes
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CheckpointError, summary
 from trak_lite.models._adapters import completed_adapter
@@ -307,7 +309,12 @@ def bare_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor] | None = None) -> None:
+def load_into(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    own: Mapping[str, Tensor] | None = None,
+    modes: Mapping[str, bool] = MappingProxyType({}),
+) -> None:
     """Copy a checkpoint's weights into a model.
 
     Args:
@@ -315,6 +322,8 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         checkpoint: The checkpoint; ``module.`` and ``_orig_mod.`` prefixes are ignored if the names do not match.
         own: The model's original weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
             ``None`` if the model has them now.
+        modes: ``training`` of modules that override ``train``, by name, when the values were read: they are loaded in
+            these modes. Modules that are not in it are taken to be saved in train mode.
 
     Raises:
         CheckpointError: If names, shapes or the adapter do not fit; lists the first mismatches. Nothing is copied.
@@ -332,6 +341,14 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, own: Mapping[str, Tensor
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
+    with in_modes(model, modes):
+        _load_state(model, checkpoint, state, own)
+
+
+def _load_state(
+    model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Any], own: Mapping[str, Tensor] | None
+) -> None:
+    """Copy a state dict into a model in its present modes; see :func:`load_into`."""
     held = model.state_dict(keep_vars=True)
     base = held if own is None else own
     given, versions = _under_own_names(state, held)

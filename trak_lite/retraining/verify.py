@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import own_modes
 from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
@@ -281,6 +282,7 @@ def _target_outputs(
     The weights are loaded into ``model``, which is restored afterwards and may be ``trained`` itself.
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
+    modes = own_modes(trained) if isinstance(trained, nn.Module) else {}
     if isinstance(state, Mapping):
         # Copy the values: if trained is model, borrow_model and load_into overwrite them.
         copies = {
@@ -289,7 +291,7 @@ def _target_outputs(
         }
         state = with_versions(copies, module_versions(state))
     with borrow_model(model, device):
-        load_into(model, Checkpoint("retrained", None, lambda: state))
+        load_into(model, Checkpoint("retrained", None, lambda: state), modes=modes)
         return outputs_of_model(model, task, targets, device)
 
 

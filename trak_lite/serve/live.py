@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
+from trak_lite._eval_caches import attributes_kept
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
@@ -106,22 +107,26 @@ class LiveModel:
             *_, last = iterate_checkpoints(self.checkpoints)
         model = self.attributor.model
         load_into(model, last)
+        model.to(self.attributor.device).eval()  # before the digest: as the rows were computed
         if weights_digest(model) not in tables:
             raise CheckpointError(
                 f"The weights of checkpoint {last.name!r} are not those of a checkpoint of {store.path}. Pass "
                 "--checkpoints PATH with the checkpoints that it was made with, or serve without --recipe."
             )
-        model.to(self.attributor.device).eval()
         return last.name
 
     def output(self, sample: Any, task: AbstractModelOutput) -> tuple[float, Content | None]:
         """Return f of a sample at the last checkpoint, and the output that the recipe returns for it."""
         attributor = self.attributor
         (_, batch), *_ = Rows([sample], collate=self.targets.collate).batches([np.zeros(1, np.int64)])
-        with torch.no_grad():
-            task.prepare(attributor.model)
-            terms = task.evaluate(ModelCall(attributor.model), move_batch(batch, attributor.device))
-            shown = None if self.predict is None else self.predict(attributor.model, sample)
+        put_back = attributes_kept(attributor.model.modules())
+        try:
+            with torch.no_grad():
+                task.prepare(attributor.model)
+                terms = task.evaluate(ModelCall(attributor.model), move_batch(batch, attributor.device))
+                shown = None if self.predict is None else self.predict(attributor.model, sample)
+        finally:
+            put_back()  # scores of a text load other checkpoints
         return float(terms.output[0]), None if shown is None else rendered(shown, "the output")
 
     def target(self, target: int) -> Any:
