@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -23,15 +24,26 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
+def _unsynced(fd: int) -> None:
+    """Stand for ``os.fsync``."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cheap() -> Iterator[None]:
     """Verdicts have intervals of 100 resamples, since 1,000 take a second; nobody waits for the disk.
 
-    A sync matters to a power cut alone; ``test_store_disk`` records the syncs.
+    A sync matters to a power cut alone; ``test_store_disk`` records the syncs. Those that do nothing need no threads.
     """
+    at_once = resolve_name("trak_lite.store.disk.files:_at_once")
+
+    def in_turn(calls: Sequence[Callable[[], None]]) -> None:
+        for some in [[call] for call in calls] if os.fsync is _unsynced else [calls]:
+            at_once(some)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
-        patched.setattr(os, "fsync", lambda fd: None)
+        patched.setattr("trak_lite.store.disk.files._at_once", in_turn)
+        patched.setattr(os, "fsync", _unsynced)
         yield
 
 

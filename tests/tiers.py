@@ -109,6 +109,7 @@ SOME: dict[str, int] = {
     "models/test_borrowed_models.py": 2,
     "models/test_sharded_models.py::test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model": 1,
     "parallel/test_ranks.py::test_a_process_group_of_the_script_is_used_and_left_to_it": 1,
+    "parallel/test_ranks.py::test_ranks_that_do_not_do_the_same_are_told_before_any_writes": 3,
     "parallel/test_ranks.py::test_ranks_write_every_row_once_with_the_bits_of_one_process": 1,
     "parallel/test_shared_runs.py::test_a_checkpoint_that_is_dropped_while_targets_are_scored_is_named": 2,
     "parallel/test_shared_runs.py::test_processes_featurize_every_row_once_and_end_with_the_bits_of_one": 1,

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from pkgutil import resolve_name
 
 import pytest
 from cli_cases import write_case
 
 from trak_lite import cli
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parsers_are_made_once():
+    """A command makes a parser of all keys and one of each key given, which took a third of the time here."""
+    made, kept = resolve_name("trak_lite.cli.configs:_parser"), {}
+
+    def parser_of(keys, **texts):
+        asked = repr((keys, texts))
+        return kept[asked] if asked in kept else kept.setdefault(asked, made(keys, **texts))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trak_lite.cli.configs._parser", parser_of)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -160,7 +160,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarr
     return path, [made.score(TARGETS, "t").numpy() for made in (both, left)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("moment", range(6))
 def test_a_checkpoint_that_is_dropped_while_targets_are_scored_is_named(
     tmp_path: Path, three: tuple[Path, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch, moment: int

@@ -21,8 +21,6 @@ from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.store import open_store
 
-pytestmark = pytest.mark.quick
-
 N, M = 30, 4
 
 
@@ -90,6 +88,7 @@ def test_scores_by_default_are_those_of_the_default_damping_with_q_outside(tmp_p
     np.testing.assert_allclose(scores.self_influence(), itself, rtol=1e-4, atol=1e-5 * itself.max())
 
 
+@pytest.mark.quick
 def test_q_is_outside_for_methods_with_a_kernel_and_inside_for_sums_of_gradient_products():
     made = attributor()
     made.featurize(TRAIN)
@@ -128,6 +127,7 @@ def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain
         assert Attributor(head, "causal_language_modeling", None, projector=projector).method == method
 
 
+@pytest.mark.quick
 def test_a_store_opens_with_the_settings_of_its_task(tmp_path):
     """Also where they were the default of a time, and no longer are."""
     ids = torch.randint(5, (6, 4), generator=torch.Generator().manual_seed(0))

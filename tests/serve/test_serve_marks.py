@@ -16,8 +16,6 @@ from serve_cases import Mark, MarksFile, relabelling
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
 
-pytestmark = pytest.mark.quick
-
 DATASET = {"num_rows": 9, "indices": "abc"}
 KEEP, DROP = Mark("keep"), Mark("drop")
 
@@ -77,6 +75,7 @@ def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(old, a
     assert {**old, 2: DROP} in outcomes
 
 
+@pytest.mark.quick
 def test_a_write_that_fails_leaves_the_old_marks(path, monkeypatch):
     marks(path).put(1, KEEP)
 
@@ -89,6 +88,7 @@ def test_a_write_that_fails_leaves_the_old_marks(path, monkeypatch):
     assert marks(path).read() == {1: KEEP}
 
 
+@pytest.mark.quick
 def test_several_writers_lose_no_mark(path):
     def put_all(start: int) -> None:
         for row in range(start, 60, 3):
@@ -106,6 +106,7 @@ WRONG_ROWS = ["-1", "60", "1000000000", "9" * 5000, "01", " 1", "1_0", "\u0663",
 NO_MARKS = ["{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}}}', "[" * 10_000]
 
 
+@pytest.mark.quick
 def test_marks_of_other_rows_and_files_without_marks_are_refused_and_nothing_is_written(path):
     unsealed = json.dumps({"format": 1, "dataset": DATASET, "marks": {"59": {"mark": "keep"}}})
     path.write_text(unsealed)
@@ -128,6 +129,7 @@ def test_marks_of_other_rows_and_files_without_marks_are_refused_and_nothing_is_
     assert path.read_text() == sound
 
 
+@pytest.mark.quick
 def test_the_csv_reads_back_and_holds_no_formula():
     labels = ["cat", "=1+1", "-3", 'a "b", c\nd']
     found = relabelling({1: Mark("flip", "@SUM(A1)"), 2: Mark("flip", "-4"), 3: DROP}, labels)

@@ -1,5 +1,7 @@
 """The process that forks victims, shared by the tests of this folder."""
 
+import functools
+import shutil
 import signal
 from pathlib import Path
 
@@ -41,20 +43,39 @@ def path(tmp_path):
     return str(tmp_path / "run.zarr")
 
 
-@pytest.fixture
-def full(path):
-    """A finished table of eleven rows."""
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """Return what makes a copy of a store at a path: each kind of store is written once."""
+
+    @functools.cache
+    def made(write):
+        path = str(tmp_path_factory.mktemp("once") / "run.zarr")
+        write(path)
+        return path
+
+    return lambda write, path: shutil.copytree(made(write), path)
+
+
+def write_full(path):
     with writing(path) as table:
         table.put(0, values(range(11)))
-    return path
 
 
-@pytest.fixture
-def mixed(path):
-    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
+def write_mixed(path):
     with writing(path) as table:
         for start, count in ((0, 8), (8, 1), (9, 1)):
             table.put(start, values(range(start, start + count)))
     with ZarrFeatureStore.open(path, "r+") as store:
         store.cache("gram", "key", np.eye(2))
-    return path
+
+
+@pytest.fixture
+def full(path, once):
+    """A finished table of eleven rows."""
+    return once(write_full, path)
+
+
+@pytest.fixture
+def mixed(path, once):
+    """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
+    return once(write_mixed, path)

@@ -131,7 +131,7 @@ def check_all(path, spec=SPEC):
     assert os.listdir(folder(path, "features", ".stage")) == []
 
 
-def finish(path, spec=SPEC, batch=2):
+def finish(path, spec=SPEC, batch=16):
     """Resume: put what is pending, and check every row."""
     with writing(path, spec) as table:
         put_pending(table, batch)

@@ -118,7 +118,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("place", "harm", "expected", "lost"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_repair_costs_exactly_the_damaged_rows(mixed, place, harm, expected, lost):
     """Damage is named by table, chunk, rows and column; a repair deletes nothing, a second one has nothing to do."""
@@ -341,8 +340,9 @@ def test_a_chunk_in_a_writers_hand_is_left_alone(path):
 
 
 def test_a_row_log_torn_at_any_byte_keeps_its_whole_frames(half):
-    log, (_, (second, _, _)) = content(row_log(half, 1)), cases.frames(half, 1)
-    for cut in range(len(log)):
+    log, (_, (second, rows, _)) = content(row_log(half, 1)), cases.frames(half, 1)
+    edges = {place + near for place in (64, second, rows) for near in (-1, 0, 1)}
+    for cut in sorted(edges.union(range(0, len(log), 4)).intersection(range(len(log)))):
         overwrite(row_log(half, 1), log[:cut])
         assert cases.done_rows(half) == ([4] if cut >= second else [])
         assert check_store(half).ok
@@ -369,7 +369,8 @@ def test_a_flipped_bit_in_a_row_log_costs_the_rows_of_its_frame(path, spec):
         table.put(4, values([4], spec))
         table.put(5, values([5, 6], spec))
     whole, (second, rows, _) = content(row_log(path, 1)), cases.frames(path, 1)[1]
-    for byte in range(0, len(whole), 1 if spec is SPEC else 5):
+    edges = {63, 64, second - 1, *range(second, second + 14), rows - 1, rows, len(whole) - 1}
+    for byte in sorted(edges.union(range(0, len(whole), 3 if spec is SPEC else 9))):
         overwrite(row_log(path, 1), cases.flipped(whole, byte, byte % 8))
         lost = set() if byte < 64 else {4} if byte < second else {5, 6}
         assert cases.done_rows(path) == sorted({4, 5, 6} - lost)
