@@ -50,7 +50,7 @@ def test_the_computer_that_is_chosen_for_a_whole_model_is_exact(case: Case, coun
 
     assert_same(collect_gradients(computer, batch), expected, atol=1e-12 * max(scale, 1))
 
-    assert_steady(computer, batch)
+    assert_steady(computer, batch, expected)
 
 
 def parameter(*shape: int) -> Callable[[], nn.Parameter]:
