@@ -104,7 +104,7 @@ SOME: dict[str, int] = {
     "integrations/test_huggingface.py": 1,
     "integrations/test_transformers_tasks.py": 4,
     "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs::test_output_gradient_passes_gradcheck": 6,
-    "modelout_functions/test_modelout_registry.py::test_the_same_made_twice_is_one_task_and_all_others_are_others": 3,
+    "modelout_functions/test_modelout_registry.py::test_the_same_made_twice_is_one_task_and_all_others_are_others": 2,
     "modelout_functions/test_post_training.py::test_rows_are_scored_from_end_to_end": 4,
     "models/test_borrowed_models.py": 2,
     "models/test_sharded_models.py::test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model": 1,
