@@ -362,9 +362,9 @@ def test_replays_have_the_bits_of_the_pass(kind):
 def test_what_a_recording_cannot_see_runs_the_pass(build):
     model = made(build)
     run = Run(model)
-    for batch in batches(12):
+    for batch in batches(9):
         torch.testing.assert_close(run(batch)[0], reference(model, batch), rtol=1e-4, atol=1e-6)
-    assert run.passes == 12
+    assert run.passes == 9, "what can be replayed is replayed from the seventh batch on"
 
 
 def test_the_log_says_why_passes_are_not_replayed(caplog):

@@ -369,7 +369,7 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
         calibrated_scores(scores)
     verdict = verify(scores, Training(), TARGETS, budget=60, calibrate=True)
     masks = subset_masks(N, 60)
-    held_out, outputs = masks[1::2], outputs_of(masks)[1::2, 0]
+    held_out, outputs = masks[1::2], outputs_of(masks[1::2])[:, 0]
     found = verdict.calibration
     assert (found.kept, found.num_held_out, found.across) == (True, 30, "subsets")
     assert found.gain.low > 0
