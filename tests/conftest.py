@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from _pytest.doctest import DoctestModule
 from tiers import is_without_tests_of, mark_campaign
 
 from trak_lite.evaluation import linear_datamodeling_score
-from trak_lite.gradient_computers.self_check import compare
 
 torch.set_num_threads(1)
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
@@ -56,7 +56,7 @@ def _few_comparisons(request: pytest.FixtureRequest) -> Iterator[None]:
                 "trak_lite.gradient_computers.self_check.is_scheduled", lambda number: number % 64 == 0
             )
         if place & _COMPARED_ONCE:
-            once = _of_new_models(compare)
+            once = _of_new_models(import_module("trak_lite.gradient_computers.self_check").compare)
             for user in ("_base", "hooks.computer"):
                 patched.setattr(f"trak_lite.gradient_computers.{user}.compare", once)
         yield
