@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 from _pytest.doctest import DoctestModule
 from tiers import is_without_tests_of, mark_campaign
+
+from trak_lite.evaluation import linear_datamodeling_score
 
 torch.set_num_threads(1)
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
@@ -42,6 +45,8 @@ def _cheap() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
+        cheap = partial(linear_datamodeling_score, num_resamples=100)
+        patched.setattr("trak_lite.retraining.one_run.linear_datamodeling_score", cheap)
         patched.setattr("trak_lite.store.disk.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
         yield
@@ -54,9 +59,9 @@ def _few_comparisons(request: pytest.FixtureRequest) -> Iterator[None]:
     Where it is not the check that is tested: each sample costs a backward pass, and those of batches 2, 4 and 8 would
     be as many passes as those of the batches of a test that featurizes a few rows.
     """
-    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    place = {request.path.stem, request.path.relative_to(Path(__file__).parent).parts[0]}
     with pytest.MonkeyPatch.context() as patched:
-        if room not in ("device", "gradient_computers", "zoo"):
+        if not place & {"device", "test_replays", "test_self_check", "zoo"}:
             patched.setattr("trak_lite.gradient_computers.self_check._SAMPLES_AT_FIRST", 2)
             patched.setattr(
                 "trak_lite.gradient_computers.self_check.is_scheduled", lambda number: number % 64 == 0

@@ -89,9 +89,8 @@ def order(seed: int = 7) -> list[Tensor]:
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
     """The gradients of the margin by plain autograd, sample by sample, in eval mode."""
-    rows = []
+    rows, own = [], copy.deepcopy(model).eval()
     for sample, label in zip(x, y, strict=True):
-        own = copy.deepcopy(model).eval()
         logits = own(sample.clone()[None])[0]
         f = logits[label] - torch.cat([logits[:label], logits[label + 1 :]]).logsumexp(0)
         found = torch.autograd.grad(f, list(own.parameters()), allow_unused=True, materialize_grads=True)
@@ -191,13 +190,13 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
     made = attributor(model)
     state = torch.get_rng_state(), random.getstate()
     with caplog.at_level("DEBUG", "trak_lite"), made.capture(data(), "epoch-0") as capture:
-        rows = epoch(model, capture, order()[:-4], **loops)
+        rows = epoch(model, capture, order()[:10], **loops)
         # Rows that are visited again stay, beside new ones of the same batch.
         more = epoch(model, capture, order(8)[:6], **loops)
     ends = torch.get_rng_state(), random.getstate()
     torch.set_rng_state(state[0])
     random.setstate(state[1])
-    epoch(plain, None, order()[:-4], **loops)
+    epoch(plain, None, order()[:10], **loops)
     epoch(plain, None, order(8)[:6], **loops)
     assert (torch.get_rng_state() == ends[0]).all()
     assert random.getstate() == ends[1]
@@ -210,7 +209,7 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
     assert calls == others
     rows = np.where(np.isnan(rows), more, rows)
     seen = ~np.isnan(rows).all(1)
-    assert N - 4 * BATCH < seen.sum() < N
+    assert 10 * BATCH < seen.sum() < N
     close(stored(made)[seen], rows[seen], RTOL)
     if layers == "plain":
         assert "is recorded" in caplog.text
@@ -328,13 +327,14 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path: Path) -> None:
         pass
     rows = []
     with made.capture(data(), "epoch-0", optimizer=optimizer, folder=tmp_path / "weights") as capture:
-        for step, numbers in enumerate(order()):
+        for step, numbers in enumerate(order()[:10]):
             state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
             later = attributor(Network(), f"step-{step}.zarr", normalize="adam_update")
             later.featurize(torch.utils.data.Subset(data(), numbers.tolist()), state)
             rows.append(stored(later))
             epoch(model, capture, [numbers], optimizer=optimizer)
-    np.testing.assert_allclose(stored(made)[torch.cat(order())], np.concatenate(rows), rtol=1e-5, atol=1e-6)
+    seen = torch.cat(order()[:10])
+    np.testing.assert_allclose(stored(made)[seen], np.concatenate(rows), rtol=1e-5, atol=1e-6)
     assert made.score(data(), "itself").shape == (N, N)
     saved = attributor(Network(), "saved.zarr", normalize="adam_update")
     saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state

@@ -131,7 +131,7 @@ def test_cg_is_the_dense_solve_for_every_target(make, task, train, targets, tmp_
     plain = plain_rows(model, task, train, targets, tmp_path)
     method = CG(damping=0.5, absolute=True, tolerance=1e-9, max_iterations=500)
     with caplog.at_level(logging.INFO, "trak_lite"):
-        found = streamed(model, task, in_batches(train, 60 if make is Cubed else 5), targets, method)
+        found = streamed(model, task, in_batches(train, 60 if make is Cubed else 7), targets, method)
 
     close(found.numpy(), plain.scores(dense_matrix(model, train), 0.5, absolute=True))
     assert ("two backward passes" in caplog.text) == (make is Cubed)

@@ -134,7 +134,6 @@ CASES: dict[str, Case] = {
         lambda random, count: (normals(random, count, 1, 4, 4), integers(random, 3, count)),
         margins,
     ),
-    "attention": Case(Attention, "causal_language_modeling", texts, token_log_probs),
     "recurrent": Case(
         Recurrent,
         "binary_classification",
@@ -148,6 +147,7 @@ CASES: dict[str, Case] = {
         lambda random, count: (normals(random, count, 4), normals(random, count)),
         predictions,
     ),
+    "attention": Case(Attention, "causal_language_modeling", texts, token_log_probs),
 }
 METHODS: dict[str, methods.AbstractMethod] = {
     "GaussNewton": methods.GaussNewton(),

@@ -50,7 +50,7 @@ def test_the_computer_that_is_chosen_for_a_whole_model_is_exact(case: Case, coun
 
     assert_same(collect_gradients(computer, batch), expected, atol=1e-12 * max(scale, 1))
 
-    assert_steady(computer, batch)
+    assert_steady(computer, batch, expected)
 
 
 def parameter(*shape: int) -> Callable[[], nn.Parameter]:
@@ -200,8 +200,13 @@ EXACT |= {
     f"attention with a bias {shape}, scale {scale}{', a row that hides all' * empty}": net(
         attended(scale, empty), rows(4, 5), why={"bias": "attention"}, bias=parameter(*shape)
     )
-    for shape in [(1, 2, 5, 5), (2, 5, 5), (5, 5), (1, 2, 1, 5)]
-    for scale, empty in [(None, False), (0.3, False), (None, True)]
+    for shape, scale, empty in [
+        ((1, 2, 5, 5), None, True),
+        ((2, 5, 5), 0.3, True),
+        ((5, 5), None, False),
+        ((5, 5), 0.3, False),
+        ((1, 2, 1, 5), None, True),
+    ]
 }
 
 
@@ -516,7 +521,7 @@ def stepping(s: Net, x: Tensor) -> Tensor:
 
 EXACT |= {
     f"{cell.__name__}, {steps} steps": net(stepping, rows(3, steps), unchecked=True, cell=partial(cell, 4, 3))
-    for cell, steps in product((nn.LSTMCell, nn.GRUCell, nn.RNNCell), (4, 1, 2))
+    for cell, steps in product((nn.LSTMCell, nn.GRUCell, nn.RNNCell), (4, 1))
 }
 
 

@@ -406,7 +406,7 @@ def check_drawn(layer: str, data: st.DataObject) -> None:
 
 
 @every_layer
-@drawn(max_examples=8)
+@drawn(max_examples=6)
 @given(data=st.data())
 def test_a_layer_at_any_options_equals_the_loop(layer: str, data: st.DataObject) -> None:
     check_drawn(layer, data)

@@ -46,15 +46,13 @@ def bert(num_labels: int = 3, **settings: Any) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
     config = transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **sizes)
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, num_key_value_heads=1)
-    )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1))
 
 
 def lora(base: Callable[[], nn.Module] = llama, **settings: Any) -> nn.Module:

@@ -13,7 +13,7 @@ from trak_lite import Attributor
 from trak_lite.methods import GaussNewton, GradCos, GradDot
 from trak_lite.store import ZarrFeatureStore
 
-N, C, WIDTHS = 6000, 2, (40, 24)
+N, C, WIDTHS = 3000, 2, (40, 24)
 K = sum(WIDTHS)
 ENDS = ("helpful", "harmful")
 METHOD = GaussNewton(damping=0.3)
