@@ -145,7 +145,7 @@ class Timed(TensorDataset):
 def test_the_time_of_a_plan_is_that_of_its_batches(seconds, total, clock, monkeypatch):
     """400 rows in 13 batches of 2 s, some of which take longer."""
     monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", 128)
-    plan = attributor(None).plan(Rows(Timed(clock, 400, seconds), name="timed"))
+    plan = attributor(None).plan(Rows(Timed(clock, 400, seconds), name="timed", batch_size=32))
     np.testing.assert_allclose(plan.seconds["rows"], [total] * 4)
 
 
