@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 Float32Products: TypeAlias = Literal["ieee", "tf32"]
 """How float32 products are computed: in full precision, or with factors rounded to 10 bits of mantissa (TF32)."""
@@ -281,8 +282,12 @@ def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
 
 
 def forked_rng() -> contextlib.AbstractContextManager[None]:
-    """Return a context that restores the random states of the CPU and of all devices of the accelerator."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """Return a context that restores the random states of the CPU and of all devices of the accelerator.
+
+    In a worker of a loader, which cannot use an accelerator, only that of the CPU.
+    """
+    available = get_worker_info() is None and torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if available else None
     if device is None:
         return torch.random.fork_rng(devices=[])
     # torch warns about several devices unless they are named.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
-from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.data.batches import ColumnMarks, batch_size, flatten_batch, move_batch, take_rows
 from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (
     AssertedInputError,
@@ -501,6 +501,7 @@ class TRAKer:
         """Write the pending rows of a batch, and advance the cursor if the rows were not named."""
         self._require_open()
         self._refuse_changed_model(cursor)
+        batch = cursor.marks.marked(batch)
         rows = cursor.rows(inds, num_samples, batch_size(batch))
         with self._locks_for_success_only():
             table = self._attached(cursor)
@@ -678,6 +679,7 @@ class _Cursor:
         self.spec = spec
         """Without the state of the task, which may change until the first batch."""
         self.label = label
+        self.marks = ColumnMarks()
         self.position = 0
         self.table: LazyTable | None = None
         self.state: str | None = None

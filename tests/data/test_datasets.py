@@ -234,18 +234,45 @@ def with_shared(shared: Any, samples: list[Any]) -> dict[str, Any]:
     return {"x": torch.stack([sample[0] for sample in samples]), "shared": shared}
 
 
-@pytest.mark.parametrize(
-    ("shared", "said"),
-    [(torch.tensor([0.7, 0.2, 0.1]), r"tensor of shape \(3,\)"), (["a", "b", "c"], "list of 3 entries")],
-)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_all_samples_share_is_not_divided_among_as_many(shared, said, num_workers):
+def test_a_tensor_that_all_samples_share_is_not_divided_among_as_many(num_workers):
     data = TensorDataset(torch.arange(12.0).reshape(6, 2))
-    collate = partial(with_shared, shared)
+    collate = partial(with_shared, torch.tensor([0.7, 0.2, 0.1]))
     rows = Rows(DataLoader(data, batch_size=3, collate_fn=collate, num_workers=num_workers))
 
-    with pytest.raises(InvalidInputError, match=rf"{said}.* all samples share it"):
+    with pytest.raises(InvalidInputError, match=r"tensor of shape \(3,\).* all samples share it"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
+
+
+def popped(samples):
+    return torch.stack([sample.pop("x") for sample in samples])
+
+
+def squeezed(samples):
+    return torch.stack([sample["x"] for sample in samples]).squeeze(0)
+
+
+def several(samples):
+    first, second, *_ = samples
+    return torch.stack([sample["x"] for sample in (first, second, *_)])
+
+
+def drawn(samples):
+    return torch.stack([sample["x"] for sample in samples]) + torch.rand(1)
+
+
+@pytest.mark.parametrize("collate", [popped, squeezed, several, drawn])
+def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they_are(collate):
+    def samples():
+        return [{"x": torch.full((2, 3), float(i))} for i in range(4)]
+
+    torch.manual_seed(0)
+    expected = [collate(samples()[:2]), collate(samples()[2:])]
+    torch.manual_seed(0)
+    rows = Rows(samples(), collate=collate, name="rows")
+    found = [batch for _, batch in rows.batches(plan([0, 1], [2, 3]))]
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

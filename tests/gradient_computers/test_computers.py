@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor
+from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
@@ -28,6 +28,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     select_parameters,
 )
+from trak_lite.methods import GradDot
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.testing import GradientComputerTests, GradientRuleTests
@@ -430,9 +431,9 @@ FACTORS = {"gold": 4.0, "web": 1.0, "spam": 0.25}
 
 
 def by_columns(call: ModelCall, batch: Any) -> Tensor:
-    """The product of the sums of a sample's outputs with a number from each of its columns."""
+    """The product of the sums of a sample's outputs with numbers from its columns, and with all shared numbers."""
     factors = [
-        FACTORS[source] * FACTORS[place] * float(share) * sum(ids)
+        FACTORS[source] * FACTORS[place] * float(share) * sum(ids) * sum(batch["shared"])
         for source, place, share, ids in zip(
             batch["source"], batch["place"], batch["share"], batch["ids"], strict=True
         )
@@ -442,29 +443,34 @@ def by_columns(call: ModelCall, batch: Any) -> Tensor:
     )
 
 
+@pytest.mark.parametrize("num_shared", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", [*GRADIENT_COMPUTERS, "auto"])
-def test_columns_that_are_no_tensors_are_those_of_their_sample(name: str) -> None:
+def test_columns_that_are_no_tensors_are_those_of_their_sample(name: str, num_shared: int) -> None:
+    """10 rows in batches of 8 and 2; a list that samples share has as many entries as some batch has samples."""
     torch.manual_seed(0)
-    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
-    columns: dict[str, Any] = {
-        "source": ["gold", "web", "spam", "web"],
-        "place": ("web", "gold", "web", "spam"),
-        "share": np.array([0.5, 2.0, 1.5, 3.0]),
-        "ids": [[1, 2], [3], [4, 5, 6], []],
-    }
-    batch = {"x": x, "all": ["a", "b", "c", "d", "e"], **columns}
-    model_output = resolve_task(by_columns)
-    if name == "auto":
-        computer = choose_gradient_computer(model, model_output, batch).computer
-    else:
-        computer = GRADIENT_COMPUTERS[name](model, model_output)
-    factors = torch.tensor([4 * 0.5 * 3, 4 * 2.0 * 3, 0.25 * 1.5 * 15, 0.0], dtype=torch.float64)
-    expected = {
-        "weight": (factors[:, None] * x)[:, None].expand(4, 2, 3),
-        "bias": factors[:, None].expand(4, 2),
-    }
+    names = list(FACTORS)
+    x = torch.randn(10, 3)
+    rows = [(x[i], names[i % 3], names[i % 2], 0.5 + i, list(range(i % 4))) for i in range(10)]
+    shared = [1.0 + k for k in range(num_shared)]
 
-    assert_same(collect_gradients(computer, batch), expected)
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        x, source, place, share, ids = zip(*samples, strict=True)
+        columns = {"source": list(source), "place": place, "share": np.array(share), "ids": list(ids)}
+        return {"x": torch.stack(x), "shared": shared, **columns}
+
+    settings: Any = {"proj_dim": 20, "dtype": "float32", "batch_size": 8, "progress": False}
+    made = Attributor(nn.Linear(3, 2), by_columns, None, collate=collate, gradient_computer=name, **settings)
+    made.featurize(rows)
+    found = made.score(Rows(rows, name="targets"), method=GradDot(q="off")).numpy()
+
+    factors = [
+        FACTORS[names[i % 3]] * FACTORS[names[i % 2]] * (0.5 + i) * sum(range(i % 4)) for i in range(10)
+    ]
+    gradients = (
+        torch.tensor(factors).double()[:, None] * sum(shared) * torch.cat([x, torch.ones(10, 1)], 1).double()
+    )
+    expected = 2 * gradients @ gradients.T  # both outputs have the same gradient
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
 
 
 def contrast(call: ModelCall, batch: Any) -> Tensor:
@@ -497,6 +503,18 @@ def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(
         name, _, computer = choose_gradient_computer(model, task, batch)
     assert name == "iterative"
     assert_same(collect_gradients(computer, batch), by_loop(model, output, batch))
+
+
+@pytest.mark.parametrize("name", ["functional", "iterative"])
+def test_a_small_difference_of_large_numbers_is_not_taken_for_a_mixture_of_samples(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 1).eval(), torch.randn(8, 64)
+    values = (model(x) + 1e-6 * torch.randn(8, 1)).detach()  # almost fitted: f is rounding to a tenth
+    task = resolve_task(lambda call, batch: (call(batch[0]) - batch[1]).squeeze(1))
+
+    found = collect_gradients(GRADIENT_COMPUTERS[name](model, task), (x, values))
+
+    torch.testing.assert_close(found["weight"].squeeze(1), x)
 
 
 # The automatic choice, and its reason in the log and in the manifest

@@ -281,3 +281,28 @@ def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method
 
     summed = np.stack([found[row].sum(0) for row in range(len(data))])
     close(summed, scores.numpy(), tolerance, tolerance / 2)
+
+
+class Weighted(LanguageModel):
+    """Multiplies the embedded tokens of a text by the number of its source, which is a tensor or a list of strings."""
+
+    def forward(self, input_ids, source):
+        scale = torch.tensor([float(one) for one in source]) if isinstance(source, list) else source
+        return self.head(torch.tanh(self.embedding(input_ids) * scale[:, None, None]))
+
+
+@pytest.mark.parametrize("method", [GradDot(), TRAK(damping=0.1)])
+def test_tokens_of_texts_with_a_column_of_strings_have_the_scores_of_a_column_of_numbers(method):
+    found = []
+    for as_source in (str, lambda number: torch.tensor(float(number))):
+        data = [
+            {"input_ids": ids, "labels": labels, "source": as_source(row % 3 + 1)}
+            for row, (ids, labels) in enumerate(TRAIN)
+        ]
+        settings = {"proj_dim": 64, "dtype": "float32", "batch_size": 4, "progress": False}
+        made = Attributor(Weighted(), "causal_language_modeling", None, **settings)
+        made.featurize(Rows(data, name="texts"))
+        scores = made.score(Rows(data, name="targets"), method=method)
+        found.append(token_scores(scores, Rows(data, name="texts"), [0, 1, 2, 4]))
+    for row in (0, 1, 2, 4):
+        close(found[0][row], found[1][row])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -88,12 +89,74 @@ def _holds_tensors(batch: Batch) -> bool:
     return isinstance(batch, Tensor)
 
 
-def is_column(value: Any, size: int) -> bool:
-    """Return whether a value without tensors has one entry per sample of a batch of B = ``size`` samples.
+class ListColumn(list[Any]):
+    """A list of a batch with one entry per sample: strings, numbers, ragged lists."""
 
-    Collate functions return columns that are no numbers as lists or tuples, and some return NumPy arrays.
+
+class TupleColumn(tuple[Any, ...]):
+    """A tuple of a batch with one entry per sample."""
+
+
+class ArrayColumn(np.ndarray[Any, Any]):
+    """An array of a batch with one entry per sample."""
+
+
+@final
+class ColumnMarks:
+    """Marks the columns of the batches of one source, so that they are divided with the samples.
+
+    The first batch of several samples decides what a column is, and not the length in each batch: a list that all
+    samples share has as many entries as some batch has samples.
     """
-    return _is_sized(value) and len(value) == size
+
+    def __init__(self) -> None:
+        self._places: frozenset[int] | None = None
+        """Of the columns among the lists, tuples and arrays of a batch; ``None`` before a batch of several samples."""
+
+    @property
+    def are_decided(self) -> bool:
+        """Whether a batch of several samples was seen."""
+        return self._places is not None
+
+    def marked(self, batch: Batch, alone: Callable[[], Batch | None] = lambda: None) -> Batch:
+        """Return the batch with its columns marked; an invalid batch is returned as it is.
+
+        Args:
+            batch: B samples.
+            alone: Returns the first sample as a batch of its own, if there is one to compare with.
+
+        Raises:
+            InvalidInputError: If all samples share a tensor that has as many entries as the batch has samples.
+        """
+        leaves, sized = flatten_batch(batch)[0], _sized(batch)
+        size = len(leaves[0]) if leaves else 0
+        if any(len(leaf) != size for leaf in leaves):
+            return batch
+        if self._places is None and size > 1:
+            one = alone()
+            if one is not None:
+                _refuse_shared(leaves, flatten_batch(one)[0])
+            of_one = [] if one is None else _sized(one)
+            known = len(of_one) == len(sized)
+            self._places = frozenset(
+                place
+                for place, value in enumerate(sized)
+                if len(value) == size and (not known or len(of_one[place]) == 1)
+            )
+        # Of one sample alone, what has one entry counts as a column.
+        places = range(len(sized)) if self._places is None else self._places
+        if not places:
+            return batch
+        place = itertools.count()
+
+        def mark(value: Any) -> Any:
+            if not _is_sized(value) or next(place) not in places or len(value) != size:
+                return value
+            if isinstance(value, np.ndarray):
+                return value.view(ArrayColumn)
+            return ListColumn(value) if isinstance(value, list) else TupleColumn(value)
+
+        return map_tensors(lambda tensor: tensor, batch, mark)
 
 
 def _is_sized(value: Any) -> bool:
@@ -101,11 +164,34 @@ def _is_sized(value: Any) -> bool:
     return is_list or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
-def has_columns(batch: Batch) -> bool:
-    """Return whether a batch has columns beside its tensors; see :func:`is_column`."""
-    size, found = batch_size(batch), list[Any]()
-    map_tensors(lambda tensor: tensor, batch, lambda value: found.append(is_column(value, size)))
-    return any(found)
+def _sized(batch: Batch) -> list[Any]:
+    """Return the lists, tuples and arrays of a batch that hold no tensors, in order."""
+    found: list[Any] = []
+    map_tensors(lambda tensor: tensor, batch, lambda value: found.append(value) if _is_sized(value) else None)
+    return found
+
+
+def _refuse_shared(leaves: Sequence[Tensor], of_one: Sequence[Tensor]) -> None:
+    size = len(leaves[0])
+    if len(leaves) != len(of_one):  # a collate function may leave parts out
+        return
+    shared = [leaf for leaf, own in zip(leaves, of_one, strict=True) if leaf.shape == own.shape]
+    if shared:
+        raise InvalidInputError(
+            f"The batch of {size} samples holds a tensor of shape {tuple(shared[0].shape)}, and so does a batch of one "
+            "sample: all samples share it. Axis 0 of every tensor of a batch is the sample axis. Keep what samples "
+            "share in the model or the task, or repeat it for every sample."
+        )
+
+
+def is_column(value: Any) -> bool:
+    """Return whether a value of a batch is a column that was marked by :class:`ColumnMarks`."""
+    return isinstance(value, ListColumn | TupleColumn | ArrayColumn)
+
+
+def columns_of(batch: Batch) -> list[Any]:
+    """Return the columns of a batch beside its tensors, in order."""
+    return list(filter(is_column, _sized(batch)))
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
@@ -150,56 +236,29 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def take_rows(batch: Batch, rows: int | slice | Sequence[int]) -> Batch:
-    """Return the samples ``rows`` of a batch; of an integer one sample without a sample axis.
+    """Return the samples ``rows`` of a batch and of its columns; of an integer one sample without a sample axis."""
 
-    Lists, tuples and arrays without tensors that have one entry per sample are divided too; see :func:`is_column`.
-    """
-    size = batch_size(batch)
-
-    def taken(value: Any) -> Any:
-        if not is_column(value, size):
-            return value
-        if isinstance(rows, int | slice) or isinstance(value, np.ndarray):
-            return value[rows]
-        chosen = [value[row] for row in rows]
-        return chosen if isinstance(value, list) else tuple(chosen)
+    def taken(column: Any) -> Any:
+        if not is_column(column):
+            return column
+        if isinstance(rows, int) or isinstance(column, ArrayColumn):
+            return column[rows]
+        return type(column)(column[rows] if isinstance(rows, slice) else [column[row] for row in rows])
 
     return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, batch, taken)
 
 
-def refuse_shared(batch: Batch, alone: Batch) -> None:
-    """Raise if a tensor or column of a batch of several samples is not divided among them.
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the samples of some batches of the same structure, without differing shapes, in one batch."""
+    leaves = map(torch.cat, zip(*(flatten_batch(batch)[0] for batch in batches), strict=True))
+    columns = zip(*map(columns_of, batches), strict=True)
 
-    Args:
-        batch: At least two samples.
-        alone: The first of them, collated on its own.
+    def joined(value: Any) -> Any:
+        if not is_column(value):
+            return value
+        parts = next(columns)
+        if isinstance(value, ArrayColumn):
+            return np.concatenate(parts).view(ArrayColumn)
+        return type(value)(entry for part in parts for entry in part)
 
-    Raises:
-        InvalidInputError: If something has one entry per sample in the batch, and more or fewer in that of one sample:
-            it has as many entries as the batch has samples by chance.
-    """
-    size, here, own = batch_size(batch), _sized(batch), _sized(alone)
-    pairs = (
-        zip(here, own, strict=False) if len(here) == len(own) else ()
-    )  # a collate function may leave parts out
-    shared = [what for (what, length), (_, of_one) in pairs if length == size and of_one != 1]
-    if shared:
-        raise InvalidInputError(
-            f"The batch of {size} samples holds {shared[0]}, which a batch of one sample holds as a whole, too: all "
-            "samples share it. Axis 0 of every tensor, list and array of a batch is the sample axis. Keep what samples "
-            "share in the model or the task, or repeat it for every sample."
-        )
-
-
-def _sized(batch: Batch) -> list[tuple[str, int]]:
-    """Return what has a length among the tensors and other values of a batch, with its length, in order."""
-    found: list[tuple[str, int]] = []
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor) and value.dim():
-            found.append((f"a tensor of shape {tuple(value.shape)}", len(value)))
-        elif not isinstance(value, Tensor) and _is_sized(value):
-            found.append((f"{type(value).__name__} of {len(value)} entries", len(value)))
-
-    map_tensors(add, batch, add)
-    return found
+    return map_tensors(lambda tensor: next(leaves) if tensor.dim() else tensor, batches[0], joined)

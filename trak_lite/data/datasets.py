@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,14 +30,16 @@ from trak_lite._devices import undisturbed
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
+    ColumnMarks,
     flatten_batch,
     move_batch,
-    refuse_shared,
     rows_in_batches,
     take_rows,
 )
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.types import Batch
+
+logger = logging.getLogger(__name__)
 
 Collate: TypeAlias = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
@@ -103,6 +107,7 @@ class Rows(_AsTheyAre):
         self._loading: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
         self._worker_init: Callable[[int], None] | None = None
+        self._marks = ColumnMarks()
         if isinstance(data, DataLoader):
             # First, because the sampler of an IterableDataset would be blamed otherwise.
             _refuse_unindexed(data.dataset, what)
@@ -179,7 +184,7 @@ class Rows(_AsTheyAre):
                 drawn.append(rows)
                 yield self._in_dataset(rows).tolist()
 
-        samples = _Samples(self.dataset, self.collate, self._worker_init, self.what)
+        samples = _Samples(self.dataset, self.collate, self._worker_init, self.what, self._marks)
         loader = DataLoader(
             samples,
             batch_sampler=dataset_indices(),
@@ -280,8 +285,7 @@ class _Samples(Dataset[Any]):
     _collate: Collate
     _worker_init: Callable[[int], None] | None
     _what: str
-    _is_compared: bool = False
-    """Whether a batch was compared with one of its samples, collated alone."""
+    _marks: ColumnMarks
 
     def __getitems__(self, indices: list[int]) -> Batch:
         fetch = getattr(self._dataset, "__getitems__", None)
@@ -291,12 +295,20 @@ class _Samples(Dataset[Any]):
             with _naming(indices, self._what):
                 samples = fetch(indices)
         with _naming(indices, self._what):
-            batch = self._collate(samples)
-            if not self._is_compared and self._collate is not default_collate and len(samples) > 1:
-                self._is_compared = True
-                with undisturbed():  # collate functions may draw masks
-                    refuse_shared(batch, self._collate(samples[:1]))
-            return batch
+            first = None
+            if not self._marks.are_decided and self._collate is not default_collate and len(samples) > 1:
+                first = _copied(samples)  # before the collate function may change it
+            return self._marks.marked(self._collate(samples), lambda: self._alone(first))
+
+    def _alone(self, first: list[Any] | None) -> Batch | None:
+        """Return the batch of one sample, if the collate function makes one."""
+        try:
+            with undisturbed():  # collate functions may draw masks
+                return None if first is None else self._collate(first)
+        except Exception as error:  # a user's function, which need not take one sample
+            refuse_machine_failure(error)
+            logger.debug("A sample is not collated alone: %s", error)
+            return None
 
     def init_worker(self, worker: int) -> None:
         """Put the user's dataset into the worker info and run the user's ``worker_init_fn``."""
@@ -306,6 +318,16 @@ class _Samples(Dataset[Any]):
         if self._worker_init is not None:
             with _naming([], self._what):
                 self._worker_init(worker)
+
+
+def _copied(samples: Any) -> list[Any] | None:
+    """Return a copy of the first sample in a list; ``None`` if the dataset gave a batch, or a sample has no copy."""
+    try:
+        return copy.deepcopy(samples[:1]) if isinstance(samples, list) else None
+    except Exception as error:
+        refuse_machine_failure(error)
+        logger.debug("A sample is not copied: %s", error)
+        return None
 
 
 def _loaded(dataset: Any, indices: Sequence[int], what: str) -> list[Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import undisturbed
-from trak_lite.data.batches import batch_size, map_tensors, move_batch
+from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
@@ -83,6 +83,7 @@ class Capture:
         """Digest of the weights of the finished checkpoint of this name."""
         self._kept: list[tuple[RowNumbers, dict[str, NDArray[Any]]]] = []
         self._kept_bytes = 0
+        self._marks = ColumnMarks()
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
@@ -123,6 +124,7 @@ class Capture:
             )
         given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
         numbers = checked_indices(given, len(self._rows), self._rows.what)
+        batch = self._marks.marked(batch)
         if not len(numbers) == len(np.unique(numbers)) == batch_size(batch):
             raise InvalidInputError(
                 f"The rows {numbers.tolist()} were given for a batch of {batch_size(batch)} samples. Expected one "

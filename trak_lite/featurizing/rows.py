@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import HostCopy, float32_products, one_behind
+from trak_lite._devices import HostCopy, float32_products, one_behind, undisturbed
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import (
@@ -30,6 +30,7 @@ from trak_lite.errors import (
     NonFiniteError,
     PrecisionError,
     StateError,
+    refuse_machine_failure,
 )
 from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
 from trak_lite.featurizing.normalized import RowNormalizer
@@ -238,13 +239,21 @@ class RowPass:
 
     def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> None:
         """Warn if f of the last sample of a batch is another one where the sample is collated on its own."""
-        [(_, alone)] = self.rows.batches([wanted[-1:]])
-        alone, computer = move_batch(alone, self.device), found.computer
-        pairs = zip(flatten_batch(found.batch)[0], flatten_batch(alone)[0], strict=False)
-        if all(one.shape[1:] == other.shape[1:] for one, other in pairs):
+        computer = found.computer
+        try:
+            with undisturbed():  # collate functions may draw masks
+                [(_, alone)] = self.rows.batches([wanted[-1:]])
+            alone = move_batch(alone, self.device)
+            pairs = zip(flatten_batch(found.batch)[0], flatten_batch(alone)[0], strict=True)
+            pads = [_pads(one[-1:], other) for one, other in pairs]
+            if None in pads or not any(pads):  # another sample (a mask is drawn anew), or no padding
+                return
+            with torch.enable_grad(), float32_products(self.device, computer.float32_products):
+                output = computer.modelout_fn.evaluate(ModelCall(computer.model), alone).output.detach()
+        except Exception as error:  # a sample may be too short for the model, if it is not padded
+            refuse_machine_failure(error)
+            logger.debug("%s: the padding is not looked at: %s", self.rows.what, error)
             return
-        with torch.enable_grad(), float32_products(self.device, computer.float32_products):
-            output = computer.modelout_fn.evaluate(ModelCall(computer.model), alone).output.detach()
         difference = float((output - found.terms.output[-1:]).abs())
         if difference > rounding_of(computer.model, self.device) * float(found.terms.output.abs().max()):
             warnings.warn(
@@ -253,6 +262,19 @@ class RowPass:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def _pads(sample: Tensor, alone: Tensor) -> bool | None:
+    """Return whether a sample of a batch is a padded form of the same sample alone; ``None`` if it is neither."""
+    if sample.shape == alone.shape:
+        return False if bool((sample == alone).all()) else None
+    if sample.dim() != alone.dim() or any(a < b for a, b in zip(sample.shape, alone.shape, strict=True)):
+        return None
+    starts = sample[tuple(slice(0, size) for size in alone.shape)]
+    ends = sample[
+        tuple(slice(whole - size, whole) for whole, size in zip(sample.shape, alone.shape, strict=True))
+    ]
+    return True if bool((starts == alone).all()) or bool((ends == alone).all()) else None
 
 
 @final

@@ -229,10 +229,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     """
 
     advice: ClassVar[str] = ""
+    """End of the message of a failed self-check: the likely cause, and an alternative."""
     _takes_samples_alone: ClassVar[bool] = False
     """Whether f is computed of batches of one sample, so that a pass does not show what samples have to do with each
     other."""
-    """End of the message of a failed self-check: the likely cause, and an alternative."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from trak_lite.data.batches import flatten_batch, has_columns, take_rows
+from trak_lite.data.batches import columns_of, flatten_batch, take_rows
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
@@ -87,7 +87,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         found: list[OutputTerms] = []
         any_nonzero = False
         # vmap divides tensors only, so that samples with other columns are computed one by one.
-        singly = has_columns(batch)
+        singly = bool(columns_of(batch))
         for rows in [slice(row, row + 1) for row in range(count)] if singly else self._chunks(count):
             part = take_rows(batch, rows)
             leaves, rebuild = flatten_batch(part)

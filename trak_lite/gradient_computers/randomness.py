@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
-from trak_lite.data.batches import batch_size, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.recording import version_of
-from trak_lite.gradient_computers.reference import CheckedComputer
+from trak_lite.gradient_computers.reference import CheckedComputer, fits_in_float64, in_float64, widened
 from trak_lite.models.sharded import class_of
 from trak_lite.types import Batch
 
@@ -98,19 +98,32 @@ MIXES = "f of a sample depends on the other samples of its batch, or on its plac
 def depends_on_batch(computer: CheckedComputer, batch: Batch) -> bool:
     """Whether f of some samples in their batch differs by more than rounding from f of each of them alone.
 
-    ``False`` if the model takes only one sample at a time.
+    A small f may be a difference of large numbers, so a difference is looked for again in float64; where that is not
+    possible, only a large one counts. ``False`` if the model takes only one sample at a time.
     """
-    try:
+
+    def difference(batch: Batch) -> tuple[float, torch.dtype]:
         with restoring_draws(computer.model, 0), torch.enable_grad():  # without gradients a checkpoint warns
             together = computer.terms(batch).output.detach()
             parts = [take_rows(batch, [row]) for row in range(len(together))]
             alone = torch.cat([computer.terms(part).output.detach() for part in parts])
+        return float((together - alone).abs().max()) / (float(together.abs().max()) or 1.0), together.dtype
+
+    try:
+        found, _ = difference(batch)
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         return False
-    narrow = torch.finfo(together.dtype).bits < 32 or computer.autocast_dtype is not None
-    difference = float((together - alone).abs().max())
-    return difference > (1e-1 if narrow else 1e-3) * float(together.abs().max())  # false if any is NaN
+    if found > 1e-3 and fits_in_float64(computer.model):  # NaN is not
+        try:
+            with in_float64(computer.model):
+                exact, dtype = difference(map_tensors(widened, batch))
+        except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
+            refuse_machine_failure(error)
+        else:
+            if dtype == torch.float64:
+                return exact > 1e-6
+    return found > 1e-1
 
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:

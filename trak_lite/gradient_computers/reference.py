@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
-from trak_lite._devices import Float32Products
+from trak_lite._devices import Float32Products, wide_dtype
 from trak_lite._eval_caches import attributes_kept
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -31,6 +31,9 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.types import Batch, OutputTerms
+
+_MOST_FLOAT64_BYTES = 1 << 30
+"""Largest size of the temporary float64 copy of parameters and buffers."""
 
 
 class CheckedComputer(Protocol):
@@ -181,6 +184,13 @@ class SeenDtypes(TorchFunctionMode):
         if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
             self.dtypes.add(result.dtype.to_real())
         return result
+
+
+def fits_in_float64(model: nn.Module) -> bool:
+    """Whether the device supports float64 and the model's float64 copy is below the size limit."""
+    tensors = [*model.parameters(), *model.buffers()]
+    has = all(wide_dtype(tensor.device) == torch.float64 for tensor in tensors)
+    return has and 8 * sum(tensor.numel() for tensor in tensors) <= _MOST_FLOAT64_BYTES
 
 
 @contextmanager

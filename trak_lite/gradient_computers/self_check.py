@@ -25,6 +25,7 @@ from trak_lite.gradient_computers.randomness import draws_numbers, restoring_dra
 from trak_lite.gradient_computers.reference import (
     CheckedComputer,
     SeenDtypes,
+    fits_in_float64,
     gradients_alone,
     in_float64,
     widened,
@@ -40,8 +41,6 @@ _TIES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.float16: 0.1, torch.bfl
 """Relative error that a max or a ReLU may cause if rounding decides a tie differently; leads to further checks."""
 _SPREAD = 8.0
 """Allowed error as a multiple of the difference between two references."""
-_MOST_FLOAT64_BYTES = 1 << 30
-"""Largest size of the temporary float64 copy of parameters and buffers."""
 _SAMPLES_AT_FIRST = 8
 """Number of samples compared in the first batch of a size."""
 _LONGEST_GAP = 64
@@ -210,23 +209,22 @@ def is_scheduled(number: int) -> bool:
 
 def structure_of(batch: Batch) -> Any:
     """Return the shapes without the sample axis, the dtypes, and the flags beside the tensors of a batch."""
-    leaves, _ = flatten_batch(batch)
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves), _flags(batch, len(leaves[0]))
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in flatten_batch(batch)[0]), _flags(batch)
 
 
-def _flags(batch: Batch, size: int) -> Any:
+def _flags(batch: Batch) -> Any:
     """Return a batch's numbers, booleans and strings, which may control the model.
 
-    A list without tensors holds per-sample data, and so does a tuple of B = ``size`` entries.
+    A list without tensors holds per-sample data, and so does a column.
     """
     if isinstance(batch, Mapping):
-        return tuple((key, _flags(value, size)) for key, value in batch.items())
+        return tuple((key, _flags(value)) for key, value in batch.items())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return tuple(_flags(getattr(batch, f.name), size) for f in dataclasses.fields(batch))
-    if isinstance(batch, tuple | list) and (
-        flatten_batch(batch)[0] or (isinstance(batch, tuple) and not is_column(batch, size))
-    ):
-        return tuple(_flags(value, size) for value in batch)
+        return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
+    if is_column(batch):
+        return None
+    if isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
+        return tuple(map(_flags, batch))
     return batch if isinstance(batch, bool | int | float | str) else None
 
 
@@ -423,7 +421,7 @@ def _equal_in_float64(
     Returns:
         The numbers ``(W,)`` of the gradients in float64, by position; ``None`` if equality was not shown.
     """
-    if not _fits_in_float64(computer.model):
+    if not fits_in_float64(computer.model):
         return None
     seen = SeenDtypes()
     try:
@@ -438,13 +436,6 @@ def _equal_in_float64(
     if wrong and seen.dtypes == {torch.float64}:
         _refuse(computer, wrong[0], exact)
     return None if wrong else [own for own, _ in found]
-
-
-def _fits_in_float64(model: nn.Module) -> bool:
-    """Whether the device supports float64 and the model's float64 copy is below the size limit."""
-    tensors = [*model.parameters(), *model.buffers()]
-    has = all(wide_dtype(tensor.device) == torch.float64 for tensor in tensors)
-    return has and 8 * sum(tensor.numel() for tensor in tensors) <= _MOST_FLOAT64_BYTES
 
 
 def _refuse_beyond_spread(

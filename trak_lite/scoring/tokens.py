@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import flatten_batch, move_batch, take_rows
+from trak_lite.data.batches import join_batches, move_batch, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.gauss_newton import quiet_forward_mode
@@ -258,12 +258,7 @@ def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow],
     for row in rows:
         alike.setdefault(structure_of(row.batch), []).append(row)
     parts = [same[start : start + size] for same in alike.values() for start in range(0, len(same), size)]
-    joined = []
-    for part in parts:
-        _, rebuild = flatten_batch(part[0].batch)
-        leaves = zip(*(flatten_batch(row.batch)[0] for row in part), strict=True)
-        joined.append((part, rebuild([torch.cat(tensors) for tensors in leaves])))
-    return joined
+    return [(part, join_batches([row.batch for row in part])) for part in parts]
 
 
 def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:

@@ -28,6 +28,7 @@ from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import refusal
 from trak_lite.gradient_computers.parameters import ParameterChoice
+from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import Batch, BlockSink
@@ -131,6 +132,8 @@ class _LossGradients:
                     try:
                         computer.stream_gradients(labelled, sink)
                     except UnsupportedModelError as error:
+                        if isinstance(error, SelfCheckError):
+                            raise
                         raise UnsupportedModelError(
                             "EKFAC, by which CG and LiSSA are preconditioned, needs gradients of modules from hooks, "
                             "whatever gradient_computer is, and hooks do not cover this model: "
