@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -243,11 +244,14 @@ def full_disk(this):
     def limit(full):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size * max(2 * full, 1), before[1]))
 
+    # Python renames bytecode into place that was cut at the limit, and every later process fails to import the module.
+    keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     limit(0)
     try:
         _fill_as_room_comes(this, os.path.join(this.folder, "run.zarr"), limit)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = keeps
     this.finish(os.path.join(this.folder, "run.zarr"))
 
 
