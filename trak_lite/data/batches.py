@@ -23,7 +23,7 @@ _DENSE: Final = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm)
 _MOST_VALUES: Final = 1 << 25
 """Of the per-sample gradients of a batch, if a gradient computer holds all of them: 128 MiB in float32."""
 _FEWEST_BATCHES: Final = 4
-"""Of a small train set, whose run can resume between them."""
+"""Of a train set with fewer rows than these of the largest size: a killed run loses at most one of them."""
 
 
 def default_batch_size(model: nn.Module, num_rows: int) -> int:
