@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -430,17 +431,37 @@ def test_what_is_refused_is_named(error: Any, name: str, build: Any, message: st
 FACTORS = {"gold": 4.0, "web": 1.0, "spam": 0.25}
 
 
+class Named(dict[str, Any]):
+    """A batch whose columns are attributes, as that of Hugging Face's models: its columns are set one by one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def update(self, *_: Any) -> None:
+        raise TypeError("no updates")
+
+
+class Encoded(UserDict[str, Any]):
+    """The same, as that of their tokenizers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["data"][name]
+
+
+BATCHES: dict[int, Any] = {2: Named, 3: Encoded}
+"""Number of shared numbers to the class of the batches."""
+
+
 def by_columns(call: ModelCall, batch: Any) -> Tensor:
     """The product of the sums of a sample's outputs with numbers from its columns, and with all shared numbers."""
+    x = batch["x"] if type(batch) is dict else batch.x
     factors = [
         FACTORS[source] * FACTORS[place] * float(share) * sum(ids) * sum(batch["shared"])
         for source, place, share, ids in zip(
             batch["source"], batch["place"], batch["share"], batch["ids"], strict=True
         )
     ]
-    return torch.stack(
-        [value * factor for value, factor in zip(call(batch["x"]).sum(1), factors, strict=True)]
-    )
+    return torch.stack([value * factor for value, factor in zip(call(x).sum(1), factors, strict=True)])
 
 
 @pytest.mark.parametrize("num_shared", [1, 2, 3, 8])
@@ -453,10 +474,10 @@ def test_columns_that_are_no_tensors_are_those_of_their_sample(name: str, num_sh
     rows = [(x[i], names[i % 3], names[i % 2], 0.5 + i, list(range(i % 4))) for i in range(10)]
     shared = [1.0 + k for k in range(num_shared)]
 
-    def collate(samples: list[Any]) -> dict[str, Any]:
+    def collate(samples: list[Any]) -> Any:
         x, source, place, share, ids = zip(*samples, strict=True)
         columns = {"source": list(source), "place": place, "share": np.array(share), "ids": list(ids)}
-        return {"x": torch.stack(x), "shared": shared, **columns}
+        return BATCHES.get(num_shared, dict)({"x": torch.stack(x), "shared": shared, **columns})
 
     settings: Any = {"proj_dim": 20, "dtype": "float32", "batch_size": 8, "progress": False}
     made = Attributor(nn.Linear(3, 2), by_columns, None, collate=collate, gradient_computer=name, **settings)

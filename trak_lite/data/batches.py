@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -59,13 +61,19 @@ def map_tensors(
 ) -> Batch:
     """Return the batch with ``function`` applied to each tensor.
 
-    Containers keep their type, except that any mapping (a ``BatchEncoding``, a ``UserDict``) becomes a plain
-    ``dict``. To everything else (a list or tuple without tensors, an array, a number) ``other`` is applied.
+    Containers keep their type, also a ``BatchEncoding`` or any other ``dict`` or ``UserDict``; other mappings become a
+    plain ``dict``. To everything else (a list or tuple without tensors, an array, a number) ``other`` is applied.
     """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value, other) for key, value in batch.items()}
+        mapped = {key: map_tensors(function, value, other) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, dict | UserDict):
+            return mapped
+        kept = copy.copy(batch)
+        for key, value in mapped.items():  # some classes forbid update
+            kept[key] = value
+        return kept
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
         changes = {name: map_tensors(function, value, other) for name, value in values.items()}
