@@ -526,6 +526,52 @@ def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(
     assert_same(collect_gradients(computer, batch), by_loop(model, output, batch))
 
 
+class Experts(nn.Module):
+    """The sign of a sample's first number chooses its expert, which takes three quarters of a batch at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 2)
+        for expert, chosen in zip(self.experts, (x[:, 0] < 0, x[:, 0] >= 0), strict=True):
+            rows = chosen.nonzero()[:, 0][: max(1, len(x) * 3 // 4)]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+def test_an_expert_with_a_capacity_is_noticed_in_a_batch_that_fills_none() -> None:
+    """The first three samples and all eight fit; of the last four, which choose one expert, one does not."""
+    torch.manual_seed(0)
+    model, task = Experts().double().eval(), resolve_task(total)
+    signs = torch.tensor([1, -1, 1, 1, -1, -1, -1, -1])[:, None]
+    batch = (torch.rand(8, 3, dtype=torch.float64) * signs,)
+
+    with pytest.raises(UnsupportedModelError, match="depends on the other samples"):
+        collect_gradients(HookGradientComputer(model, task), batch)
+    with pytest.warns(UserWarning, match="f of every sample alone"):
+        name, reason, computer = choose_gradient_computer(model, task, batch)
+    assert (name, "hook: Experts: f of a sample depends on" in reason) == ("iterative", True)
+    assert_same(collect_gradients(computer, batch), by_loop(model, total, batch))
+
+
+@pytest.mark.parametrize("name", GRADIENT_COMPUTERS)
+def test_parameters_of_no_entries_have_no_features(name: str) -> None:
+    torch.manual_seed(0)
+    held = {"linear": nn.Linear(3, 2), "extra": nn.Parameter(torch.empty(0, 3))}
+    model = Model(lambda s, x: s.linear(x) + (x @ s.extra.T).sum(1, keepdim=True), **held)
+    rows = [(row,) for row in torch.randn(5, 3)]
+    settings: Any = {"projector": "none", "dtype": "float32", "progress": False, "gradient_computer": name}
+    made = Attributor(model, total, None, **settings)
+
+    made.featurize(rows)
+
+    x = torch.cat([torch.stack([row for (row,) in rows]), torch.ones(5, 1)], 1)
+    expected = (2 * x @ x.T).numpy()  # both outputs have the same gradient
+    np.testing.assert_allclose(made.score(rows, method=GradDot(q="off")).numpy(), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["functional", "iterative"])
 def test_a_small_difference_of_large_numbers_is_not_taken_for_a_mixture_of_samples(name: str) -> None:
     torch.manual_seed(0)

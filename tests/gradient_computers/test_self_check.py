@@ -753,3 +753,15 @@ def test_traker_refuses_its_own_computer_if_that_loses_gradients(tmp_path: Path)
         with nullcontext() if computer else refused:
             traker.featurize(data.tensors, num_samples=4)
         traker.close()
+
+
+def test_the_second_batch_after_a_choice_is_compared() -> None:
+    """Samples are weighted by a sum over their batch, which is 1 in the first batch; the trial takes three of four."""
+    torch.manual_seed(0)
+    x, nothing = torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    task = resolve_task(lambda call, batch: call(batch[0]).sum(1) * (1 + batch[1].sum()))
+
+    computer = choose_gradient_computer(nn.Linear(3, 2).double(), task, (x, nothing)).computer
+    collect_gradients(computer, (x, nothing))
+    with refused():
+        collect_gradients(computer, (x, nothing + 1))

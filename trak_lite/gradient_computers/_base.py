@@ -408,6 +408,27 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                 self._look_at_mixing()
             self._is_repeatable = True
 
+    def look_at_halves(self, batch: Batch) -> None:
+        """Refuse or accept a model whose f of a sample is another one in half of its batch.
+
+        An expert with a capacity drops the last samples of some batches only, which a few samples need not show.
+
+        Raises:
+            UnsupportedModelError: If f differs and this computer does not compute every sample alone.
+        """
+        if self.self_check and self._halves_may_differ():
+            with self._products():
+                self._compare_halves(map_tensors(Tensor.detach, batch))
+
+    def _compare_halves(self, batch: Batch) -> None:
+        count, has_masks = batch_size(batch), any((self._tree or ModelTree(self.model)).modes)
+        if count > 1 and not has_masks and depends_on_batch(self, batch, -(-count // 2)):
+            self._look_at_mixing()
+
+    def _halves_may_differ(self) -> bool:
+        """Whether the passes so far leave open that f depends on the batch."""
+        return self._takes_samples_alone and self.differentiates_the_model
+
     def _look_at_mixing(self) -> None:
         """Refuse or accept a model whose f of a sample depends on the other samples of its batch."""
         raise UnsupportedModelError(

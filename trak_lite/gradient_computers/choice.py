@@ -81,6 +81,7 @@ def choose_gradient_computer(
         )
         try:
             computer.stream_gradients(few, lambda _: None)
+            computer.look_at_halves(batch)
         except InvalidInputError:
             raise
         except Exception as error:  # of the model's code; named in the reason, and raised if all fail

@@ -39,8 +39,12 @@ class IterativeGradientComputer(AbstractStreamingComputer):
     )
 
     _takes_samples_alone: ClassVar[bool] = True
+    _mixes = False
 
     def _look_at_mixing(self) -> None:
+        if self._mixes:
+            return
+        self._mixes = True
         warnings.warn(
             f"{type(self.model).__name__}: {MIXES}. The rows are the gradients of f of every sample alone, in a "
             "batch of one. Of a training loss that compares samples (in-batch negatives, batch statistics) these are "

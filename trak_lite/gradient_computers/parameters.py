@@ -33,7 +33,7 @@ def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
 def select_parameters(
     model: nn.Module, grad_wrt: ParameterChoice | None, canonical: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters to keep gradients for, by canonical name, in model order.
+    """Return the parameters to keep gradients for, by canonical name, in model order; without those of no entries.
 
     Args:
         model: The module.
@@ -47,6 +47,7 @@ def select_parameters(
         InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
     """
     canonical = dict(model.named_parameters()) if canonical is None else canonical
+    canonical = {name: p for name, p in canonical.items() if p.numel()}
     if grad_wrt is None:
         selected = {name: p for name, p in canonical.items() if p.requires_grad}
         if not selected:  # PEFT freezes an adapter that is loaded for inference

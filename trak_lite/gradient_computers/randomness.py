@@ -95,8 +95,8 @@ class _Draws(TorchFunctionMode):
 MIXES = "f of a sample depends on the other samples of its batch, or on its place among them"
 
 
-def depends_on_batch(computer: CheckedComputer, batch: Batch) -> bool:
-    """Whether f of some samples in their batch differs by more than rounding from f of each of them alone.
+def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1) -> bool:
+    """Whether f of samples in their batch differs by more than rounding from f in batches of ``size``.
 
     A small f may be a difference of large numbers, so a difference is looked for again in float64; where that is not
     possible, only a large one counts. ``False`` if the model takes only one sample at a time.
@@ -105,7 +105,8 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch) -> bool:
     def difference(batch: Batch) -> tuple[float, torch.dtype]:
         with restoring_draws(computer.model, 0), torch.enable_grad():  # without gradients a checkpoint warns
             together = computer.terms(batch).output.detach()
-            parts = [take_rows(batch, [row]) for row in range(len(together))]
+            starts = range(0, len(together), size)
+            parts = [take_rows(batch, slice(start, start + size)) for start in starts]
             alone = torch.cat([computer.terms(part).output.detach() for part in parts])
         return float((together - alone).abs().max()) / (float(together.abs().max()) or 1.0), together.dtype
 

@@ -70,6 +70,8 @@ class _Progress:
     """State of the checks of one batch structure."""
 
     num_batches: int = 0
+    """Since the first one of the largest size."""
+    largest: int = 0
     num_checks: dict[int, int] = field(default_factory=dict)
     """Number of checks that passed, by batch size."""
     checked_sizes: set[int] = field(default_factory=set)
@@ -163,7 +165,9 @@ class SelfCheck:
             self._rows = rows  # the batch may run again in another way
             raise
         known = self._progress.pop(structure, None) or _Progress()
-        known.num_batches += 1
+        # The trial of a few samples before the first batch does not count.
+        known.num_batches = known.num_batches + 1 if size <= known.largest else 1
+        known.largest = max(known.largest, size)
         self._progress[structure] = known  # as the newest
         if len(self._progress) > _MAX_STRUCTURES:
             del self._progress[next(iter(self._progress))]

@@ -30,7 +30,13 @@ from trak_lite.gradient_computers.parameters import (
 )
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
+from trak_lite.gradient_computers.self_check import (
+    Samples,
+    SelfCheckError,
+    compare,
+    draws_masks,
+    structure_of,
+)
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -355,8 +361,19 @@ class HookGradientComputer(AbstractStreamingComputer):
             seen = {name: p for name, p in kept.items() if name not in plan.escaped}
             if seen and positions:
                 compare(self, part.batch, seen, samples, list(plan.dtypes))
+            if positions and self.checks.is_due(key, size) and plan.may_mix:
+                self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)
         return OutputTerms(*(term.detach() for term in terms))
+
+    def _halves_may_differ(self) -> bool:
+        return self._sharded is None and any(plan.may_mix for plan in self._plans.values())
+
+    def _look_at_mixing(self) -> None:
+        try:
+            super()._look_at_mixing()
+        except UnsupportedModelError as error:
+            raise SelfCheckError(str(error)) from None
 
     def _run(self, plan: Plan, part: _Part, sink: BlockSink) -> OutputTerms:
         """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""

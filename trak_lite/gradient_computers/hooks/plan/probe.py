@@ -91,6 +91,11 @@ class Plan:
         axes = [axis for site in self.sites for axis in (*site.leaf_axes, *site.output_axes)]
         return self.routed or any(axis is not None and axis.multiple > 1 for axis in axes)
 
+    @property
+    def may_mix(self) -> bool:
+        """Whether a choice by values may depend on the other samples of a batch, such as one within a capacity."""
+        return self.routed or (self.chooses_in_python and not self.reads_only_quantifiers)
+
     def route(self) -> None:
         """Identify operations by ``Site.use`` instead of their order from now on.
 
