@@ -38,11 +38,8 @@ def identities(
 ) -> tuple[int, ...] | None:
     """Return the identity of all that a pass reads; ``None`` if the model has a tensor without memory of its own.
 
-    Args:
-        model: The model.
-        task: Its model output function.
-        others: Objects of whose attributes, and not of whose own identity, the pass depends.
-        alive: Takes what is named by ``id``: the result is meaningful as long as this is alive.
+    A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
+    the result is meaningful as long as this is alive.
     """
     alive.append(task)
     for held in (task, *others):

@@ -356,14 +356,8 @@ def compare(
     The reference's gradients are held one parameter at a time. Samples with an error beyond rounding are compared again
     in float64, with the same random numbers on both sides. An error that remains is then compared with the difference
     of two references, and refused if it is far larger. If the gradients are equal in float64, errors that a tie can
-    explain are accepted. Random states are left as they are.
-
-    Args:
-        computer: The computer that streamed the batch.
-        batch: The batch.
-        kept: The parameters to compare.
-        samples: What was collected from the blocks.
-        dtypes: Dtypes of the model's computations, besides those of the parameters.
+    explain are accepted. Random states are left as they are. ``samples`` is what was collected from the blocks, and
+    ``dtypes`` are those of the model's computations, besides those of the parameters.
 
     Raises:
         SelfCheckError: If a gradient differs; the message names the parameter.
@@ -418,8 +412,7 @@ def _equal_in_float64(
 ) -> list[Tensor] | None:
     """Raise if gradients differ in float64, where no tie is decided by rounding.
 
-    Returns:
-        The numbers ``(W,)`` of the gradients in float64, by position; ``None`` if equality was not shown.
+    Returns the numbers ``(W,)`` of the gradients in float64, by position; ``None`` if equality was not shown.
     """
     if not fits_in_float64(computer.model):
         return None

@@ -362,12 +362,12 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""
         ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
         grad_pass = GradientPass(plan, part.kept, ledger)
-        handles = grad_pass.install(self._tree or ModelTree(self.model))
         try:
-            with nullcontext() if plan.only_in_model else grad_pass:
-                terms = self.terms(part.batch)
-            with grad_pass:
-                grad_pass.backward(terms.output)
+            with grad_pass.installed(self._tree or ModelTree(self.model)):
+                with nullcontext() if plan.only_in_model else grad_pass:
+                    terms = self.terms(part.batch)
+                with grad_pass:
+                    grad_pass.backward(terms.output)
         except UnexpectedRowsError as error:
             if self._sharded is not None:
                 raise UnsupportedModelError(
@@ -378,11 +378,6 @@ class HookGradientComputer(AbstractStreamingComputer):
         else:
             plan.methods, plan.escaped = ledger.methods, list(grad_pass.escaped)
             return terms
-        finally:
-            if grad_pass.depth:  # torch calls no hook after KeyboardInterrupt
-                grad_pass.model_runs(-grad_pass.depth)
-            for handle in handles:
-                handle.remove()
         plan.doubt()  # the second pass does not assume a number of rows
         return self._run(plan, part, sink)
 

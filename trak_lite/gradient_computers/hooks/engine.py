@@ -59,7 +59,7 @@ class UnexpectedPathError(UnsupportedModelError):
 class GradientPass(AbstractInterceptor):
     """Intercepts the uses of kept parameters in one forward pass, and streams blocks during the backward pass.
 
-    Use it as a context manager around both passes. Remove the handles of :meth:`install` afterwards.
+    Use it as a context manager around both passes, inside :meth:`installed`.
     """
 
     def __init__(self, plan: Plan, kept: Kept, ledger: GradientLedger) -> None:
@@ -232,14 +232,9 @@ class GradientPass(AbstractInterceptor):
     ) -> None:
         """Count a use of parameters, and deposit its contributions when the gradients of its results arrive.
 
-        Args:
-            site: The use in the plan.
-            outputs: Its differentiable results.
-            targets: The parameters, or values made of them, that it reads.
-            form: Called once, with the gradients of the plain backward pass; what it holds is freed then.
-            call: The operation; ``None`` for modules and recurrent layers.
-            trailing: Number of last axes of a result within one row, if there is no call.
-            tagged: Converts the gradient of a weighted pass to what identifies rows; by default, the gradient.
+        ``form`` is called once, with the gradients of the plain backward pass; what it holds is freed then. Of a module
+        or a recurrent layer, which is no ``call``, a row of the result has ``trailing`` axes. ``tagged`` converts the
+        gradient of a weighted pass to what identifies rows.
         """
         tags: RowTags | None = None
         if site.routed:
@@ -374,8 +369,10 @@ class GradientPass(AbstractInterceptor):
             return method, parts
         method, rule = RULES.get(call.function, ("", None))
         found = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
-        parts = [(call.targets[id(a)], part) for a, part in found or generic_rule(call, grads)]
-        return method if found else f"{call.method} ({describe(call.function)})", parts
+        if not found:
+            method, found = generic_rule(call, grads)
+            method += f" ({describe(call.function)})"
+        return method, [(call.targets[id(argument)], part) for argument, part in found]
 
 
 def _on_gradients(

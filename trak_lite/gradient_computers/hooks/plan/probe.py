@@ -118,14 +118,10 @@ _Evaluate = Callable[[Batch], Tensor]
 def make_plan(
     model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate, *, may_repeat: bool = True
 ) -> Plan:
-    """Return the plan of a model for batches like this one.
+    """Return the plan of a model, whose kept parameters require grad, for batches like this one.
 
-    Args:
-        model: The module; its kept parameters require grad.
-        kept: The parameters to keep gradients for, by name.
-        batch: At least one sample.
-        evaluate: Returns f, ``(B,)``, of a batch.
-        may_repeat: Whether to run the model again if its first run differs from the second one.
+    ``evaluate`` returns f, ``(B,)``, of a batch. If the model's first run differs from the second one, and it
+    ``may_repeat``, it runs again.
 
     Raises:
         UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
@@ -187,13 +183,8 @@ def _recorded(
 ) -> tuple[Recorder, Tensor]:
     """Return the recorder of a forward pass over a batch, and f."""
     recorder = Recorder(kept, smaller)
-    handles = recorder.install(ModelTree(model))
-    try:
-        with recorder:
-            return recorder, evaluate(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with recorder.installed(ModelTree(model)), recorder:
+        return recorder, evaluate(batch)
 
 
 def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:

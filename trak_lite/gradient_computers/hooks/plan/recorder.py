@@ -249,15 +249,9 @@ class Recorder(AbstractInterceptor):
         read = [p for p in module.parameters() if id(p) in self.sources]
         if read:
             names, outputs = [self.sources[id(p)] for p in read], differentiable(out)
+            taints, free = self._taints_of(tensors_of((args, kwargs))), [False] * len(read)
             # The module's inputs are not inspected.
-            reads = (
-                _shapes(read),
-                list[Any](),
-                outputs,
-                _shapes(outputs),
-                self._taints_of(tensors_of((args, kwargs))),
-            )
-            self._record(Record(module, names, *reads, [False] * len(read)))
+            self._record(Record(module, names, _shapes(read), [], outputs, _shapes(outputs), taints, free))
         return out
 
     def _record(self, record: Record) -> None:
