@@ -48,9 +48,7 @@ class Step:
     def _written(self) -> list[Any]:
         aliases = {argument.name: argument.alias_info for argument in self.function._schema.arguments}
         given = {**dict(zip(aliases, self.args, strict=False)), **self.kwargs}
-        return [
-            value for name, value in given.items() if aliases[name] is not None and aliases[name].is_write
-        ]
+        return [value for name, value in given.items() if (alias := aliases[name]) and alias.is_write]
 
 
 @dataclass(slots=True)

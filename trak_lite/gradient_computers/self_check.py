@@ -78,7 +78,9 @@ class _Progress:
 
 @final
 class SelfCheck:
-    """Schedule and results of the self-checks of one computer.
+    """Schedule and results of the self-checks of one computer, by the structure of batches.
+
+    The last entry of a structure is the state outside the batch, for which a failure counts.
 
     These samples are compared:
 
@@ -124,12 +126,12 @@ class SelfCheck:
         """Record the data rows of the next batch."""
         self._rows = (what, rows)
 
-    def refuse_failed(self, conditions: Any) -> None:
+    def refuse_failed(self, structure: Any) -> None:
         """Raise if an earlier check failed, because gradients that are not checked may be wrong too."""
-        if conditions in self._failed:
+        if structure[-1] in self._failed:
             raise UnsupportedModelError(
                 "The self-check failed for an earlier batch, so this computer cannot be used with the model: "
-                f"{self._failed[conditions]} "
+                f"{self._failed[structure[-1]]} "
                 "To start again, call load_model_params or change the mode of the model."
             )
 
@@ -151,13 +153,13 @@ class SelfCheck:
         return sorted({0, turn, size - 1}) if scheduled else [turn]
 
     @contextmanager
-    def batch(self, structure: Any, conditions: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
+    def batch(self, structure: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
         """Record a batch that is streamed inside the block and compared at these positions."""
         rows, self._rows = self._rows, None
         try:
             yield
         except SelfCheckError as error:
-            self.fail(error, conditions, self.suspected())
+            self.fail(error, structure, self.suspected())
             raise
         except UnsupportedModelError:
             self._rows = rows  # the batch may run again in another way
@@ -174,8 +176,8 @@ class SelfCheck:
         elif rows is not None:
             self._unconfirmed.setdefault(structure, []).append(rows)
 
-    def fail(self, error: SelfCheckError, conditions: Any, suspected: _Rows) -> None:
-        """Name the suspected rows in an error, and refuse all later batches under these conditions."""
+    def fail(self, error: SelfCheckError, structure: Any, suspected: _Rows) -> None:
+        """Name the suspected rows in an error, and refuse all later batches in this state."""
         error.rows = suspected
         named = " and ".join(
             f"{len(rows)} rows of {what} ({', '.join(map(str, rows[:10].tolist()))}{', ...' if len(rows) > 10 else ''})"
@@ -186,7 +188,7 @@ class SelfCheck:
                 f"{error} Batches after the last check that passed were not compared, and may be wrong too: {named}. "
                 "The attribute rows of this error lists them; remove their stored rows before you continue.",
             )
-        self._failed[conditions] = str(error)
+        self._failed[structure[-1]] = str(error)
 
     def suspected(self) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all batches since the last check of their structure that passed."""

@@ -56,7 +56,6 @@ class OperationCall:
     """Whether the operation on one sample's slices is the same operation (no argument counts the samples)."""
     outputs: tuple[Any, ...] = ()
     """Results that a rule needs besides the arguments (the argmax of a max)."""
-    in_place: bool = False
     random: RandomState | None = None
     """Generator states before the operation, if it drew random numbers."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)

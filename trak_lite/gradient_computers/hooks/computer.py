@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from trak_lite.gradient_computers.parameters import (
 )
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks, structure_of
+from trak_lite.gradient_computers.self_check import Samples, compare, draws_masks
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -161,7 +161,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
         0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
         """
-        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+        structure = self._structure(batch, select_parameters(self.model, self.grad_wrt))
         key = self._paths.get(structure, structure)
         plan = self._plans.get(key)
         if plan is None or plan.routed or self._sharded is not None:
@@ -175,8 +175,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                 "torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
             )
         with self._refusing(batch, self._message), self._prepared(kept) as read:
-            self.checks.refuse_failed(self._conditions(kept))
-            structure = (*structure_of(batch), self._conditions(kept))
+            structure = self._structure(batch, kept)
+            self.checks.refuse_failed(structure)
             key = self._paths.get(structure, structure)
             plan = self._planned(key, read, batch)
             terms = []
@@ -280,14 +280,17 @@ class HookGradientComputer(AbstractStreamingComputer):
         hidden = "read by something that is not an operation of torch"
         if self.strict is False:
             hidden += ": its rows are zero, as strict=False asks for"
-        return Coverage(
-            tuple(
-                ParameterCoverage(name, "refused", hidden)
-                if name in plan.escaped
-                else _line(name, plan.methods[name], unread)
-                for name in kept
-            )
-        )
+
+        def line(name: str) -> ParameterCoverage:
+            methods = plan.methods[name]
+            if name in plan.escaped:
+                return ParameterCoverage(name, "refused", hidden)
+            if not methods:
+                return ParameterCoverage(name, "zero", f"{unread} does not depend on it")
+            runs_again = any("operation" in method for method in methods)
+            return ParameterCoverage(name, "fallback" if runs_again else "rule", "; ".join(methods))
+
+        return Coverage(tuple(map(line, kept)))
 
     def _message(self, error: BaseException) -> str:
         first = next(iter(str(error).splitlines()), "no message")
@@ -348,7 +351,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             often = plan.flattened or in_python
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
-        with self.checks.batch(key, self._conditions(kept), size, positions):
+        with self.checks.batch(key, size, positions):
             terms = self._run(plan, part, samples.passing(part.sink))
             if not terms.output.requires_grad:
                 refuse_detached(self.model, self.modelout_fn, part.batch, kept)
@@ -387,11 +390,3 @@ def _put(cache: dict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
     if len(cache) > _MAX_PLANS:
         del cache[next(iter(cache))]
-
-
-def _line(name: str, methods: Mapping[str, None], unread: str) -> ParameterCoverage:
-    how: Literal["rule", "fallback"]
-    if not methods:
-        return ParameterCoverage(name, "zero", f"{unread} does not depend on it")
-    how = "fallback" if any("operation" in method for method in methods) else "rule"
-    return ParameterCoverage(name, how, "; ".join(methods))

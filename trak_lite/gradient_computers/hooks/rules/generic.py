@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
-from trak_lite.gradient_computers.hooks.plan.recorder import differentiable
+from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 
 
 def generic_rule(
@@ -57,10 +57,9 @@ def _opened(call: OperationCall) -> tuple[list[Any], list[int], Callable[..., tu
         for place, value in zip(places, wanted, strict=True):
             replaced[place] = value
         args, kwargs = tree_unflatten(replaced, spec)
-        if call.in_place:
+        if is_in_place(call.function):
             args = (args[0].clone(), *args[1:])
-        result = call.function(*args, **kwargs)
-        return tuple(differentiable(args[0] if call.in_place else result))
+        return tuple(differentiable(written(call.function, args, call.function(*args, **kwargs))))
 
     return leaves, places, run
 

@@ -182,31 +182,6 @@ def expand_rule(call: OperationCall, grad: Tensor) -> Parts:
     yield value, sum_to_parameter(call.output_samples(grad), value.shape)
 
 
-def _affine(
-    call: OperationCall,
-    grad: Tensor,
-    x: Tensor,
-    normalised: Tensor,
-    weight: Any,
-    bias: Any,
-    num_last: int | None = None,
-) -> Parts:
-    """``normalised * weight + bias``, where the parameters have the last ``num_last`` axes, or that of the channels."""
-    axis = call.axis_of(x)
-    axes = range(1, 2) if num_last is None else range(x.dim() - num_last, x.dim())
-    if axis is None or axis.axis in axes or (num_last is None and axis.axis != 0) or call.wants(x):
-        return
-    summed = [i + 1 for i in range(grad.dim()) if i not in axes]
-
-    def reduced(value: Tensor, like: Tensor) -> Tensor:
-        return call.output_samples(value).sum(summed).reshape(call.num_samples, *like.shape)
-
-    if call.wants(weight):
-        yield weight, reduced(grad * normalised, weight)
-    if call.wants(bias):
-        yield bias, reduced(grad, bias)
-
-
 _OF_NORMS: dict[Any, str] = {
     torch.layer_norm: "input normalized_shape weight bias eps cudnn_enable",
     torch.rms_norm: "input normalized_shape weight eps",
@@ -218,20 +193,28 @@ _OF_NORMS: dict[Any, str] = {
 
 
 def norm_rule(call: OperationCall, grad: Tensor) -> Parts:
-    """Normalisation, which is computed again without weight and bias; with running statistics an affine map."""
-    given = dict(zip(_OF_NORMS[call.function].split(), call.args, strict=False)) | dict(call.kwargs)
-    x, weight, bias, shape = map(given.get, ("input", "weight", "bias", "normalized_shape"))
+    """Normalisation, computed again without weight and bias: these have the last axes, or that of the channels."""
+    given = {**dict(zip(_OF_NORMS[call.function].split(), call.args, strict=False)), **call.kwargs}
+    x, parameters = given["input"], [name for name in ("weight", "bias") if name in given]
     if given.get("training"):
         raise UnsupportedModelError(
             "torch.batch_norm was called in training mode, which mixes the samples of a batch. "
             "Call model.eval() and keep running statistics."
         )
-    if given.get(
-        "use_input_stats"
-    ):  # running statistics would only be updated, and they must not be updated twice
-        given |= {"running_mean": None, "running_var": None}
-    normalised = call.function(**given | dict.fromkeys({"weight", "bias"} & given.keys()))
-    return _affine(call, grad, x, normalised, weight, bias, None if shape is None else len(shape))
+    axis, num_last = call.axis_of(x), len(given.get("normalized_shape", ()))
+    axes = range(x.dim() - num_last, x.dim()) if num_last else range(1, 2)
+    if axis is None or axis.axis in axes or (not num_last and axis.axis != 0) or call.wants(x):
+        return
+    plain: dict[str, Any] = {**given, **dict.fromkeys(parameters)}
+    if given.get("use_input_stats"):
+        # Running statistics would only be updated, and they must not be updated twice.
+        plain |= {"running_mean": None, "running_var": None}
+    summed = [i + 1 for i in range(grad.dim()) if i not in axes]
+    for name in parameters:
+        if call.wants(given[name]):
+            value = grad * call.function(**plain) if name == "weight" else grad
+            sums = call.output_samples(value).sum(summed)
+            yield given[name], sums.reshape(call.num_samples, *given[name].shape)
 
 
 T = Tensor
