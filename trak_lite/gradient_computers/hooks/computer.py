@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.errors import InvalidInputError, UnsupportedModelError, summary
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
@@ -293,9 +293,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         return Coverage(tuple(map(line, kept)))
 
     def _message(self, error: BaseException) -> str:
-        first = next(iter(str(error).splitlines()), "no message")
         return (
-            f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
+            f"Hooks cannot follow {type(self.model).__name__} ({summary(error)}). The model itself "
             "runs. Use gradient_computer='functional' or 'iterative'."
         )
 
