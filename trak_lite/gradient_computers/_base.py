@@ -439,19 +439,19 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
-        conditions = self._conditions(kept)
-        structure = (*structure_of(batch), conditions)
-        self.checks.refuse_failed(conditions)
+        structure = self._structure(batch, kept)
+        self.checks.refuse_failed(structure)
         samples = Samples(self.checks.positions(structure, count, kept), kept)
-        with self.checks.batch(structure, conditions, count, samples.positions):
+        with self.checks.batch(structure, count, samples.positions):
             terms = self._stream_samples(batch, count, kept, samples.passing(sink))
             compare(self, batch, kept, samples)
         return terms
 
-    def _conditions(self, kept: Kept) -> Any:
-        """Return the state outside the batch: the model's mode, the kept parameters, the caller's autocast state."""
+    def _structure(self, batch: Batch, kept: Kept) -> tuple[Any, ...]:
+        """Return the structure of a batch and, last, the state outside: modes, kept names, the caller's autocast."""
         modes = (self._tree or ModelTree(self.model)).modes
-        return modes, tuple(kept), torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+        autocast = torch.is_autocast_enabled(next(iter(kept.values())).device.type)
+        return *structure_of(batch), (modes, tuple(kept), autocast)
 
     def _chunks(self, count: int) -> Iterator[slice]:
         """Yield the row ranges that go through the model in one pass."""

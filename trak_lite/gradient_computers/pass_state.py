@@ -38,11 +38,8 @@ def identities(
 ) -> tuple[int, ...] | None:
     """Return the identity of all that a pass reads; ``None`` if the model has a tensor without memory of its own.
 
-    Args:
-        model: The model.
-        task: Its model output function.
-        others: Objects of whose attributes, and not of whose own identity, the pass depends.
-        alive: Takes what is named by ``id``: the result is meaningful as long as this is alive.
+    A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
+    the result is meaningful as long as this is alive.
     """
     alive.append(task)
     for held in (task, *others):
@@ -102,17 +99,15 @@ def python_state(model: nn.Module, task: AbstractModelOutput, device: torch.devi
         own = [p for p in module._parameters.values() if p is not None]
         if any(_hooks_of(module)) or any(p._backward_hooks for p in own):
             return None
-    seen: dict[int, Any] = {}
-    described = functools.partial(_described, seen=seen)
+    described = functools.partial(_described, seen={}, depth=_DEPTH)
     try:
         held = [
-            (name, described(value, depth=_DEPTH))
+            (name, described(value))
             for module in model.modules()
             for name, value in vars(module).items()
             if name not in ("_parameters", "_buffers", "_modules")
         ]
-        code = [described(value, depth=_DEPTH) for value in _code_of(model, task)]
-        code += [described(value, depth=_DEPTH) for value in contextvars.copy_context().values()]
+        code = list(map(described, (*_code_of(model, task), *contextvars.copy_context().values())))
     except _IteratorError:
         return None
     generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]

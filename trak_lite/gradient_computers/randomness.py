@@ -77,6 +77,12 @@ def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
         return before.has_moved()
 
 
+def _outputs(computer: CheckedComputer, parts: Iterable[Batch], seed: int = 0) -> Tensor:
+    """Return f of the samples of some batches, in order, with random numbers that start from a seed."""
+    with restoring_draws(computer.model, seed), torch.enable_grad():  # without gradients a checkpoint warns
+        return torch.cat([computer.terms(part).output.detach() for part in parts])
+
+
 class _Draws(TorchFunctionMode):
     """Records the names of the operations that draw random numbers."""
 
@@ -103,11 +109,9 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1) -> 
     """
 
     def difference(batch: Batch) -> tuple[float, torch.dtype]:
-        with restoring_draws(computer.model, 0), torch.enable_grad():  # without gradients a checkpoint warns
-            together = computer.terms(batch).output.detach()
-            starts = range(0, len(together), size)
-            parts = [take_rows(batch, slice(start, start + size)) for start in starts]
-            alone = torch.cat([computer.terms(part).output.detach() for part in parts])
+        together = _outputs(computer, [batch])
+        starts = range(0, len(together), size)
+        alone = _outputs(computer, [take_rows(batch, slice(start, start + size)) for start in starts])
         return float((together - alone).abs().max()) / (float(together.abs().max()) or 1.0), together.dtype
 
     try:
@@ -149,17 +153,13 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
         if (found := draws(parts[0])) is None:
             parts, found = [batch], draws(batch)
-        stack.enter_context(torch.enable_grad())  # without gradients a checkpoint warns
         if found is not None:
             _refuse_changed_buffers(computer, parts, buffers)
         if not found:
             return
         drawn = stack.enter_context(_Draws(computer.model))
-        values = []
-        for seed in range(4):
-            with restoring_draws(computer.model, seed):
-                values.append(torch.cat([computer.terms(part).output.detach() for part in parts]))
-    wide = torch.stack(values).to(wide_dtype(values[0].device))
+        values = torch.stack([_outputs(computer, parts, seed) for seed in range(4)])
+    wide = values.to(wide_dtype(values.device))
     if float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max()):  # false if any is NaN
         raise UnsupportedModelError(
             f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
@@ -178,12 +178,9 @@ def _refuse_changed_buffers(
     ]
     if not changed:
         return
-    values = []
-    for _ in range(2):
-        with restoring_draws(computer.model, 0):
-            values.append(torch.cat([computer.terms(part).output.detach() for part in parts]))
-    error, rounding = (values[1] - values[0]).abs().max(), 64 * torch.finfo(values[0].dtype).eps
-    if float(error) > rounding * float(values[0].abs().max()):  # false if any is NaN
+    one, other = _outputs(computer, parts), _outputs(computer, parts)
+    rounding = 64 * torch.finfo(one.dtype).eps
+    if float((other - one).abs().max()) > rounding * float(one.abs().max()):  # false if any is NaN
         raise UnsupportedModelError(
             f"The forward pass of {class_of(computer.model).__name__} in eval mode changes {len(changed)} of its "
             f"buffers, the first of them {changed[0]!r}, and f of the same sample changes with them, so its gradient "

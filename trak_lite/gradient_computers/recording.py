@@ -33,8 +33,8 @@ class Step:
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.reads = [variable.number for variable in _variables((args, kwargs))]
-        self.writes: list[int] = []
+        self.reads = _numbers((args, kwargs))
+        self.writes = _numbers(self._written()) if function._schema.is_mutable else []
         self.outputs: list[int | None] = []
         self.value: Any = None
         """What Python read."""
@@ -45,14 +45,10 @@ class Step:
         """Name of the operation, without that of its overload."""
         return str(self.function.overloadpacket.__name__)
 
-    def note_writes(self) -> None:
-        """Find the arguments that the operation writes to."""
-        described = self.function._schema.arguments
-        by_name = {argument.name: argument for argument in described}
-        pairs = [*zip(self.args, described, strict=False)]
-        pairs += [(value, by_name[name]) for name, value in self.kwargs.items()]
-        written = [value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write]
-        self.writes = [variable.number for variable in _variables(written)]
+    def _written(self) -> list[Any]:
+        aliases = {argument.name: argument.alias_info for argument in self.function._schema.arguments}
+        given = {**dict(zip(aliases, self.args, strict=False)), **self.kwargs}
+        return [value for name, value in given.items() if (alias := aliases[name]) and alias.is_write]
 
 
 @dataclass(slots=True)
@@ -101,9 +97,6 @@ class Recording:
             outputs: Numbers of the results.
             own: Numbers of those fixed tensors that only the recording holds.
             roots: For every number, that of the first tensor of the same memory.
-
-        Raises:
-            UnrecordableError: If a step reads a tensor that is unknown.
         """
         steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
         made = {*inputs, *fixed}
@@ -349,5 +342,5 @@ def tensors_of(values: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
 
 
-def _variables(values: Any) -> list[Variable]:
-    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Variable)]
+def _numbers(values: Any) -> list[int]:
+    return [leaf.number for leaf in leaves_of(values) if isinstance(leaf, Variable)]

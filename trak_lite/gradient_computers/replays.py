@@ -59,7 +59,7 @@ class ReplayedComputer(CheckedComputer, Protocol):
         """Whether the gradients are those of the model with its own weights."""
 
     def structure(self, batch: Batch, /) -> tuple[Any, int]:
-        """Return the structure of a batch by which checks are kept; its last entry is the state outside the batch.
+        """Return the structure of a batch by which checks are kept.
 
         And the largest number of batches from one comparison to the next; 0 if they cannot be replayed.
         """
@@ -106,7 +106,6 @@ class _Kind:
     is_unsteady: bool = False
     """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
     structure: Any = None
-    conditions: Any = None
     gap: int = 0
     """Largest number of batches from one comparison to the next."""
     confirmed: bool = False
@@ -185,7 +184,7 @@ class Replays:
             self._alive = alive
             kind.structure, kind.gap = computer.structure(batch)
             return self._recorded(kind, own, is_scratch)
-        computer.checks.refuse_failed(kind.conditions)
+        computer.checks.refuse_failed(kind.structure)
         if any(version_of(tensor) != version for tensor, version in kind.constants):
             self._last = None if self._last is not None and self._last[0] is kind else self._last
             self._refuse(kind, computer, "a tensor that is no parameter, buffer or input has changed")
@@ -196,7 +195,7 @@ class Replays:
         found = self._replayed(kind, own)
         if found is None:
             return work()
-        with computer.checks.batch(kind.structure, kind.conditions, len(leaves[0]), ()):
+        with computer.checks.batch(kind.structure, len(leaves[0]), ()):
             kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
@@ -294,7 +293,6 @@ class Replays:
             return work()
         if own.is_due(kind):
             return work()
-        kind.conditions = kind.structure[-1]
         model, task = computer.model, computer.modelout_fn
         before = python_state(model, task, leaves[0].device)
         tape = Tape(leaves, [*model.parameters(), *model.buffers()], is_scratch)
@@ -368,7 +366,7 @@ class Replays:
                 "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
                 "cache, a global value). Expected rows that depend on the sample and the weights only."
             )
-            computer.checks.fail(error, kind.conditions, suspected)
+            computer.checks.fail(error, kind.structure, suspected)
             raise error
         return found
 

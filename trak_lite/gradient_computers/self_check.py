@@ -80,7 +80,9 @@ class _Progress:
 
 @final
 class SelfCheck:
-    """Schedule and results of the self-checks of one computer.
+    """Schedule and results of the self-checks of one computer, by the structure of batches.
+
+    The last entry of a structure is the state outside the batch, for which a failure counts.
 
     These samples are compared:
 
@@ -126,12 +128,12 @@ class SelfCheck:
         """Record the data rows of the next batch."""
         self._rows = (what, rows)
 
-    def refuse_failed(self, conditions: Any) -> None:
+    def refuse_failed(self, structure: Any) -> None:
         """Raise if an earlier check failed, because gradients that are not checked may be wrong too."""
-        if conditions in self._failed:
+        if structure[-1] in self._failed:
             raise UnsupportedModelError(
                 "The self-check failed for an earlier batch, so this computer cannot be used with the model: "
-                f"{self._failed[conditions]} "
+                f"{self._failed[structure[-1]]} "
                 "To start again, call load_model_params or change the mode of the model."
             )
 
@@ -153,13 +155,13 @@ class SelfCheck:
         return sorted({0, turn, size - 1}) if scheduled else [turn]
 
     @contextmanager
-    def batch(self, structure: Any, conditions: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
+    def batch(self, structure: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
         """Record a batch that is streamed inside the block and compared at these positions."""
         rows, self._rows = self._rows, None
         try:
             yield
         except SelfCheckError as error:
-            self.fail(error, conditions, self.suspected())
+            self.fail(error, structure, self.suspected())
             raise
         except UnsupportedModelError:
             self._rows = rows  # the batch may run again in another way
@@ -178,8 +180,8 @@ class SelfCheck:
         elif rows is not None:
             self._unconfirmed.setdefault(structure, []).append(rows)
 
-    def fail(self, error: SelfCheckError, conditions: Any, suspected: _Rows) -> None:
-        """Name the suspected rows in an error, and refuse all later batches under these conditions."""
+    def fail(self, error: SelfCheckError, structure: Any, suspected: _Rows) -> None:
+        """Name the suspected rows in an error, and refuse all later batches in this state."""
         error.rows = suspected
         named = " and ".join(
             f"{len(rows)} rows of {what} ({', '.join(map(str, rows[:10].tolist()))}{', ...' if len(rows) > 10 else ''})"
@@ -190,7 +192,7 @@ class SelfCheck:
                 f"{error} Batches after the last check that passed were not compared, and may be wrong too: {named}. "
                 "The attribute rows of this error lists them; remove their stored rows before you continue.",
             )
-        self._failed[conditions] = str(error)
+        self._failed[structure[-1]] = str(error)
 
     def suspected(self) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all batches since the last check of their structure that passed."""
@@ -360,14 +362,8 @@ def compare(
     The reference's gradients are held one parameter at a time. Samples with an error beyond rounding are compared again
     in float64, with the same random numbers on both sides. An error that remains is then compared with the difference
     of two references, and refused if it is far larger. If the gradients are equal in float64, errors that a tie can
-    explain are accepted. Random states are left as they are.
-
-    Args:
-        computer: The computer that streamed the batch.
-        batch: The batch.
-        kept: The parameters to compare.
-        samples: What was collected from the blocks.
-        dtypes: Dtypes of the model's computations, besides those of the parameters.
+    explain are accepted. Random states are left as they are. ``samples`` is what was collected from the blocks, and
+    ``dtypes`` are those of the model's computations, besides those of the parameters.
 
     Raises:
         SelfCheckError: If a gradient differs; the message names the parameter.
@@ -422,8 +418,7 @@ def _equal_in_float64(
 ) -> list[Tensor] | None:
     """Raise if gradients differ in float64, where no tie is decided by rounding.
 
-    Returns:
-        The numbers ``(W,)`` of the gradients in float64, by position; ``None`` if equality was not shown.
+    Returns the numbers ``(W,)`` of the gradients in float64, by position; ``None`` if equality was not shown.
     """
     if not fits_in_float64(computer.model):
         return None

@@ -156,8 +156,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         if func in _READS:
             step.value = result
-        elif func._schema.is_mutable:
-            step.note_writes()
         self._note_outputs(step, leaves_of(result))
         self._steps.append(step)
         return result

@@ -56,11 +56,8 @@ class OperationCall:
     """Whether the operation on one sample's slices is the same operation (no argument counts the samples)."""
     outputs: tuple[Any, ...] = ()
     """Results that a rule needs besides the arguments (the argmax of a max)."""
-    in_place: bool = False
     random: RandomState | None = None
     """Generator states before the operation, if it drew random numbers."""
-    method: str = ""
-    """How the gradients were computed, for the report."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors that the rule reads, with their version counters in the forward pass."""
 
@@ -88,10 +85,9 @@ class OperationCall:
         return self.axes.get(id(tensor))
 
     def samples(self, tensor: Tensor) -> Tensor:
-        """Return an argument as ``(B, *sample)``."""
+        """Return an argument with a batch axis as ``(B, *sample)``."""
         axis = self.axis_of(tensor)
-        if axis is None:
-            return tensor.unsqueeze(0).expand(self.num_samples, *tensor.shape)
+        assert axis is not None
         return by_sample(tensor, axis, self.num_samples)
 
     def output_samples(self, tensor: Tensor) -> Tensor:

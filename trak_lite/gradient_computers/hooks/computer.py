@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
-from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.errors import InvalidInputError, UnsupportedModelError, summary
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
@@ -30,13 +30,7 @@ from trak_lite.gradient_computers.parameters import (
 )
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import (
-    Samples,
-    SelfCheckError,
-    compare,
-    draws_masks,
-    structure_of,
-)
+from trak_lite.gradient_computers.self_check import Samples, SelfCheckError, compare, draws_masks
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -167,7 +161,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
         0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
         """
-        structure = *structure_of(batch), self._conditions(select_parameters(self.model, self.grad_wrt))
+        structure = self._structure(batch, select_parameters(self.model, self.grad_wrt))
         key = self._paths.get(structure, structure)
         plan = self._plans.get(key)
         if plan is None or plan.routed or self._sharded is not None:
@@ -181,8 +175,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                 "torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
             )
         with self._refusing(batch, self._message), self._prepared(kept) as read:
-            self.checks.refuse_failed(self._conditions(kept))
-            structure = (*structure_of(batch), self._conditions(kept))
+            structure = self._structure(batch, kept)
+            self.checks.refuse_failed(structure)
             key = self._paths.get(structure, structure)
             plan = self._planned(key, read, batch)
             terms = []
@@ -286,19 +280,21 @@ class HookGradientComputer(AbstractStreamingComputer):
         hidden = "read by something that is not an operation of torch"
         if self.strict is False:
             hidden += ": its rows are zero, as strict=False asks for"
-        return Coverage(
-            tuple(
-                ParameterCoverage(name, "refused", hidden)
-                if name in plan.escaped
-                else _line(name, plan.methods[name], unread)
-                for name in kept
-            )
-        )
+
+        def line(name: str) -> ParameterCoverage:
+            methods = plan.methods[name]
+            if name in plan.escaped:
+                return ParameterCoverage(name, "refused", hidden)
+            if not methods:
+                return ParameterCoverage(name, "zero", f"{unread} does not depend on it")
+            runs_again = any("operation" in method for method in methods)
+            return ParameterCoverage(name, "fallback" if runs_again else "rule", "; ".join(methods))
+
+        return Coverage(tuple(map(line, kept)))
 
     def _message(self, error: BaseException) -> str:
-        first = next(iter(str(error).splitlines()), "no message")
         return (
-            f"Hooks cannot follow {type(self.model).__name__} ({type(error).__name__}: {first}). The model itself "
+            f"Hooks cannot follow {type(self.model).__name__} ({summary(error)}). The model itself "
             "runs. Use gradient_computer='functional' or 'iterative'."
         )
 
@@ -354,7 +350,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             often = plan.flattened or in_python
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
-        with self.checks.batch(key, self._conditions(kept), size, positions):
+        with self.checks.batch(key, size, positions):
             terms = self._run(plan, part, samples.passing(part.sink))
             if not terms.output.requires_grad:
                 refuse_detached(self.model, self.modelout_fn, part.batch, kept)
@@ -379,12 +375,12 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""
         ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
         grad_pass = GradientPass(plan, part.kept, ledger)
-        handles = grad_pass.install(self._tree or ModelTree(self.model))
         try:
-            with nullcontext() if plan.only_in_model else grad_pass:
-                terms = self.terms(part.batch)
-            with grad_pass:
-                grad_pass.backward(terms.output)
+            with grad_pass.installed(self._tree or ModelTree(self.model)):
+                with nullcontext() if plan.only_in_model else grad_pass:
+                    terms = self.terms(part.batch)
+                with grad_pass:
+                    grad_pass.backward(terms.output)
         except UnexpectedRowsError as error:
             if self._sharded is not None:
                 raise UnsupportedModelError(
@@ -395,11 +391,6 @@ class HookGradientComputer(AbstractStreamingComputer):
         else:
             plan.methods, plan.escaped = ledger.methods, list(grad_pass.escaped)
             return terms
-        finally:
-            if grad_pass.depth:  # torch calls no hook after KeyboardInterrupt
-                grad_pass.model_runs(-grad_pass.depth)
-            for handle in handles:
-                handle.remove()
         plan.doubt()  # the second pass does not assume a number of rows
         return self._run(plan, part, sink)
 
@@ -409,11 +400,3 @@ def _put(cache: dict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
     if len(cache) > _MAX_PLANS:
         del cache[next(iter(cache))]
-
-
-def _line(name: str, methods: Mapping[str, None], unread: str) -> ParameterCoverage:
-    how: Literal["rule", "fallback"]
-    if not methods:
-        return ParameterCoverage(name, "zero", f"{unread} does not depend on it")
-    how = "fallback" if any("operation" in method for method in methods) else "rule"
-    return ParameterCoverage(name, how, "; ".join(methods))

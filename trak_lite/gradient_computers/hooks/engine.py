@@ -59,7 +59,7 @@ class UnexpectedPathError(UnsupportedModelError):
 class GradientPass(AbstractInterceptor):
     """Intercepts the uses of kept parameters in one forward pass, and streams blocks during the backward pass.
 
-    Use it as a context manager around both passes. Remove the handles of :meth:`install` afterwards.
+    Use it as a context manager around both passes, inside :meth:`installed`.
     """
 
     def __init__(self, plan: Plan, kept: Kept, ledger: GradientLedger) -> None:
@@ -72,8 +72,6 @@ class GradientPass(AbstractInterceptor):
         self._num_samples = ledger.num_samples
         self._cursor = 0
         """Position in the plan of the next operation, unless rows are routed."""
-        self._recomputed: dict[Any, list[Site]] = {}
-        """Sites by ``Site.use``; filled if a checkpoint recomputes its part."""
         self._in_backward = self._tagging = False
         self._code = SampleCode(ledger.num_samples)
         self._tags: list[RowTags] = []
@@ -152,14 +150,12 @@ class GradientPass(AbstractInterceptor):
             batched = len(read) < len(tensors)
             dims = tuple(leaf.dim() for leaf in tensors)
             site = Site(function, self._ledger.names_of(read), batched, routed=batched, dims=dims)
+        found = self._plan.uses.get(site.use, [])
         if self._plan.routed:
-            known = self._plan.uses.get(site.use, site)
+            known = next(iter(found), site)
             reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in tensors)
             return site if reads_samples and not known.batched else known
-        for planned in () if self._recomputed else self._plan.sites:
-            self._recomputed.setdefault(planned.use, []).append(planned)
         # The same use may be one of samples and one of what all samples share: their sizes differ.
-        found = self._recomputed.get(site.use, [])
         fitting = [s for s in found if s.batched and s.fits(tensors, self._num_samples)]
         return next(iter(fitting or found), None)
 
@@ -195,7 +191,6 @@ class GradientPass(AbstractInterceptor):
                 keep_factors=self._ledger.keep_factors,
                 sliceable=site.sliceable,
                 outputs=tuple(results) if function is torch.embedding_bag else (),
-                in_place=in_place,
                 random=before if before is not None and before.has_moved() else None,
                 versions=[(leaf, leaf._version) for leaf in tensors if id(leaf) not in targets],
             )
@@ -232,14 +227,9 @@ class GradientPass(AbstractInterceptor):
     ) -> None:
         """Count a use of parameters, and deposit its contributions when the gradients of its results arrive.
 
-        Args:
-            site: The use in the plan.
-            outputs: Its differentiable results.
-            targets: The parameters, or values made of them, that it reads.
-            form: Called once, with the gradients of the plain backward pass; what it holds is freed then.
-            call: The operation; ``None`` for modules and recurrent layers.
-            trailing: Number of last axes of a result within one row, if there is no call.
-            tagged: Converts the gradient of a weighted pass to what identifies rows; by default, the gradient.
+        ``form`` is called once, with the gradients of the plain backward pass; what it holds is freed then. Of a module
+        or a recurrent layer, which is no ``call``, a row of the result has ``trailing`` axes. ``tagged`` converts the
+        gradient of a weighted pass to what identifies rows.
         """
         tags: RowTags | None = None
         if site.routed:
@@ -347,20 +337,16 @@ class GradientPass(AbstractInterceptor):
                     others = [leaf for leaf in _leaves_of_graph(total) if id(leaf) not in asked]
                     self._plan.has_other_leaves = bool(others)
                     inputs += others
-            if self._tags:
-                self._tag_rows(output, inputs)
+            if self._tags:  # weighted passes identify the samples of routed rows
+                dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
+                self._code = SampleCode.for_gradients(self._num_samples, dtypes)
+                self._tagging = True
+                for weights in self._code.weights(output):
+                    _run_backward(output, inputs, weights)
+                self._tagging = False
             found = _run_backward(total, inputs)
             self.escaped = {name: g for name, g in zip(self._kept, found, strict=False) if g is not None}
         self._ledger.finish()
-
-    def _tag_rows(self, output: Tensor, inputs: list[Tensor]) -> None:
-        """Run the weighted backward passes that identify the samples of routed rows."""
-        dtypes = [dtype for tags in self._tags for dtype in tags.dtypes]
-        self._code = SampleCode.for_gradients(self._num_samples, dtypes)
-        self._tagging = True
-        for weights in self._code.weights(output):
-            _run_backward(output, inputs, weights)
-        self._tagging = False
 
     def _contributions(
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None
@@ -374,8 +360,10 @@ class GradientPass(AbstractInterceptor):
             return method, parts
         method, rule = RULES.get(call.function, ("", None))
         found = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
-        parts = [(call.targets[id(a)], part) for a, part in found or generic_rule(call, grads)]
-        return method if found else f"{call.method} ({describe(call.function)})", parts
+        if not found:
+            method, found = generic_rule(call, grads)
+            method += f" ({describe(call.function)})"
+        return method, [(call.targets[id(argument)], part) for argument, part in found]
 
 
 def _on_gradients(

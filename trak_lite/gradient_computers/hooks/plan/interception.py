@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -84,23 +85,30 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
                 return True
         return False
 
-    def install(self, tree: ModelTree) -> list[Any]:
-        """Hook the model, and modules with rules, recurrent and sharded ones; return the handles."""
+    @contextmanager
+    def installed(self, tree: ModelTree) -> Iterator[None]:
+        """Hook the model, and modules with rules, recurrent and sharded ones, inside the block."""
         handles = watch_borders(tree, self)
-        handles.append(tree.model.register_forward_pre_hook(partial(self.model_runs, 1)))
-        handles.append(tree.model.register_forward_hook(partial(self.model_runs, -1), always_call=True))
-        for module in tree.modules:
-            rule = rule_for(module)
-            if rule is not None:
-                refuse_sharded_parts(module)
-                handles.append(module.register_forward_pre_hook(self._enter))
-                leave = partial(self._leave, rule)  # prepended: runs before FSDP2 frees the parameters
-                handles.append(
-                    module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
-                )
-            elif isinstance(module, nn.RNNBase):
-                handles.append(module.register_forward_pre_hook(self._note_order, with_kwargs=True))
-        return handles
+        try:
+            handles.append(tree.model.register_forward_pre_hook(partial(self.model_runs, 1)))
+            handles.append(tree.model.register_forward_hook(partial(self.model_runs, -1), always_call=True))
+            for module in tree.modules:
+                rule = rule_for(module)
+                if rule is not None:
+                    refuse_sharded_parts(module)
+                    handles.append(module.register_forward_pre_hook(self._enter))
+                    leave = partial(self._leave, rule)  # prepended: runs before FSDP2 frees the parameters
+                    handles.append(
+                        module.register_forward_hook(leave, with_kwargs=True, prepend=is_sharded(module))
+                    )
+                elif isinstance(module, nn.RNNBase):
+                    handles.append(module.register_forward_pre_hook(self._note_order, with_kwargs=True))
+            yield
+        finally:
+            if self.depth:  # torch calls no hook after KeyboardInterrupt
+                self.model_runs(-self.depth)
+            for handle in handles:
+                handle.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.inside.append(module)

@@ -68,8 +68,8 @@ class Plan:
     sites: list[Site] = field(default_factory=list)
     routed: bool = False
     """Whether the rows of some operation may belong to any sample."""
-    uses: dict[Any, Site] = field(default_factory=dict)
-    """Sites by ``Site.use``; filled if rows are routed."""
+    uses: dict[Any, list[Site]] = field(default_factory=dict)
+    """Sites by ``Site.use``."""
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     reads_only_quantifiers: bool = False
@@ -103,12 +103,10 @@ class Plan:
             UnsupportedModelError: If the same use has a batch axis at one site and none at another.
         """
         self.routed = True
-        for site in self.sites:
-            known = self.uses.setdefault(site.use, site)
-            if known.batched != site.batched:
-                raise mixed(site, "the same operation runs on samples and on what all samples share")
-            if known != site:
-                known.routed = True
+        for first, *others in self.uses.values():
+            if any(site.batched != first.batched for site in others):
+                raise mixed(first, "the same operation runs on samples and on what all samples share")
+            first.routed |= any(site != first for site in others)
 
     def doubt(self) -> None:
         """Mark all sites as routed, because shapes do not identify the samples of their rows."""
@@ -123,14 +121,10 @@ _Evaluate = Callable[[Batch], Tensor]
 def make_plan(
     model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate, *, may_repeat: bool = True
 ) -> Plan:
-    """Return the plan of a model for batches like this one.
+    """Return the plan of a model, whose kept parameters require grad, for batches like this one.
 
-    Args:
-        model: The module; its kept parameters require grad.
-        kept: The parameters to keep gradients for, by name.
-        batch: At least one sample.
-        evaluate: Returns f, ``(B,)``, of a batch.
-        may_repeat: Whether to run the model again if its first run differs from the second one.
+    ``evaluate`` returns f, ``(B,)``, of a batch. If the model's first run differs from the second one, and it
+    ``may_repeat``, it runs again.
 
     Raises:
         UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
@@ -192,13 +186,8 @@ def _recorded(
 ) -> tuple[Recorder, Tensor]:
     """Return the recorder of a forward pass over a batch, and f."""
     recorder = Recorder(kept, smaller)
-    handles = recorder.install(ModelTree(model))
-    try:
-        with recorder:
-            return recorder, evaluate(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with recorder.installed(ModelTree(model)), recorder:
+        return recorder, evaluate(batch)
 
 
 def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:
@@ -233,6 +222,7 @@ def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int
             # Its row i comes from no sample, and may be combined with a row moved there from another sample.
             site.routed = True
         plan.sites.append(site)
+        plan.uses.setdefault(site.use, []).append(site)
         pairs.append((first, second))
     return pairs
 
@@ -306,8 +296,12 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
     ]
     if not batched or not outputs.requires_grad:
         return
-    tensors = [record.outputs[_first(site)] for site, record in batched]
-    orders = [_orders(site) for site, _ in batched]
+    firsts = [_first(site) for site, _ in batched]
+    tensors = [record.outputs[place] for (_, record), (place, _) in zip(batched, firsts, strict=True)]
+    orders = [[axis] for _, axis in firsts]
+    for possible in orders:
+        if possible[0].multiple > 1:
+            possible.append(replace(possible[0], sample_major=False))
     for sample in range(len(outputs)):
         with naming_graph_failures():
             grads = torch.autograd.grad(outputs[sample], tensors, retain_graph=True, allow_unused=True)
@@ -326,15 +320,9 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)
 
 
-def _first(site: Site) -> int:
-    """Return the index of the first result with a batch axis."""
-    return next(place for place, axis in enumerate(site.output_axes) if axis is not None)
-
-
-def _orders(site: Site) -> list[BatchAxis]:
-    axis = site.output_axes[_first(site)]
-    assert axis is not None
-    return [axis] if axis.multiple == 1 else [axis, replace(axis, sample_major=False)]
+def _first(site: Site) -> tuple[int, BatchAxis]:
+    """Return the index of the first result with a batch axis, and the axis."""
+    return next((place, axis) for place, axis in enumerate(site.output_axes) if axis is not None)
 
 
 def _ordered(axis: BatchAxis | None, like: BatchAxis) -> BatchAxis | None:

@@ -35,8 +35,7 @@ _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 def differentiable(result: Any) -> list[Tensor]:
     """Return the real and complex floating-point tensors of a result, in order."""
-    tensors = [result] if isinstance(result, Tensor) else tensors_of(result)
-    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    return [t for t in tensors_of(result) if t.is_floating_point() or t.is_complex()]
 
 
 def is_in_place(function: Function) -> bool:
@@ -124,15 +123,13 @@ class Recorder(AbstractInterceptor):
         if self.looks_away:
             return func(*args, **kwargs)
         name = _name_of(func)
-        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        given = [args[0]] if alone else tensors_of((args, kwargs))
+        given = tensors_of((args, kwargs))
         moved = self._moved_sizes(name, func, args, kwargs)
         chooses, num_read = _chooses_by_value(name, func, args), _num_read(name, func, args, kwargs)
         value_free = self._is_made_of_sizes(name, given)
         reasons = set(self._taints_of(given))
         result = super().__torch_function__(func, types, args, kwargs)
-        output = written(func, args, result)
-        tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
+        tensors = tensors_of(written(func, args, result))
         if num_read:
             self.reads.append((len(self.records), num_read))
             if self.depth:
@@ -249,15 +246,9 @@ class Recorder(AbstractInterceptor):
         read = [p for p in module.parameters() if id(p) in self.sources]
         if read:
             names, outputs = [self.sources[id(p)] for p in read], differentiable(out)
+            taints, free = self._taints_of(tensors_of((args, kwargs))), [False] * len(read)
             # The module's inputs are not inspected.
-            reads = (
-                _shapes(read),
-                list[Any](),
-                outputs,
-                _shapes(outputs),
-                self._taints_of(tensors_of((args, kwargs))),
-            )
-            self._record(Record(module, names, *reads, [False] * len(read)))
+            self._record(Record(module, names, _shapes(read), [], outputs, _shapes(outputs), taints, free))
         return out
 
     def _record(self, record: Record) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,25 +17,20 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, Parts
+from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
-from trak_lite.gradient_computers.hooks.plan.recorder import differentiable
+from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
 
 
-def generic_rule(call: OperationCall, grads: Sequence[Tensor | None]) -> Parts:
-    """Yield the contributions to all kept arguments, given the gradients of the differentiable results."""
+def generic_rule(
+    call: OperationCall, grads: Sequence[Tensor | None]
+) -> tuple[str, list[tuple[Tensor, Contribution]]]:
+    """Return the method and the contributions to all kept arguments, given the gradients of the results."""
     if call.sliceable and call.random is None:
-        try:
-            found = _vectorised(call, grads)
-        except RuntimeError:
-            # torch raises no narrower type if vmap cannot run an operation. The loop below either gives the right
-            # gradients or raises the operation's own error.
-            call.sliceable = False
-        else:
-            call.method = "vmap of the operation"
-            yield from found
-            return
-    call.method = "one backward of the operation per sample"
+        # torch raises no narrower type if vmap cannot run an operation. The loop below either gives the right
+        # gradients or raises the operation's own error.
+        with suppress(RuntimeError):
+            return "vmap of the operation", _vectorised(call, grads)
 
     def of_sample(grad: Tensor, axis: BatchAxis, sample: int) -> Tensor:
         alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
@@ -46,7 +41,7 @@ def generic_rule(call: OperationCall, grads: Sequence[Tensor | None]) -> Parts:
         pairs = zip(grads, call.output_axes, strict=True)
         return [None if g is None or axis is None else of_sample(g, axis, sample) for g, axis in pairs]
 
-    yield from looped(call, range(call.num_samples), alone)
+    return "one backward of the operation per sample", looped(call, range(call.num_samples), alone)
 
 
 def _opened(call: OperationCall) -> tuple[list[Any], list[int], Callable[..., tuple[Tensor, ...]]]:
@@ -62,10 +57,9 @@ def _opened(call: OperationCall) -> tuple[list[Any], list[int], Callable[..., tu
         for place, value in zip(places, wanted, strict=True):
             replaced[place] = value
         args, kwargs = tree_unflatten(replaced, spec)
-        if call.in_place:
+        if is_in_place(call.function):
             args = (args[0].clone(), *args[1:])
-        result = call.function(*args, **kwargs)
-        return tuple(differentiable(args[0] if call.in_place else result))
+        return tuple(differentiable(written(call.function, args, call.function(*args, **kwargs))))
 
     return leaves, places, run
 
@@ -104,7 +98,7 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
 
 def looped(
     call: OperationCall, samples: Iterable[int], alone: Callable[[int], Sequence[Tensor | None]]
-) -> Parts:
+) -> list[tuple[Tensor, Contribution]]:
     """Run the operation once and differentiate it once per given sample; other samples have gradient zero.
 
     ``alone`` returns the gradients of the differentiable results for one sample.
@@ -122,5 +116,4 @@ def looped(
         for total, part in zip(found, parts, strict=True):
             if part is not None:
                 total[sample] = part
-    for place, value in zip(places, found, strict=True):
-        yield leaves[place], value
+    return [(leaves[place], value) for place, value in zip(places, found, strict=True)]

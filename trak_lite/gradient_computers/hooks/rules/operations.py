@@ -182,77 +182,39 @@ def expand_rule(call: OperationCall, grad: Tensor) -> Parts:
     yield value, sum_to_parameter(call.output_samples(grad), value.shape)
 
 
-def _affine(
-    call: OperationCall,
-    grad: Tensor,
-    x: Tensor,
-    normalised: Tensor,
-    weight: Any,
-    bias: Any,
-    num_last: int | None = None,
-) -> Parts:
-    """``normalised * weight + bias``, where the parameters have the last ``num_last`` axes, or that of the channels."""
-    axis = call.axis_of(x)
-    axes = range(1, 2) if num_last is None else range(x.dim() - num_last, x.dim())
-    if axis is None or axis.axis in axes or (num_last is None and axis.axis != 0) or call.wants(x):
-        return
-    summed = [i + 1 for i in range(grad.dim()) if i not in axes]
-
-    def reduced(value: Tensor, like: Tensor) -> Tensor:
-        return call.output_samples(value).sum(summed).reshape(call.num_samples, *like.shape)
-
-    if call.wants(weight):
-        yield weight, reduced(grad * normalised, weight)
-    if call.wants(bias):
-        yield bias, reduced(grad, bias)
+_OF_NORMS: dict[Any, str] = {
+    torch.layer_norm: "input normalized_shape weight bias eps cudnn_enable",
+    torch.rms_norm: "input normalized_shape weight eps",
+    torch.group_norm: "input num_groups weight bias eps cudnn_enabled",
+    torch.batch_norm: "input weight bias running_mean running_var training momentum eps cudnn_enabled",
+    torch.instance_norm: "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled",
+}
+"""Names of the arguments of normalisations."""
 
 
-def layer_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
-    """Layer normalisation; recomputes the normalised input."""
-    x, shape, weight, bias, eps = call.bind("input", "normalized_shape", "weight", "bias", "eps")
-    normalised = torch.layer_norm(x, tuple(shape), None, None, 1e-5 if eps is None else eps)
-    return _affine(call, grad, x, normalised, weight, bias, len(shape))
-
-
-def rms_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
-    """Root-mean-square normalisation."""
-    x, shape, weight, eps = call.bind("input", "normalized_shape", "weight", "eps")
-    return _affine(call, grad, x, torch.rms_norm(x, tuple(shape), None, eps), weight, None, len(shape))
-
-
-def group_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
-    """Group normalisation."""
-    x, groups, weight, bias, eps = call.bind("input", "num_groups", "weight", "bias", "eps")
-    normalised = torch.group_norm(x, groups, None, None, 1e-5 if eps is None else eps)
-    return _affine(call, grad, x, normalised, weight, bias)
-
-
-_STATISTICS = ("input", "weight", "bias", "running_mean", "running_var")
-
-
-def batch_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
-    """Batch normalisation with running statistics: an affine map per channel."""
-    x, weight, bias, mean, variance, training, momentum, eps = call.bind(
-        *_STATISTICS, "training", "momentum", "eps"
-    )
-    if training:
+def norm_rule(call: OperationCall, grad: Tensor) -> Parts:
+    """Normalisation, computed again without weight and bias: these have the last axes, or that of the channels."""
+    given = {**dict(zip(_OF_NORMS[call.function].split(), call.args, strict=False)), **call.kwargs}
+    x, parameters = given["input"], [name for name in ("weight", "bias") if name in given]
+    if given.get("training"):
         raise UnsupportedModelError(
             "torch.batch_norm was called in training mode, which mixes the samples of a batch. "
             "Call model.eval() and keep running statistics."
         )
-    normalised = torch.batch_norm(x, None, None, mean, variance, False, momentum, eps, False)
-    return _affine(call, grad, x, normalised, weight, bias)
-
-
-def instance_norm_rule(call: OperationCall, grad: Tensor) -> Parts:
-    """Instance normalisation."""
-    x, weight, bias, mean, variance, own_statistics, momentum, eps = call.bind(
-        *_STATISTICS, "use_input_stats", "momentum", "eps"
-    )
-    if own_statistics:  # running statistics would only be updated, and they must not be updated twice
-        mean = variance = None
-    normalised = torch.instance_norm(x, None, None, mean, variance, own_statistics, momentum, eps, False)
-    return _affine(call, grad, x, normalised, weight, bias)
+    axis, num_last = call.axis_of(x), len(given.get("normalized_shape", ()))
+    axes = range(x.dim() - num_last, x.dim()) if num_last else range(1, 2)
+    if axis is None or axis.axis in axes or (not num_last and axis.axis != 0) or call.wants(x):
+        return
+    plain: dict[str, Any] = {**given, **dict.fromkeys(parameters)}
+    if given.get("use_input_stats"):
+        # Running statistics would only be updated, and they must not be updated twice.
+        plain |= {"running_mean": None, "running_var": None}
+    summed = [i + 1 for i in range(grad.dim()) if i not in axes]
+    for name in parameters:
+        if call.wants(given[name]):
+            value = grad * call.function(**plain) if name == "weight" else grad
+            sums = call.output_samples(value).sum(summed)
+            yield given[name], sums.reshape(call.num_samples, *given[name].shape)
 
 
 T = Tensor
@@ -270,11 +232,11 @@ _TABLE: list[tuple[str, OperationRule, Sequence[Any]]] = [
     ("einsum", einsum_rule, (torch._VF.einsum,)),  # type: ignore[attr-defined]
     ("embedding", embedding_rule, (torch.embedding,)),
     ("embedding bag", embedding_bag_rule, (torch.embedding_bag,)),
-    ("layer norm", layer_norm_rule, (torch.layer_norm,)),
-    ("RMS norm", rms_norm_rule, (torch.rms_norm,)),
-    ("group norm", group_norm_rule, (torch.group_norm,)),
-    ("batch norm", batch_norm_rule, (torch.batch_norm,)),
-    ("instance norm", instance_norm_rule, (torch.instance_norm,)),
+    ("layer norm", norm_rule, (torch.layer_norm,)),
+    ("RMS norm", norm_rule, (torch.rms_norm,)),
+    ("group norm", norm_rule, (torch.group_norm,)),
+    ("batch norm", norm_rule, (torch.batch_norm,)),
+    ("instance norm", norm_rule, (torch.instance_norm,)),
     ("elementwise", _elementwise(_of_sum(1, 1)), (torch.add, T.add, T.add_)),
     ("elementwise", _elementwise(_of_sum(1, -1)), (torch.sub, T.sub, T.sub_)),
     ("elementwise", _elementwise(_of_sum(-1, 1)), (T.__rsub__,)),

@@ -64,11 +64,9 @@ class Steps:
         return rows.split_with_sizes(self.sizes) if self.axis is None else rows.unbind(self.axis)
 
     def run(self, step: Callable[..., _State], state: _State) -> tuple[list[Tensor], list[Tensor]]:
-        """Run all steps.
+        """Run all steps from the first state, ``(B, H)`` each.
 
-        Args:
-            step: ``step(t, *state)`` returns the next state of the samples that are still running.
-            state: The first state, ``(B, H)`` each.
+        ``step(t, *state)`` returns the next state of the samples that are still running.
 
         Returns:
             The last state, ``(B, H)`` each, and rows with the state before every step, in new memory.
