@@ -137,11 +137,7 @@ class FisherFits:
             return False
 
     def grams(self, path: str, *, device: torch.device) -> list[Tensor]:
-        """Return the gram matrix of the checkpoint, segment by segment.
-
-        Raises:
-            StateError: If it was not fitted with these settings and segments, or train rows were appended since.
-        """
+        """Return the gram matrix of the checkpoint, segment by segment, if it is fitted to the present train rows."""
         table = self._fitted(path)
         if table is None:
             raise not_fitted(f"Fisher information of {path}", self.method)

@@ -74,12 +74,7 @@ class CurvatureProducts:
     """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 
     def __call__(self, vectors: Tensor, wanted: RowNumbers, /, *, scale: float = 1.0) -> Tensor:
-        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
-
-        Raises:
-            UnsupportedModelError: If ``torch.func`` cannot transform the model, or with draws, if hooks cannot
-                differentiate it sample by sample.
-        """
+        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
         total = torch.zeros_like(vectors)
         # The other kernels of fused attention have no second derivative.
         kernels = sdpa_kernel(SDPBackend.MATH) if self.draws is None else nullcontext()
@@ -97,10 +92,7 @@ class CurvatureProducts:
         return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
 
     def drawn_gradients(self, wanted: RowNumbers, draws: range) -> Iterator[Tensor]:
-        """Yield the loss gradients ``(B, P)`` of some rows for labels drawn from the model, batch by batch.
-
-        They are in float32 or better.
-        """
+        """Yield the loss gradients ``(B, P)`` of some rows for labels drawn from the model, in float32 or better."""
         with full_float32(self.device):
             for rows, batch in self.rows.moved(wanted, self.device):
                 yield from (precise(self._drawn(rows, batch, draw)) for draw in draws)

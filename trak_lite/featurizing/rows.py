@@ -112,11 +112,6 @@ def compute_features(
     Returns:
         Features ``(B, K)`` in float32 or better; terms of shape ``(B,)``, which are never normalised; and the norms
         ``(B,)`` of the gradients before normalisation, ``None`` without a normalizer.
-
-    Raises:
-        InvalidInputError: If a sample is not what the task or the model expects; names its row.
-        UnsupportedModelError: If the gradient computer does not support the batch. If its self-check fails, the error
-            and its ``rows`` name the rows of all batches since the last check that passed.
     """
     computer.name_rows(f"{what} (model id {model_id})", rows)
     device = next(computer.model.parameters()).device
@@ -211,10 +206,8 @@ class RowPass:
     ) -> Iterator[tuple[RowNumbers, ComputedRows]]:
         """Yield the rows of every batch of the plan, in order, and its results.
 
-        Args:
-            plan: The rows of each batch.
-            num_left: Returns the number of rows that are not done, asked before each batch.
-            turn: Returns the context of the pass of a batch.
+        ``num_left`` returns the number of rows that are not done, asked before each batch; ``turn`` the context of a
+        pass.
         """
         found: ComputedRows | None = None
         complete = False
@@ -298,13 +291,9 @@ class HostRows:
         self.is_done = self._copy.is_done
 
     def put(self, table: RowSink, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
-        """Wait for the columns, check them, and write them.
+        """Wait for the columns, check them, and write them to rows ``(B,)`` of a table.
 
-        Args:
-            table: The table to write to.
-            rows: ``(B,)`` rows of the table.
-            what: Name of the data in messages.
-            numbers: ``(B,)`` row numbers for messages; ``None`` uses ``rows``.
+        ``numbers`` ``(B,)`` are the row numbers in messages; ``None`` uses ``rows``.
 
         Raises:
             NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
@@ -353,20 +342,10 @@ class RowWork:
     remedy: str = "use another path (for targets: another name)"
 
     def fill(self, *, wait: bool = True) -> int:
-        """Featurize the pending rows of the table and write them batch by batch, until the table is complete.
+        """Featurize the pending rows of the table and write them batch by batch; return the number written here.
 
         Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally
         waits for the chunks of the others; without ``wait`` it returns without them.
-
-        Returns:
-            Number of rows that this process wrote.
-
-        Raises:
-            NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
-            PrecisionError: If the table's dtype cannot hold a row; names the rows.
-            InvalidInputError: If a batch is not what the task expects.
-            ManifestMismatchError: If recomputed rows differ from the stored ones; see :meth:`check`.
-            RankError: If another rank of a sharded model has failed.
         """
         table, rows, turns = self.table, self.passes.rows, self._turns()
         shared = SharedRows(
@@ -398,12 +377,9 @@ class RowWork:
         return work.written
 
     def check(self, wanted: RowNumbers | None = None) -> None:
-        """Recompute a few done rows of the table, and compare them with the stored ones within rounding.
+        """Recompute a few done rows of the table, or those ``wanted``, and compare them within rounding.
 
         The cost is one pass over at most eight samples. :meth:`fill` does this itself.
-
-        Args:
-            wanted: Committed rows to compare; ``None`` chooses some done rows.
 
         Raises:
             ManifestMismatchError: If a row differs; names the row and every quantity that differs.
@@ -496,14 +472,11 @@ def joined(parts: Sequence[ComputedRows]) -> Computed:
 
 
 def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast features to the dtype that the table takes, and measure what the cast loses.
+    """Return features in the dtype of the table, the norms of rows ``(B,)``, and the shares of these that are lost.
 
     A row that is very small compared with its batch (a sample that the model fits exactly) may lose more. Quantised
     tables take float32. The error of quantisation, at most half the row's scale per entry, is not checked: int8 and
     int4 accept it, and no row can overflow because each row has its own scale.
-
-    Returns:
-        The features; the norm of every row, ``(B,)``; and the share of it that is lost, ``(B,)``, where that counts.
     """
     dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))

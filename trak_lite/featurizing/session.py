@@ -378,8 +378,9 @@ class FeaturizingSession:
 
     def _is_featurized(self, table: AbstractRowTable) -> bool:
         method = self.settings.method
-        has_fit = method.fisher_fit is None or self._fisher_fits(method).has(table_path(table))
-        return table.complete and has_fit
+        if not table.complete or method.fisher_fit is None:
+            return table.complete
+        return self._fisher_fits(method).has(table_path(table))
 
     def _is_left_alone(self, table: AbstractRowTable) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""

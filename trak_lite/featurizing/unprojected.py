@@ -49,11 +49,7 @@ class ProductProjector(AbstractProjector):
     """
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
-        """Store the gradients of the targets.
-
-        Args:
-            targets: ``(m, *shape)`` float32 or float64 by parameter name, the same m for all.
-        """
+        """Take the gradients of m targets by parameter name, ``(m, *shape)`` in float32 or float64."""
         self._targets = {name: part.reshape(len(part), -1) for name, part in targets.items()}
         some = next(iter(self._targets.values()))
         super().__init__(0, len(some), 0, "na", some.device)
@@ -104,11 +100,7 @@ class GradientPass:
     """Shapes of the kept parameters."""
 
     def gradients(self, wanted: RowNumbers, *, label: str, progress: bool | None) -> Tensor:
-        """Return the gradients of some rows, ``(len(wanted), P)`` in float32 or better, parameters in model order.
-
-        Raises:
-            NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
-        """
+        """Return the gradients ``(len(wanted), P)`` of some rows in float32 or better, parameters in model order."""
         found: Tensor | None = None
         projector = NoOpProjector(device=self.passes.device)
         start = 0

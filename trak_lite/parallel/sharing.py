@@ -81,12 +81,7 @@ class Patience:
         self._said_next = _SAID_AFTER
 
     def wait(self, purpose: str, holder: Callable[[], str]) -> None:
-        """Sleep for the next pause, and log if due.
-
-        Args:
-            purpose: Purpose of the wait, to follow the word "Waiting".
-            holder: Returns the holder, as in the message of a ``BusyError``; called only for logging.
-        """
+        """Sleep for the next pause; log what is waited for, and the holder, as in a ``BusyError``, if due."""
         now = time.monotonic()
         if self._began is None:
             self._began = now

@@ -143,15 +143,11 @@ def _needed(measured: int, recall: float) -> int | None:
 
 
 def mean_lower_bound(values: NDArray[np.float64], doubt: float) -> float:
-    """Return a lower bound of the expected value of independent numbers between 0 and 1.
+    """Return a lower bound of the expected value of independent numbers ``(n,)`` between 0 and 1.
 
     It exceeds the expected value with a probability of at most ``doubt``, for any distribution and also for drawing
     without replacement: with mean m of n numbers, it is the smallest p with n KL(m, p) <= log(1 / doubt), where KL is
     the divergence of Bernoulli distributions (Hoeffding 1963, theorem 1 and section 6).
-
-    Args:
-        values: ``(n,)``.
-        doubt: Probability, between 0 and 1.
 
     Example:
         >>> round(mean_lower_bound(np.ones(100), 0.05), 4), 0.05 ** (1 / 100)
@@ -258,11 +254,9 @@ class _Index:
             self._store.put_entry(self._pool_path, self._key, pool.to_array())
 
     def places(self, terms: Sequence[ScoreTerm], exact: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the places of the exact rows among the candidates, ``(M, 2, k)``.
+        """Return the places of the exact rows of M targets among the candidates, ``(M, 2, k)``.
 
-        Args:
-            terms: Of M targets.
-            exact: Their strongest rows, as of :func:`~trak_lite.scoring.matrix.top_and_bottom`.
+        ``exact`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom`.
         """
         most = _FACTOR * exact.shape[-1]
         found = self._candidates(terms, most)

@@ -87,8 +87,7 @@ class ScoreSource:
     def hold_kernels(self, held: dict[str, list[SegmentKernel]]) -> None:
         """Use factorised kernels again, as long as those of all checkpoints take at most 2 GiB.
 
-        Args:
-            held: Kernels by the content of the train rows. Sources of the same method and layout may share it.
+        ``held`` has them by the content of the train rows. Sources of the same method and layout may share it.
         """
         if len(self.train) * sum(segment.width**2 for segment in self.layout.segments) * 8 <= _HELD_BYTES:
             self._held = held
@@ -136,11 +135,7 @@ class ScoreSource:
         return [self._targets(table).content_key() for table in self.train]
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
-        """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight.
-
-        Raises:
-            SingularKernelError: If a kernel is singular at the method's damping.
-        """
+        """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""
         if self._grams is not None:
             self._grams.make(self.train, self.ranks)
         return [
@@ -174,9 +169,7 @@ class ScoreSource:
     def path_terms(self, dampings: Sequence[float | None], targets: slice = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets at every damping, ``(L * M, K)``, dampings first.
 
-        Raises:
-            InvalidInputError: If the method has no kernel.
-            SingularKernelError: If a kernel is singular at a damping.
+        Raises :class:`InvalidInputError` if the method has no kernel.
         """
         if self._grams is None:
             raise InvalidInputError(
@@ -206,10 +199,8 @@ class ScoreSource:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first row, scores)`` for all train rows in order, bitwise equal to a stored score table.
 
-        Args:
-            terms: One term per checkpoint; ``None`` calls :meth:`terms`.
-            share: ``(r, n)`` yields the r-th of n parts of the chunks.
-            wanted: ``(N,)`` leaves out tiles without a wanted row; their train rows are not read.
+        ``share`` ``(r, n)`` yields the r-th of n parts of the chunks. ``wanted`` ``(N,)`` leaves out tiles without a
+        wanted row; their train rows are not read.
         """
         terms = self.terms() if terms is None else terms
         chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
@@ -261,9 +252,7 @@ class ScoreSource:
     def self_influence(self) -> NDArray[np.float32]:
         """Return the score of every train row for itself, ``(N,)``.
 
-        Raises:
-            InvalidInputError: If target rows cannot be computed from stored train rows: the method multiplies targets
-                by an inverse curvature before they are projected, or the train rows are Adam updates.
+        Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows.
         """
         if row_kind(self.manifest) == "adam_update":
             raise InvalidInputError(

@@ -58,16 +58,10 @@ def stored_scores(
     dense: bool = True,
     run: Run | None = None,
 ) -> Scores:
-    """Return the scores of a target set from the store.
+    """Return the scores of a target set and a method from the store.
 
-    Args:
-        workspace: Location of the store.
-        settings: Layout, device and default method.
-        name: Name of the target set.
-        method: The method of the scores.
-        dense: Return the stored matrix. ``False`` computes scores from the stored rows on access, with the checkpoints
-            that the targets have features of.
-        run: The model, settings and store of the scores; ``None`` without a model.
+    ``dense=False`` computes scores from the stored rows on access, with the checkpoints that the targets have features
+    of. ``run`` has the model, settings and store of the scores; it is ``None`` without a model.
 
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
@@ -178,12 +172,7 @@ def _shown_task(targets: Any) -> dict[str, Any]:
 def _finished_table(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
 ) -> AbstractRowTable:
-    """Return the complete table of the scores of a target set; ``base`` is the attributor's method.
-
-    Raises:
-        StateError: If the scores were never computed, or are not finished.
-        ManifestMismatchError: If an attributor with another method made the scores.
-    """
+    """Return the complete table of the scores of a target set; ``base`` is the attributor's method."""
     path = score_path(name, method, base)
     if not store.has_table(path):
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
@@ -214,10 +203,7 @@ def _finished_table(
 def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = False) -> None:
     """Permanently remove the scores of a target set, of all methods, and its ``features``, which it may have alone.
 
-    Raises:
-        StateError: If there are no such scores.
-        BusyError: If another process is computing some of them.
-        ReadOnlyStoreError: If the store cannot be written.
+    Raises :class:`StateError` if there are no such scores.
     """
     found, targets = score_paths(store, name), target_paths(store, name) if features else []
     for path in targets:
@@ -248,11 +234,7 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
 def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
-    """Return the digests of the train tables of the checkpoints with targets that the method uses.
-
-    Raises:
-        StateError: If no checkpoint has such features.
-    """
+    """Return the digests of the checkpoints with targets that the method uses; raise if there are none."""
     known = store.table_names(target_folder(name, method))
     features = {digest: target_table_path(name, method, table) for digest, table in train.items()}
     digests = [
@@ -284,11 +266,9 @@ class ScoreResult:
         self._spec = score_table_spec(source.num_rows, num_targets, fingerprint)
 
     def is_finished(self) -> bool:
-        """Return whether the scores are stored with these settings and complete.
+        """Return whether the scores are stored and complete.
 
-        Raises:
-            ManifestMismatchError: If they were made with other targets, checkpoints or settings.
-            StateError: If train rows were appended since.
+        Raises :class:`ManifestMismatchError` if they were made with other targets, checkpoints or settings.
         """
         if not self.source.store.has_table(self._path):
             return False
@@ -322,11 +302,7 @@ class ScoreResult:
         )
 
     def put(self, made: MadeScores) -> None:
-        """Store scores that were computed elsewhere.
-
-        Raises:
-            InvalidInputError: If their shape is not that of the table.
-        """
+        """Store scores that were computed elsewhere; raise if their shape is not that of the table."""
         shape = (self._spec.num_rows, self._spec.columns[0].width)
         if made.scores.shape != shape:
             raise InvalidInputError(
@@ -348,11 +324,7 @@ class ScoreResult:
         """Return the k most helpful and most harmful rows of every target, and what to report of an index.
 
         Exact rows are read from the store's cache, or found in one pass over the stored rows, which the ranks of the
-        source share. Nothing is cached if the store is read-only.
-
-        Args:
-            k: Number of helpful and of harmful rows.
-            recall: Share of the exact rows that suffices; ``None`` uses no index.
+        source share. Nothing is cached if the store is read-only. An index serves if a share of ``recall`` suffices.
         """
         source = self.source
         name, key = top_path(source.name), self.digest()
@@ -379,13 +351,11 @@ class ScoreResult:
         ends: NDArray[np.float64] | None = None,
         shown: Mapping[str, Any] | None = None,
     ) -> Scores:
-        """Return the scores. They read from the store, also after it is closed.
+        """Return the scores, which read from the store, also after it is closed.
 
-        Args:
-            run: The model, settings and store of the scores.
-            dense: Return the stored matrix, which must be complete. ``False`` computes scores on access.
-            ends: The most helpful and most harmful rows of every target, if known.
-            shown: JSON values to show with the scores.
+        ``dense`` returns the stored matrix, which must be complete; otherwise scores are computed on access, and
+        ``ends`` are the most helpful and most harmful rows, if known. ``shown`` are JSON values to show with the
+        scores.
         """
         source = self.source
         alone = score_source(source.store, source.train, source.name, source.method, run.settings)

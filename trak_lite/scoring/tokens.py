@@ -149,16 +149,9 @@ class _Directions:
     def derivatives(
         self, model: nn.Module, batches: Sequence[Batch], targets: Tensor, model_id: int
     ) -> list[NDArray[np.float64]] | None:
-        """Return the derivatives of the terms of every batch, ``(B, T', m)``.
+        """Return the derivatives of the terms of batches of B samples along targets ``(m, K)``, ``(B, T', m)`` each.
 
-        Args:
-            model: The model with the weights of a checkpoint.
-            batches: Batches of B samples.
-            targets: ``(m, K)`` preconditioned targets.
-            model_id: Number of the checkpoint.
-
-        Returns:
-            One array per batch; ``None`` if the projector or the model does not support it.
+        ``None`` if the projector or the model, which has the weights of a checkpoint, does not support it.
         """
         if not (self._is_supported and batches and len(targets)) or is_sharded(model):
             return None
@@ -262,11 +255,7 @@ def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow],
 
 
 def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
-    """Return whether labels are shifted.
-
-    Raises:
-        InvalidInputError: If f is not a sum over tokens, or train rows are normalised, so that scores are not sums.
-    """
+    """Return whether labels are shifted; raise if scores are no sums over the tokens of train rows."""
     task = settings.task.train_task()
     if not isinstance(task, CausalLanguageModelingModelOutput):
         raise InvalidInputError(

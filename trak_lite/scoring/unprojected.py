@@ -75,11 +75,7 @@ class Refine:
 
 
 def unprojected_method(method: Method) -> AbstractMethod:
-    """Return a method that can score unprojected gradients.
-
-    Raises:
-        InvalidInputError: If the method is unknown, or needs stored rows.
-    """
+    """Return a method that can score unprojected gradients; raise if it needs stored rows."""
     found = as_method(method)
     transforms = found.transforms_rows and found.unit_scope(FeatureLayout.joint(1)) is None
     if not found.multiplies_rows or found.kernel is not None or transforms:
@@ -141,17 +137,8 @@ def refined_scores(
 ) -> Scores:
     """Score the candidates of every target by their unprojected gradients.
 
-    Args:
-        run: The model, settings and store.
-        session: Open, on the same store.
-        tables: Of the train rows, by the digest of the checkpoint's weights.
-        targets: The targets.
-        name: Of the target set.
-        refine: The settings.
-        ends: ``(2, 2, M, c)``, the result of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
-
-    Raises:
-        StateError: If the train data or the weights of a checkpoint are not known.
+    ``tables`` are the train tables by the digest of the checkpoint's weights, ``name`` is that of the target set, and
+    ``ends`` ``(2, 2, M, c)`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
     """
     method = run.settings.scored_by(refine.method)
     ends = ends[..., : refine.candidates]  # a cached result may have more
@@ -238,11 +225,7 @@ class _Scorer:
             )
 
     def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
-        """Return the convergence at every checkpoint, over all blocks of targets.
-
-        Args:
-            digests: Digests of the checkpoints' weights, in the order of the result; ``None`` for that of the visits.
-        """
+        """Return the convergence at every checkpoint, by default in the order of visits, over all blocks of targets."""
         order = list(self._convergence if digests is None else digests)
         return tuple(
             Convergence.joined(self._convergence[digest]) for digest in order if digest in self._convergence
@@ -279,12 +262,9 @@ class _Scorer:
     def scores(
         self, rows: NDArray[np.int64], block: NDArray[np.int64], walk: Callable[[Visit], None]
     ) -> NDArray[np.float32]:
-        """Return the scores of some train rows ``(R, m)`` for a block of targets.
+        """Return the scores ``(R, m)`` of some train rows, ascending, for a block of targets.
 
-        Args:
-            rows: Row numbers, ascending.
-            block: Target numbers.
-            walk: Loads the checkpoints one by one.
+        ``walk`` loads the checkpoints one by one.
         """
         total = np.zeros((len(rows), len(block)), np.float32)
         q = np.zeros(len(rows))

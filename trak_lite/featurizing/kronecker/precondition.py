@@ -42,17 +42,10 @@ class Preconditioner:
         absolute: bool = False,
         share: float | None = None,
     ) -> None:
-        """Invert the eigenvalues.
+        """Invert the eigenvalues, damped by lambda in units of the mean eigenvalue of a unit, above 0.
 
-        Args:
-            curvature: Curvature of all parameters that have gradients.
-            damping: Lambda in units of the mean eigenvalue of a unit, above 0.
-            absolute: Whether the damping is lambda itself, the same for all units.
-            share: Factor of the curvature, which does not change the damping; gradients are then multiplied by the
-                square root of the inverse. ``None`` multiplies by the inverse.
-
-        Raises:
-            InvalidInputError: If the damping is not above 0.
+        If ``absolute``, the damping is lambda itself, the same for all units. With ``share``, a factor of the curvature
+        that does not change the damping, gradients are multiplied by the square root of the inverse.
         """
         if not damping > 0:
             raise InvalidInputError(
@@ -73,11 +66,7 @@ class Preconditioner:
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`.
-
-        Raises:
-            InvalidInputError: If the curvature lacks a parameter.
-        """
+        """Return a new accumulator; see :class:`Inverse`."""
         unknown = [name for name in parameters if name not in self.lambdas]
         if unknown:
             raise InvalidInputError(
@@ -149,11 +138,7 @@ class PreconditionedProjector(AbstractProjector):
         )
 
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Precondition and project collected gradients, by parameter name.
-
-        Raises:
-            InvalidInputError: If the gradients are one tensor, which does not name the parameters.
-        """
+        """Precondition and project collected gradients, by parameter name."""
         if isinstance(grads, Tensor):
             raise InvalidInputError(
                 f"The gradients are one tensor of shape {tuple(grads.shape)}, which does not name the parameters, and "

@@ -55,11 +55,7 @@ class KroneckerFits:
         return all(found.is_complete() for found in self._arrays(digest))
 
     def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
-        """Return the curvature of the checkpoint with these weights.
-
-        Raises:
-            StateError: If there is no fit, or it is incomplete.
-        """
+        """Return the curvature of the checkpoint with these weights; raises if it is not fitted."""
         if not self.has(digest):
             raise not_fitted(f"curvature of the checkpoint with weights {digest[:12]}", self.method)
         return KroneckerCurvature.of(self._arrays(digest), device)
@@ -67,12 +63,7 @@ class KroneckerFits:
     def fit(
         self, digest: str, rows: Rows, device: torch.device, *, label: str, progress: bool | None
     ) -> None:
-        """Fit the checkpoint that is loaded in the model, or the missing part of the fit.
-
-        Raises:
-            ReadOnlyStoreError: If the store was opened for reading.
-            UnsupportedModelError: If hooks cannot differentiate the model.
-        """
+        """Fit the checkpoint that is loaded in the model, or the missing part of the fit."""
         require_writable(self.store)
         wanted = spread_rows(len(rows), self.method.max_rows)
 

@@ -78,10 +78,6 @@ def find_units(model: nn.Module, parameters: ParameterShapes) -> tuple[Unit, ...
     A bias is joined with its weight if both belong to one linear or convolution layer only. Every other parameter is a
     separate unit.
 
-    Args:
-        model: The module.
-        parameters: Shapes of the kept parameters by canonical name.
-
     Example:
         >>> find_units(nn.Linear(3, 2), {"weight": (2, 3), "bias": (2,)})
         (Unit(weight='weight', rows=2, columns=3, bias='bias', has_gaps=True),)
@@ -142,12 +138,7 @@ class GradientJoiner:
     """A block sink that joins the weight and bias blocks of a unit."""
 
     def __init__(self, units: Sequence[Unit], take: Callable[[UnitGradient], None]) -> None:
-        """Store the arguments.
-
-        Args:
-            units: Units whose blocks are used; blocks of other parameters are ignored.
-            take: Called with the gradients of a unit for each chunk of samples.
-        """
+        """Call ``take`` with the gradients of a unit for each chunk of samples; other parameters are ignored."""
         self._units = {name: unit for unit in units for name in unit.names}
         self._take = take
         self._waiting: dict[tuple[Unit, int], GradientBlock] = {}
@@ -207,11 +198,7 @@ class UnitSums:
 
     @property
     def is_factored(self) -> bool:
-        """Whether the gradients are factored.
-
-        Raises:
-            InvalidInputError: If gradients are factored in some blocks and dense in others.
-        """
+        """Whether the gradients are factored; raises if they are in some blocks and dense in others."""
         if self.inputs is not None and self.squares is not None and bool(self.squares.any()):
             raise InvalidInputError(
                 f"The gradients of {self.unit.weight!r} are factored in some blocks and dense in others, which one "
