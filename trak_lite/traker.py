@@ -547,7 +547,7 @@ class TRAKer:
         found = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
             found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
-        HostRows(found, table.spec).put(table, waiting, cursor.label)
+        HostRows(found, table.spec).put(table.put, waiting, cursor.label)
         cursor.waiting[waiting] = False
         if keys is not None:
             cursor.refuse_other_samples(table.table, rows, keys)

@@ -160,7 +160,7 @@ class Capture:
                     raise
                 computer.load_model_params(run.model)  # the plan may be that of other weights
                 found = passes.compute(numbers, batch, to_come)
-            HostRows(found, self._spec).put(self, numbers, self._rows.what)
+            HostRows(found, self._spec).put(self.put, numbers, self._rows.what)
 
     def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
         """Keep the rows of a batch that are new, until they are written."""

@@ -34,7 +34,7 @@ from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import BusyError, MissingStoreError, ReadOnlyStoreError, StateError, StoreError
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers.recording import repeating_inputs
-from trak_lite.methods import EKFAC, Fisher
+from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._margins import UniformNoise
 from trak_lite.parallel.sharing import SharedRows, has_free_rows
@@ -65,14 +65,6 @@ def require_writable(store: AbstractFeatureStore) -> None:
         raise ReadOnlyStoreError(
             f"The store at {store.path} is open for reading only, and a fit must be stored. Make it writable."
         )
-
-
-def not_fitted(what: str, method: Fisher | EKFAC) -> StateError:
-    """Return the error of a fit that is read before it is made."""
-    return StateError(
-        f"The {what} is not fitted with the settings {method.fit_json()} on the present train rows. Call "
-        "score(targets, method=...) with this method, which fits it."
-    )
 
 
 def drawn_spec(
@@ -140,7 +132,10 @@ class FisherFits:
         """Return the gram matrix of the checkpoint, segment by segment, if it is fitted to the present train rows."""
         table = self._fitted(path)
         if table is None:
-            raise not_fitted(f"Fisher information of {path}", self.method)
+            raise StateError(
+                f"The Fisher information of {path} is not fitted with the settings {self.method.fit_json()} on the "
+                "present train rows. Call score(targets, method=...) with this method, which fits it."
+            )
         dtype = wide_dtype(device)
         lower = [
             torch.cat(

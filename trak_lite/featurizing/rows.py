@@ -57,13 +57,6 @@ _PADDED = "Leave the padding out of f (a mask), pad all samples to one length, o
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
-class RowSink(Protocol):
-    """Takes computed rows: a table, or what keeps them for one."""
-
-    def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
-        """Take rows by column."""
-
-
 class SampleRows(Protocol):
     """Samples identified by row: a :class:`~trak_lite.data.datasets.Rows`, or samples derived from one."""
 
@@ -290,8 +283,15 @@ class HostRows:
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self.is_done = self._copy.is_done
 
-    def put(self, table: RowSink, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
-        """Wait for the columns, check them, and write them to rows ``(B,)`` of a table.
+    def put(
+        self,
+        write: Callable[[RowNumbers, Mapping[str, NDArray[Any]]], None],
+        rows: RowNumbers,
+        what: str,
+        *,
+        numbers: RowNumbers | None = None,
+    ) -> None:
+        """Wait for the columns, check them, and write them as rows ``(B,)`` of a table.
 
         ``numbers`` ``(B,)`` are the row numbers in messages; ``None`` uses ``rows``.
 
@@ -313,7 +313,7 @@ class HostRows:
                 )
         _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
         try:
-            table.put(rows, values)
+            write(rows, values)
         except StateError as error:
             raise BusyError(
                 f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until that run "
@@ -365,7 +365,7 @@ class RowWork:
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
                 for wanted, copy in one_behind(copies):
                     written = work.written
-                    copy.put(work, wanted, rows.what, numbers=rows.numbers(wanted))
+                    copy.put(work.put, wanted, rows.what, numbers=rows.numbers(wanted))
                     if work.written > written:
                         own.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.

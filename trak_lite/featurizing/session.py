@@ -25,7 +25,7 @@ from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_f
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.inverse import InverseCurvature, Solution
+from trak_lite.featurizing.inverse import InverseCurvature
 from trak_lite.featurizing.kronecker.precondition import Preconditioner
 from trak_lite.featurizing.kronecker.stored import KroneckerFits
 from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
@@ -345,7 +345,7 @@ class FeaturizingSession:
         table = self.workspace.lazy_table("trial", spec)
         stream = passes.stream(plan, lambda: spec.num_rows)
         for wanted, copied in one_behind((wanted, HostRows(found, spec)) for wanted, found in stream):
-            copied.put(table, wanted, rows.what)
+            copied.put(table.put, wanted, rows.what)
             yield
 
     def finish(self, rows: Rows) -> int:
@@ -490,19 +490,6 @@ class FeaturizingSession:
                 device=device,
             )
         return InverseCurvature(method, preconditioner, products, label, settings.parameters)
-
-    def solved(
-        self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
-    ) -> Solution:
-        """Return unprojected target gradients ``(m, P)`` multiplied by the method's inverse curvature, if it has one.
-
-        The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
-        yet, which creates the store if needed.
-        """
-        if method.inverse is None:
-            return Solution(gradients, None)
-        self.workspace.created()
-        return self.inverse(digest, label, method.inverse, rows).solve(gradients)
 
     # ---------------------------------------------------------------- train rows and checkpoints
 

@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead
+from trak_lite._devices import copied_ahead, precise
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
-from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
@@ -35,7 +34,7 @@ from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_o
 from trak_lite.scoring.records import ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Manifest
-from trak_lite.types import FeatureLayout, num_entries
+from trak_lite.types import FeatureLayout, OutputTerms, num_entries
 
 logger = logging.getLogger(__name__)
 
@@ -277,8 +276,8 @@ class _Scorer:
             train = self.session.gradient_pass(self.train, normalization=self._cosines())
             parts = train.products(rows, solved, label=f"Scoring, {label}", progress=self.run.progress)
             done = 0
-            for size, products, out_to_loss in copied_ahead(self._weighted(part, weight) for part in parts):
-                stop = done + size
+            for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
+                stop = done + len(products)
                 total[done:stop] += products
                 q[done:stop] += out_to_loss
                 done = stop
@@ -286,19 +285,22 @@ class _Scorer:
         walk(add)
         return total * (q / count).astype(np.float32)[:, None] if self.method.q == "outside" else total
 
-    def _weighted(self, part: RowProducts, weight: float) -> tuple[int, Tensor, Tensor]:
-        """Return the number of rows of a batch, their products in float32, and their q."""
-        products = part.products * weight
+    def _weighted(self, products: Tensor, terms: OutputTerms, weight: float) -> tuple[None, Tensor, Tensor]:
+        """Return the products of a batch of rows in float32, and the rows' q, behind a key for ``copied_ahead``."""
+        q, products = terms.out_to_loss_grad, products * weight
         if self.method.q == "inside":
-            products = products * part.out_to_loss.to(products)[:, None]
-        out_to_loss = part.out_to_loss.to(torch.promote_types(part.out_to_loss.dtype, torch.float32))
-        return len(part.rows), products.float(), out_to_loss
+            products = products * q.to(products)[:, None]
+        return None, products.float(), precise(q)
 
     def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
         """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
         targets = self.session.gradient_pass(self.targets, normalization=self._cosines())
         gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.run.progress)
-        solution = self.session.solved(gradients, self.method, digest, label, self.train)
+        if self.method.inverse is None:
+            return gradients
+        self.session.workspace.created()  # the fit is stored
+        inverse = self.session.inverse(digest, label, self.method.inverse, self.train)
+        solution = inverse.solve(gradients)
         if solution.convergence is not None:
             self._convergence.setdefault(digest, []).append(solution.convergence)
         return solution.gradients

@@ -16,7 +16,7 @@ from torch import nn
 
 from trak_lite._progress import progress_bar
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
-from trak_lite.featurizing.fisher import not_fitted, require_writable
+from trak_lite.featurizing.fisher import require_writable
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature, UnitArrays
 from trak_lite.featurizing.kronecker.fit import fit_curvature, unit_arrays
 from trak_lite.methods import EKFAC
@@ -56,8 +56,6 @@ class KroneckerFits:
 
     def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
         """Return the curvature of the checkpoint with these weights; raises if it is not fitted."""
-        if not self.has(digest):
-            raise not_fitted(f"curvature of the checkpoint with weights {digest[:12]}", self.method)
         return KroneckerCurvature.of(self._arrays(digest), device)
 
     def fit(
