@@ -25,7 +25,7 @@ from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
-from trak_lite.types import FeatureLayout, GradientBlock, OutputTerms, ParameterShapes, num_entries
+from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries
 
 
 def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
@@ -72,10 +72,6 @@ class ProductProjector(AbstractProjector):
                     products[first : first + len(rows)].addmm_(rows, targets.T)
 
         return Accumulator(add, lambda: products)
-
-    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment of m columns."""
-        return FeatureLayout.joint(self.proj_dim)
 
 
 @final

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,9 +215,10 @@ def _tried(
         try:
             with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
                 marks = [_now()]
-                starts = _starts(batches, marks, longest)
-                for _ in session.trial(checkpoint, rows, starts, of_fit=bool(draws)):
+                for _ in session.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
                     marks.append(_now())
+                    if len(marks) > _WARM + _FEWEST and marks[-1][0] - marks[_WARM][0] > longest:
+                        break
         finally:
             rows.batch_size = size
     gaps = np.diff(marks, axis=0)
@@ -249,17 +250,6 @@ def _beyond(gaps: Times, usual: Span) -> Span:
     """Return what some batches took more than as many usual ones."""
     wall, cpu = np.maximum(gaps.sum(axis=0) - len(gaps) * np.array([usual.mean, usual.cpu]), 0.0).tolist()
     return Span(wall, wall, wall, cpu)
-
-
-def _starts(
-    batches: Sequence[NDArray[np.int64]], marks: Sequence[tuple[float, float]], longest: float
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the first batches in order, as a run writes them, until the trial has taken long enough."""
-    for number, rows in enumerate(batches[: _WARM + _MOST]):
-        measured = len(marks) > _WARM and number >= _WARM + _FEWEST
-        if measured and _now()[0] - marks[_WARM][0] > longest:
-            return
-        yield rows
 
 
 def _now() -> tuple[float, float]:

@@ -6,8 +6,8 @@ unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, final
+from collections.abc import Callable
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitGradient, sample_slices
 from trak_lite.projectors import AbstractProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator
 from trak_lite.types import BlockSink, DenseBlock, FeatureLayout, GradientBlock, ParameterShapes
 
 
@@ -137,26 +137,9 @@ class PreconditionedProjector(AbstractProjector):
             self._projector, num_samples, model_id=model_id, parameters=parameters
         )
 
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Precondition and project collected gradients, by parameter name."""
-        if isinstance(grads, Tensor):
-            raise InvalidInputError(
-                f"The gradients are one tensor of shape {tuple(grads.shape)}, which does not name the parameters, and "
-                "every parameter has its own curvature. Pass a mapping from parameter names to gradients."
-            )
-        return project_named(self, grads, model_id)
-
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the layout of the inner projector."""
         return self._projector.layout(parameters)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features, without the curvature, which the caller records."""
-        return {**self._projector.fingerprint(), "preconditioned": True}
-
-    def free_memory(self) -> None:
-        """Drop cached matrices of the inner projector."""
-        self._projector.free_memory()
 
 
 @final
