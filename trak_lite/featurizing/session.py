@@ -26,8 +26,8 @@ from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature
+from trak_lite.featurizing.kronecker.fit import KroneckerFits
 from trak_lite.featurizing.kronecker.precondition import Preconditioner
-from trak_lite.featurizing.kronecker.stored import KroneckerFits
 from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
