@@ -590,7 +590,6 @@ class TRAKer:
     # ---------------------------------------------------------------- ids
 
     def _ids(self, given: Iterable[int] | None) -> list[int]:
-        """Return the given ids; without them all that have rows, ascending."""
         if given is not None:
             return [_id(model_id) for model_id in given]
         return tables.checkpoint_ids(self._workspace.store())
@@ -688,7 +687,6 @@ class _Cursor:
         return DoneRows(stored[chosen], some, table.spec.columns) if len(chosen) else None
 
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
-        """Return the row numbers of a batch."""
         if (inds is None) == (num_samples is None):
             raise AssertedInputError(  # the message is the original's, because scripts match it
                 "Exactly one of num_samples and inds should be specified, got "

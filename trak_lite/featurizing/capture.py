@@ -246,7 +246,6 @@ class Capture:
             raise InvalidInputError(reason)
 
     def _look(self, store: AbstractFeatureStore) -> None:
-        """Find what is stored under this name."""
         for digest, table in checkpoint_tables(store).items():
             if table.spec.fingerprint.get(CAPTURED) == self.name and table.complete:
                 self._done[:], self._finished = True, digest

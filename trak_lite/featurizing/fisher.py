@@ -242,7 +242,6 @@ class FisherFits:
         return {"version": _VERSION, **self.method.fit_json()}
 
     def _fitted(self, path: str) -> AbstractRowTable | None:
-        """Return the table of the checkpoint's gram matrices if it is complete."""
         _, name = self._paths(path)
         if name not in self.store.table_names(fisher_folder(path)):
             return None
@@ -250,7 +249,6 @@ class FisherFits:
         return table if table.complete else None
 
     def _paths(self, path: str) -> tuple[str, str]:
-        """Return the paths of the drawn rows and of the gram matrices."""
         fingerprint = self._fingerprint(path)
         drawn, _ = fisher_paths(path, {**fingerprint, **_ORDER})
         return drawn, fisher_paths(path, fingerprint)[1]

@@ -199,7 +199,6 @@ class FeaturizingSession:
     def __init__(
         self, run: Run, borrowed: BorrowedModel, *, ranks: Ranks, train: Rows | HeldRows | None
     ) -> None:
-        """Store the arguments. Call :meth:`Run.session` instead."""
         self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
         self.ranks = ranks
         ranks.lockstep = Lockstep.of(run.model)

@@ -228,12 +228,8 @@ class AbstractIterativeMethod(AbstractInverseMethod):
     seed: int = 0
     """Seed of all drawn labels, and of drawn rows."""
 
+    reads_rows = True
     _checks: ClassVar = {"damping": _above_zero, "draws": optional(positive_int)}
-
-    @property
-    def reads_rows(self) -> bool:
-        """True: every product does."""
-        return True
 
     @property
     def product_draws(self) -> int | None:

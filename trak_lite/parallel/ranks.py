@@ -184,8 +184,6 @@ def _record_end(store: Any, rank: int) -> None:
 
 @final
 class _TorchRanks(Ranks):
-    """Processes that share a key-value store of ``torch.distributed``."""
-
     def __init__(self, store: Any, rank: int, size: int, *, number: int, call: str = "a call") -> None:
         """Watch the call with this number; ``store`` is that of all calls."""
         self.rank, self.size = rank, size
@@ -244,7 +242,6 @@ class _TorchRanks(Ranks):
                 self._ask(lambda: self._store.compare_set(_FAILED, "", reason))
 
     def close(self) -> None:
-        """Stop the background thread and disconnect."""
         self._closed.set()
         self._thread.join(_LOOK_EVERY)  # the store may not reply
         if self._thread.is_alive():

@@ -404,7 +404,6 @@ def _drop_others(store: AbstractFeatureStore, folder: str, path: str) -> None:
 
 
 def _sampled_rows(source: ScoreSource) -> NDArray[np.int64]:
-    """Return the train rows that the directions are computed from, ascending."""
     directions = min(_MOST_DIRECTIONS, len(source.train) * source.width)
     fitting = max(1024, _SAMPLED_VALUES // source.width)
     return _scattered(source.num_rows, min(_SAMPLED_PER_DIRECTION * directions, fitting))
@@ -449,7 +448,6 @@ def _coefficients_of(basis: AbstractRowTable, sample: NDArray[np.int64]) -> NDAr
 
 
 def _of_targets(terms: Sequence[ScoreTerm], targets: NDArray[np.int64]) -> list[ScoreTerm]:
-    """Return the terms of some targets."""
     return [
         replace(term, targets=term.targets[torch.from_numpy(targets).to(term.targets.device)])
         for term in terms

@@ -323,7 +323,6 @@ def _timed(call: Callable[[], None]) -> Span:
 
 
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
-    """Return the time of the products of a fit of Fisher."""
     total = Span()
     for width, count in Counter(segment.width for segment in settings.layout.segments).items():
         rows = torch.ones(_PRODUCT_ROWS, width, device=settings.device)
@@ -403,7 +402,6 @@ def _done(value: Tensor) -> None:
 def _disk(
     settings: AttributorSettings, num_rows: int, num_targets: int, count: int, draws: int
 ) -> dict[str, int]:
-    """Return bytes by purpose."""
     layout, kernel = settings.method.layout_of(settings.layout), settings.method.kernel
     inverse = settings.method.inverse is not None
     kernels = 0
@@ -474,12 +472,10 @@ def _advice(
 
 
 def _halved(settings: AttributorSettings) -> int:
-    """Return half of the features per module."""
     return max(1, (settings.projector.proj_dim or settings.layout.width) // 2)
 
 
 def _free_memory(device: torch.device) -> int | None:
-    """Return the bytes that are free on the device; ``None`` if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _proc_bytes("meminfo", "MemAvailable") if device.type == "cpu" else None

@@ -338,7 +338,6 @@ class ScoreSource:
         return kernels
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
-        """Return the target features of a checkpoint, ``(M, K)``."""
         return torch.from_numpy(self._targets(table).read(tables.FEATURES)[targets]).to(self.device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:

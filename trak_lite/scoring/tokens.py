@@ -172,17 +172,15 @@ class _Directions:
     def _along(
         self, model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
     ) -> NDArray[np.float64] | None:
-        """Return the derivatives of the terms of a batch along one direction, ``(B, T')``."""
         device, task = self._settings.device, self._settings.task.train_task()
         assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
         kept = select_parameters(model, list(self._settings.parameters))
         values = {name: parameter.detach() for name, parameter in kept.items()}
         constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        buffers = dict(model.named_buffers())
         moved = move_batch(batch, device)
 
         def terms(changed: dict[str, Tensor]) -> Tensor:
-            return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)
+            return task.position_outputs(ModelCall(model, {**constants, **changed}), moved)
 
         # In units of the weights: preconditioned targets may be too small for float16.
         unit = _unit(values, direction)
@@ -228,7 +226,6 @@ class _TokenRow:
 
     @classmethod
     def of(cls, batch: Batch, number: int, num_targets: int, *, shift: bool) -> _TokenRow:
-        """Return an instance for a batch of one sample, with contributions of zero."""
         labels = split_labels(batch).labels[0]
         predicted = (labels != IGNORED).cpu().numpy()
         predicted[: int(shift)] = False

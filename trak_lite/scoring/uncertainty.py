@@ -117,7 +117,6 @@ class Repeats:
         return found
 
     def _errors(self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
-        """Return the standard errors of the scores of some train rows, ``(rows, M)`` float64."""
         spread = Spread()
         for group in self._groups:
             spread.add(*group_tile(terms, group, len(self._groups), rows, q=self._source.method.q))
