@@ -192,17 +192,15 @@ class TRAKer:
                 f"projector is a {_type_name(projector)}, expected an instance of a subclass of "
                 "trak_lite.projectors.AbstractProjector. Derive it from that class; its methods need no change."
             )
-        self.projector = (
-            BasicProjector(
+        if projector is None:
+            projector = BasicProjector(
                 grad_dim=self.num_params_for_grad,
                 proj_dim=_count(proj_dim=proj_dim),
                 seed=self.proj_seed,
                 proj_type=ProjectionType.rademacher,
                 device=self.device,
             )
-            if projector is None
-            else projector
-        )
+        self.projector = projector
 
     def close(self) -> None:
         """Release the store's files and locks permanently. Rows written so far remain stored."""

@@ -89,18 +89,11 @@ def compute_features(
     normalizer: RowNormalizer | None = None,
     to_come: float | None = None,
 ) -> tuple[Tensor, OutputTerms, Tensor | None]:
-    """Return the feature rows of a batch, its f, q and w, and the norms of its gradients.
+    """Return the feature rows of a batch of B samples, its f, q and w, and the norms of its gradients.
 
-    Args:
-        computer: Computes the gradient blocks.
-        projector: Projects them to features.
-        batch: B samples, on the model's device.
-        model_id: Number of the checkpoint.
-        rows: ``(B,)`` the samples' rows in the dataset, for messages.
-        what: Name of the dataset in messages.
-        normalizer: Normalises the rows and measures the gradient norms of this batch in the same pass; ``None`` does
-            neither.
-        to_come: Number of batches that will follow, if it is known. After the last one, call ``computer.confirm()``.
+    The computer's gradient blocks are projected, and normalised if there is a ``normalizer``, which measures the norms
+    in the same pass. ``rows`` ``(B,)`` of the dataset ``what`` are for messages. ``to_come`` is the number of batches
+    that will follow, if it is known; after the last one, call ``computer.confirm()``.
 
     Returns:
         Features ``(B, K)`` in float32 or better; terms of shape ``(B,)``, which are never normalised; and the norms

@@ -141,11 +141,9 @@ class Run:
     def target_task(self) -> AbstractModelOutput:
         """The task that defines f of targets that are no question of their own."""
         task = self.settings.task
-        return (
-            task.questions[self.question]
-            if isinstance(task, QuestionsModelOutput) and self.question
-            else task
-        )
+        if self.question and isinstance(task, QuestionsModelOutput):
+            return task.questions[self.question]
+        return task
 
     def target_identity(self, targets: Rows) -> dict[str, Any]:
         """Return JSON values that identify targets, and their task if it is not that of the train rows."""
@@ -471,12 +469,8 @@ class FeaturizingSession:
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
         curvature = fits.curvature(digest, device)
-        preconditioner = Preconditioner(
-            curvature,
-            damping=method.damping,
-            absolute=method.absolute,
-            share=method.kronecker_share,
-        )
+        share, absolute = method.kronecker_share, method.absolute
+        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute, share=share)
         products = None
         if method.reads_rows:
             products = CurvatureProducts(

@@ -81,15 +81,14 @@ def indexed_top(
 ) -> tuple[NDArray[np.float64], dict[str, float | int]]:
     """Return the strongest rows of every target by the index of its method; build and measure it if needed.
 
-    As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some
-    of them, and the candidates that the index would have found are compared with the exact rows. These measurements are
+    As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some of
+    them, and the candidates that the index would have found are compared with the exact rows. These measurements are
     stored. All rows are scored for a set that has no more targets than a bound needs.
 
     Args:
         source: Computes the scores, with all ranks. Without a store that is open for writing, only a complete index is
             used.
-        identity: The ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores, as JSON
-            values.
+        identity: The ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores.
         k: Number of helpful and of harmful rows.
         recall: Expected share of the exact rows among the result, at least; above 0 and below 1.
 

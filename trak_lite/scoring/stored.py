@@ -96,11 +96,10 @@ def source_of_stored(
 ) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
     path = tables.score_path(scores.name, scores.method, settings.method)
-    train = tables.complete_tables(
-        store, list(store.open_table(path).spec.fingerprint["checkpoints"])
-    ).values()
+    digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
+    train = list(tables.complete_tables(store, digests).values())
     device = float64_device(settings.device)
-    return ScoreSource(store, list(train), scores.name, scores.method, layout=settings.layout, device=device)
+    return ScoreSource(store, train, scores.name, scores.method, layout=settings.layout, device=device)
 
 
 def _record(
@@ -298,11 +297,9 @@ class ScoreResult:
                 "order."
             )
         shown = {"metasmoothness": list(made.metasmoothness)} if made.metasmoothness else {}
-        columns = (
-            {tables.SCORES: made.scores}
-            if made.errors is None
-            else {tables.SCORES: made.scores, tables.ERRORS: made.errors}
-        )
+        columns = {tables.SCORES: made.scores}
+        if made.errors is not None:
+            columns[tables.ERRORS] = made.errors
         spec = replace(self._spec, columns=tuple(Column(name, shape[1], "float32") for name in columns))
         table = self.source.store.create_table(self._path, spec, shown)
         for start in range(0, len(made.scores), self._spec.chunk_rows):
