@@ -198,7 +198,7 @@ class PartialMatrix(AbstractScoreMatrix):
             out[found, target] = scores[places[found]]
         return out
 
-    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
+    def kept_top(self, k: int, sign: Sign) -> TopRows:
         """Return the k strongest of the known rows of every target; raises if fewer are known of each sign."""
         if k > self._most and self._most < self._num_rows:
             raise InvalidInputError(

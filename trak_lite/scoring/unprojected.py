@@ -162,20 +162,22 @@ def refined_scores(
             known.append(TopRows(rows, found[np.searchsorted(union, rows), place]))
     count = min(refine.candidates, len(train))
     matrix = PartialMatrix(len(train), known, count)
-    overlap = _overlap(ends[0, 0].astype(np.int64), matrix, min(_SHOWN, count))
-    share = passes / len(train)
+    compared = min(_SHOWN, count)
+    after = matrix.kept_top(compared, "helpful").indices
+    shares = [np.isin(now, then[:compared]).mean() for now, then in zip(after, ends[0, 0], strict=True)]
+    overlap, share = float(np.mean(shares)), passes / len(train)
     logger.info(
         "Refined scores %r: the %d most helpful rows before and after agree to %.0f %% on average; gradients of "
         "%.1f %% of the train rows were computed.",
         name,
-        min(_SHOWN, count),
+        compared,
         100 * overlap,
         100 * share,
     )
     shown = {
         "checkpoints": len(tables),
         "candidates": refine.candidates,
-        f"top{min(_SHOWN, count)}_overlap": round(overlap, 3),
+        f"top{compared}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
     return Scores(matrix, _unstored(run, scorer, name, scorer.convergence(tables), **shown))
@@ -192,13 +194,6 @@ def _unstored(
         task=run.target_task,
         convergence=convergence,
     )
-
-
-def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:
-    """Return the mean share of the k most helpful rows of a target that are among the k most helpful ones before."""
-    found = after.kept_top(k, "helpful")
-    assert found is not None  # a partial matrix always has them
-    return float(np.mean([np.isin(a, b[:k]).mean() for a, b in zip(found.indices, before, strict=True)]))
 
 
 @final

@@ -26,19 +26,19 @@ from torch import Tensor, nn
 from trak_lite._devices import add_at_, precise, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
+from trak_lite.projectors._base import sample_pieces
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, ParameterShapes
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SCRATCH = 1 << 22
-"""Number of gradient entries that are formed at once."""
+_ENTRY_BYTES = 16
+"""Of a gradient entry that is formed, and of what is computed from it."""
 _SAME = 1e-3
 """Relative difference up to which the gradient of a bias equals the sum of the weight's output gradients."""
 
 
 def sample_slices(num_samples: int, entries: int) -> Iterator[slice]:
-    """Return slices of samples, such that gradients of ``entries`` numbers per sample fit into the scratch."""
-    step = max(1, _SCRATCH // max(entries, 1))
-    return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))
+    """Return slices of samples, such that gradients of ``entries`` numbers per sample fit into memory."""
+    return sample_pieces(num_samples, _ENTRY_BYTES * entries)
 
 
 @dataclass(frozen=True, slots=True)
