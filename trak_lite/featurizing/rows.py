@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -55,6 +55,10 @@ _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _PADDED = "Leave the padding out of f (a mask), pad all samples to one length, or use batch_size=1."
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
+
+
+Write: TypeAlias = Callable[[RowNumbers, Mapping[str, NDArray[Any]]], None]
+"""Takes rows by column, as a table does."""
 
 
 class SampleRows(Protocol):
@@ -276,14 +280,7 @@ class HostRows:
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self.is_done = self._copy.is_done
 
-    def put(
-        self,
-        write: Callable[[RowNumbers, Mapping[str, NDArray[Any]]], None],
-        rows: RowNumbers,
-        what: str,
-        *,
-        numbers: RowNumbers | None = None,
-    ) -> None:
+    def put(self, write: Write, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
         """Wait for the columns, check them, and write them as rows ``(B,)`` of a table.
 
         ``numbers`` ``(B,)`` are the row numbers in messages; ``None`` uses ``rows``.
