@@ -137,16 +137,13 @@ class FisherFits:
                 "present train rows. Call score(targets, method=...) with this method, which fits it."
             )
         dtype = wide_dtype(device)
-        lower = [
-            torch.cat(
-                [
-                    as_tensor(rows[:, : segment.width], device).to(dtype)
-                    for _, rows in table.blocks(_GRAM, segment.start, segment.stop)
-                ]
-            ).tril_()
-            for segment in self.layout.segments
-        ]
-        return [matrix + matrix.tril(-1).T for matrix in lower]
+        matrices = []
+        for segment in self.layout.segments:
+            blocks = table.blocks(_GRAM, segment.start, segment.stop)
+            rows = [as_tensor(block[:, : segment.width], device).to(dtype) for _, block in blocks]
+            lower = torch.cat(rows).tril_()
+            matrices.append(lower + lower.tril(-1).T)
+        return matrices
 
     def drawn_table(self, path: str, spec: TableSpec) -> tuple[str, TableSpec, dict[str, str]]:
         """Return the path, spec and attributes of the table of drawn rows, whose shape is that of ``spec``."""

@@ -156,12 +156,8 @@ class InverseCurvature:
         if products is None:
             raise InvalidInputError(f"{self.method.name} has no products with the curvature.")
         num_rows, lambdas = len(products.rows), self.preconditioner.lambdas
-        damping = torch.cat(
-            [
-                gradients.new_full((math.prod(shape),), lambdas[name])
-                for name, shape in self.parameters.items()
-            ]
-        )
+        sizes = {name: math.prod(shape) for name, shape in self.parameters.items()}
+        damping = torch.cat([gradients.new_full((size,), lambdas[name]) for name, size in sizes.items()])
 
         def damped(vectors: Tensor, rows: RowNumbers) -> Tensor:
             return products(vectors, rows, scale=num_rows / len(rows)) + damping * vectors

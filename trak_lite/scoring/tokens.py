@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import join_batches, move_batch, take_rows
+from trak_lite.data.batches import join_batches, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.gauss_newton import quiet_forward_mode
@@ -103,12 +103,8 @@ def split_scores(
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
     train_tables = {digest: terms[place].train for digest, place in places.items()}
-    found = [
-        _TokenRow.of(batch, int(number), len(wanted), shift=shift)
-        for number, (_, batch) in zip(
-            numbers, train.batches([numbers[i : i + 1] for i in range(len(numbers))]), strict=True
-        )
-    ]
+    batches = train.batches(rows_in_batches(numbers, 1))
+    found = [_TokenRow.of(batch, int(number), len(wanted), shift=shift) for (number,), batch in batches]
     together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
 
