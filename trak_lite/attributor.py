@@ -552,7 +552,7 @@ class Attributor:
                 result.fill(progress=run.progress)
             ends, shown = (None, {}) if k is None else result.top_and_bottom(k, recall)
             if refine is not None and ends is not None:
-                return refined_scores(run, session, train, targets, name, refine, ends)
+                return refined_scores(session, train, targets, name, refine, ends)
             return result.scores(run, dense=dense, ends=ends, shown=shown)
 
     @contextmanager

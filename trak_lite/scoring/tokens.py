@@ -78,12 +78,11 @@ def token_scores(
     run = scores.run
     train = run.rows(data, "the train data")
     with run.session(train.identity(), train=train) as session:
-        return split_scores(session, run.settings, scores, train, rows=rows, targets=targets)
+        return split_scores(session, scores, train, rows=rows, targets=targets)
 
 
 def split_scores(
     session: FeaturizingSession,
-    settings: AttributorSettings,
     scores: Scores,
     train: Rows,
     *,
@@ -95,6 +94,7 @@ def split_scores(
     A session that was opened with the train data first computes a few stored rows of every checkpoint again, and
     compares them.
     """
+    settings = session.settings
     shift = _shift_of_linear_rows(settings, scores)
     chosen = range(scores.shape[1]) if targets is None else targets
     wanted = [target_number(target, scores.shape[1], scores.name) for target in chosen]

@@ -111,7 +111,7 @@ def scores_of_stream(
             for checkpoint, weight in zip(checkpoints, weights, strict=True):
                 visit(session.load(checkpoint), checkpoint.name, weight)
 
-        scorer = _Scorer(run, session, train, targets, method)
+        scorer = _Scorer(session, train, targets, method)
         for block in scorer.blocks(len(train), max_bytes):
             found = scorer.scores(everything, block, walk)
             if matrix is not None:
@@ -121,12 +121,11 @@ def scores_of_stream(
                 kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
                 known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
-    record = _unstored(run, scorer, "targets", scorer.convergence(), **shown)
+    record = scorer.record("targets", scorer.convergence(), **shown)
     return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
 
 
 def refined_scores(
-    run: Run,
     session: FeaturizingSession,
     tables: Mapping[str, AbstractRowTable],
     targets: Rows,
@@ -139,7 +138,7 @@ def refined_scores(
     ``tables`` are the train tables by the digest of the checkpoint's weights, ``name`` is that of the target set, and
     ``ends`` ``(2, 2, M, c)`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
     """
-    method = run.settings.scored_by(refine.method)
+    method = session.settings.scored_by(refine.method)
     ends = ends[..., : refine.candidates]  # a cached result may have more
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
     train = session.train_rows("refine computes gradients of")
@@ -152,7 +151,7 @@ def refined_scores(
             tables, lambda digest, label: visit(digest, label, weights[digest]), purpose="to refine scores"
         )
 
-    scorer = _Scorer(run, session, train, targets, method)
+    scorer = _Scorer(session, train, targets, method)
     for block in scorer.blocks(len(np.unique(np.concatenate(candidates))), refine.max_bytes):
         own = [candidates[target] for target in block]
         union = np.unique(np.concatenate(own))
@@ -180,20 +179,7 @@ def refined_scores(
         f"top{compared}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return Scores(matrix, _unstored(run, scorer, name, scorer.convergence(tables), **shown))
-
-
-def _unstored(
-    run: Run, scorer: _Scorer, name: str, convergence: tuple[Convergence, ...], **shown: Any
-) -> ScoreRecord:
-    return ScoreRecord(
-        name,
-        scorer.method,
-        Manifest(run.settings.manifest(None).fingerprint),
-        shown_settings(scorer.method, **shown),
-        task=run.target_task,
-        convergence=convergence,
-    )
+    return Scores(matrix, scorer.record(name, scorer.convergence(tables), **shown))
 
 
 @final
@@ -201,7 +187,6 @@ def _unstored(
 class _Scorer:
     """Scores some train rows for blocks of targets, by unprojected gradients."""
 
-    run: Run
     session: FeaturizingSession
     train: Rows
     targets: Rows
@@ -210,13 +195,20 @@ class _Scorer:
     """By digest of the checkpoint's weights, of each block."""
 
     def __post_init__(self) -> None:
-        refuse_sharded(self.run.model, "scores of unprojected gradients", "Use featurize and score")
-        kind = self.run.settings.normalization.kind
+        refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
+        kind = self.session.settings.normalization.kind
         if kind in ("adam", "adam_update"):
             raise InvalidInputError(
                 f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
                 "refine, or an attributor with another normalize."
             )
+
+    def record(self, name: str, convergence: tuple[Convergence, ...], **shown: Any) -> ScoreRecord:
+        """Return the record of the scores, with ``shown`` among its settings."""
+        run, settings = self.session.run, shown_settings(self.method, **shown)
+        manifest = Manifest(run.settings.manifest(None).fingerprint)
+        task = run.target_task
+        return ScoreRecord(name, self.method, manifest, settings, task=task, convergence=convergence)
 
     def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
         """Return the convergence at every checkpoint, by default in the order of visits, over all blocks of targets."""
@@ -227,8 +219,8 @@ class _Scorer:
 
     def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
         """Return the targets of each pass over ``num_rows`` train rows."""
-        width = num_entries(self.run.settings.parameters)
-        item = max(4, next(self.run.model.parameters()).element_size())
+        width = num_entries(self.session.settings.parameters)
+        item = max(4, next(self.session.model.parameters()).element_size())
         samples = 0 if self.method.inverse is None else self.method.inverse.ekfac.samples or 0
         # The gradients before and after the inverse with the solver's vectors, and the scores.
         target = item * (self.method.gradient_copies + 2 * bool(samples)) * width + 4 * num_rows
@@ -269,7 +261,9 @@ class _Scorer:
             count += 1
             solved = self._solved(block, digest, label)
             train = self.session.gradient_pass(self.train, normalization=self._cosines())
-            parts = train.products(rows, solved, label=f"Scoring, {label}", progress=self.run.progress)
+            parts = train.products(
+                rows, solved, label=f"Scoring, {label}", progress=self.session.run.progress
+            )
             done = 0
             for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
                 stop = done + len(products)
@@ -290,7 +284,7 @@ class _Scorer:
     def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
         """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
         targets = self.session.gradient_pass(self.targets, normalization=self._cosines())
-        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.run.progress)
+        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.session.run.progress)
         if self.method.inverse is None:
             return gradients
         self.session.workspace.created()  # the fit is stored
@@ -302,5 +296,5 @@ class _Scorer:
 
     def _cosines(self) -> Normalization | None:
         """Return the normalisation that turns products into cosines, if the method is that of cosines."""
-        scope = self.method.unit_scope(self.run.settings.layout)
+        scope = self.method.unit_scope(self.session.settings.layout)
         return None if scope is None else Normalization("unit", scope=scope)
