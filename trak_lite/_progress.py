@@ -49,7 +49,7 @@ class Stages:
     @classmethod
     @contextmanager
     def of(cls, count: int | None, units: int = 0) -> Iterator[Self]:
-        """Show these stages in all bars of the block: the checkpoints, and the units of work of each."""
+        """Show these stages in all bars of the block: ``count`` checkpoints of ``units`` units; ``None`` or 0 if unknown."""
         stages = cls(count, units)
         token = _STAGES.set(stages)
         try:
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=_renew_lock)  # another thread may hold it at
 def progress_bar(
     total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
 ) -> _Bar:
-    """Return a progress bar of ``total`` units with label, percentage, remaining time and rate.
+    """Return a progress bar of ``total`` units, some of them done, with label, percentage, remaining time and rate.
 
     In a distributed run only rank 0 shows it. ``progress=None`` shows it on a terminal only, and without one writes a
     line a minute.

@@ -87,7 +87,7 @@ class InverseCurvature:
 
     @torch.no_grad()
     def solve(self, gradients: Tensor) -> Solution:
-        """Return target gradients ``(m, P)`` multiplied by the inverse."""
+        """Return target gradients ``(m, P)`` multiplied by the inverse; raises if LiSSA diverges."""
         solution: Solution = self.method.solve(self, gradients)
         return solution
 

@@ -66,7 +66,7 @@ class Preconditioner:
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`."""
+        """Return a new accumulator; see :class:`Inverse`. Raises if the curvature lacks a parameter."""
         unknown = [name for name in parameters if name not in self.lambdas]
         if unknown:
             raise InvalidInputError(
