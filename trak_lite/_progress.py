@@ -49,7 +49,7 @@ class Stages:
     @classmethod
     @contextmanager
     def of(cls, count: int | None, units: int = 0) -> Iterator[Self]:
-        """Show these stages in all bars of the block: ``count`` checkpoints of ``units`` units; ``None`` or 0 if unknown."""
+        """Show these stages in all bars of the block: ``count`` checkpoints of ``units`` units each, where known."""
         stages = cls(count, units)
         token = _STAGES.set(stages)
         try:
