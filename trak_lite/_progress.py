@@ -49,12 +49,7 @@ class Stages:
     @classmethod
     @contextmanager
     def of(cls, count: int | None, units: int = 0) -> Iterator[Self]:
-        """Show these stages in all bars of the block.
-
-        Args:
-            count: Number of checkpoints; ``None`` if it is not known.
-            units: Units of work of each of them, over all of its bars; 0 if they are not known.
-        """
+        """Show these stages in all bars of the block: ``count`` checkpoints of ``units`` units each, where known."""
         stages = cls(count, units)
         token = _STAGES.set(stages)
         try:
@@ -168,17 +163,10 @@ os.register_at_fork(after_in_child=_renew_lock)  # another thread may hold it at
 def progress_bar(
     total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
 ) -> _Bar:
-    """Return a progress bar with label, percentage, remaining time and rate.
+    """Return a progress bar of ``total`` units, some of them done, with label, percentage, remaining time and rate.
 
-    In a distributed run only rank 0 shows it. Without a terminal it writes a line a minute, unless ``progress`` is
-    given.
-
-    Args:
-        total: Number of units of work.
-        done: Units that are already done.
-        label: Label of the bar.
-        unit: Name of a unit.
-        progress: Whether to show the bar; ``None`` shows it only on a terminal.
+    In a distributed run only rank 0 shows it. ``progress=None`` shows it on a terminal only, and without one writes a
+    line a minute.
     """
     hidden = None if progress is None else not progress
     bar = _Bar(

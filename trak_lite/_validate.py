@@ -181,11 +181,7 @@ def _finite(text: str) -> float:
 
 
 def target_number(target: Any, count: int, name: str) -> int:
-    """Return a target's number; negative numbers count from the end.
-
-    Raises:
-        InvalidInputError: If the number is not an integer or out of range.
-    """
+    """Return a target's number; negative numbers count from the end."""
     if isinstance(target, bool) or not isinstance(target, int | np.integer) or not -count <= target < count:
         raise InvalidInputError(f"There is no target {target}: {name!r} has targets 0 to {count - 1}.")
     return int(target) % count

@@ -33,17 +33,9 @@ from trak_lite.methods.base import MadeScores
 from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
 from trak_lite.report.page import notebook_table
+from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
-from trak_lite.run.tables import (
-    GRADIENT_NORM,
-    OUT_TO_LOSS,
-    checkpoint_ids,
-    complete_tables,
-    drop_checkpoint,
-    stored_content,
-    table_path,
-)
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.planning import Plan, planned
 from trak_lite.scoring.scores import Scores
@@ -252,7 +244,7 @@ class Attributor:
             return {**self._settings.shown(), "store": place}
         try:
             with self._workspace.reading() as store:
-                content = stored_content(store)
+                content = tables.stored_content(store)
         except (MissingStoreError, StateError):
             content = "no row yet, call featurize(data)"
         except StoreError as error:
@@ -348,7 +340,7 @@ class Attributor:
                 )
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
-            others = max(len(checkpoint_ids(session.store)) - len(names), 0)
+            others = max(len(tables.checkpoint_ids(session.store)) - len(names), 0)
         self._held, self._run.train = rows.held, rows
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
@@ -560,7 +552,7 @@ class Attributor:
                 result.fill(progress=run.progress)
             ends, shown = (None, {}) if k is None else result.top_and_bottom(k, recall)
             if refine is not None and ends is not None:
-                return refined_scores(run, session, train, targets, name, refine, ends)
+                return refined_scores(session, train, targets, name, refine, ends)
             return result.scores(run, dense=dense, ends=ends, shown=shown)
 
     @contextmanager
@@ -580,7 +572,7 @@ class Attributor:
             used: list[str] | None = None
             if source[0] is not None:
                 used = [target_set.add(checkpoint, known) for checkpoint in iterate_checkpoints(*source)]
-            train = complete_tables(session.store, used, known)
+            train = tables.complete_tables(session.store, used, known)
             stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
             yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 
@@ -738,7 +730,7 @@ class Attributor:
             >>> clipped.featurize(data).rows_written
             20
         """
-        return self._train_column(GRADIENT_NORM)
+        return self._train_column(tables.GRADIENT_NORM)
 
     def label_suspicion(self) -> NDArray[np.float32]:
         """Return how suspect the label of each train row is: the mean of abs(q) over the stored checkpoints.
@@ -763,7 +755,7 @@ class Attributor:
             >>> _ = attributor.featurize(data)
             >>> suspects = attributor.label_suspicion().argsort()[::-1][:3]
         """
-        errors: NDArray[np.float64] = np.abs(self._train_column(OUT_TO_LOSS)).mean(0, np.float64)
+        errors: NDArray[np.float64] = np.abs(self._train_column(tables.OUT_TO_LOSS)).mean(0, np.float64)
         if len(errors) > 1 and np.ptp(errors) == 0:
             raise StateError(
                 "Every row has the same q, because the model output of the task is its loss. Rank the rows by "
@@ -775,10 +767,10 @@ class Attributor:
         """Return a stored number of each train row for each checkpoint, ``(C, N)``."""
         columns = []
         with self._workspace.reading() as store:
-            for table in complete_tables(store, None).values():
+            for table in tables.complete_tables(store, None).values():
                 if name not in [column.name for column in table.spec.columns]:
                     raise StateError(
-                        f"{table_path(table)} has no gradient norms: it was featurized with store_norms=False. "
+                        f"{tables.table_path(table)} has no gradient norms: it was featurized with store_norms=False. "
                         "Featurize into another path with store_norms=True."
                     )
                 columns.append(table.read(name))
@@ -798,7 +790,7 @@ class Attributor:
             InvalidInputError: If no checkpoint, or more than one, has this name.
             BusyError: If another process is writing rows of the checkpoint.
         """
-        self._drop(f"drop_checkpoint {name!r}", lambda store: drop_checkpoint(store, name))
+        self._drop(f"drop_checkpoint {name!r}", lambda store: tables.drop_checkpoint(store, name))
 
     def drop_scores(self, name: str = "targets", *, features: bool = False) -> None:
         """Permanently remove the scores of a target set, of all methods.

@@ -58,17 +58,7 @@ from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
-from trak_lite.run.tables import (
-    FEATURES,
-    SCORES,
-    checkpoint_ids,
-    checkpoint_path,
-    feature_table_spec,
-    path_of,
-    plain_target_folder,
-    score_table_spec,
-    target_path,
-)
+from trak_lite.run import tables
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
@@ -202,17 +192,15 @@ class TRAKer:
                 f"projector is a {_type_name(projector)}, expected an instance of a subclass of "
                 "trak_lite.projectors.AbstractProjector. Derive it from that class; its methods need no change."
             )
-        self.projector = (
-            BasicProjector(
+        if projector is None:
+            projector = BasicProjector(
                 grad_dim=self.num_params_for_grad,
                 proj_dim=_count(proj_dim=proj_dim),
                 seed=self.proj_seed,
                 proj_type=ProjectionType.rademacher,
                 device=self.device,
             )
-            if projector is None
-            else projector
-        )
+        self.projector = projector
 
     def close(self) -> None:
         """Release the store's files and locks permanently. Rows written so far remain stored."""
@@ -243,11 +231,11 @@ class TRAKer:
         self._train = None  # an error must not leave the cursor of another checkpoint
         model_id = _id(model_id)
         digest = self._load(checkpoint)
-        existing = self._workspace.table(checkpoint_path(model_id))
+        existing = self._workspace.table(tables.checkpoint_path(model_id))
         if existing is not None:
             _refuse_other_weights(model_id, existing, digest)
         spec = self._feature_spec(self.train_set_size, model_id, digest)
-        self._train = _Cursor(checkpoint_path(model_id), spec, f"the train data (model id {model_id})")
+        self._train = _Cursor(tables.checkpoint_path(model_id), spec, f"the train data (model id {model_id})")
 
     def featurize(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
         """Compute and store the features of a batch; rows that are done already are skipped.
@@ -324,7 +312,7 @@ class TRAKer:
             raise StateError(
                 f"Model id {model_id} is not finalized. Call finalize_features() before scoring."
             )
-        for path in self._workspace.store().table_names(plain_target_folder(_name(exp_name))):
+        for path in self._workspace.store().table_names(tables.plain_target_folder(_name(exp_name))):
             size = self._workspace.store().open_table(path).spec.num_rows
             if size != num_targets:
                 raise InvalidInputError(
@@ -336,7 +324,7 @@ class TRAKer:
         spec = self._feature_spec(num_targets, model_id, digest)
         spec = replace(spec, columns=(*spec.columns, Column(_SAMPLE_KEYS, None, "float32")))
         label = f"the targets of {exp_name!r} (model id {model_id})"
-        self._target = _Cursor(target_path(exp_name, model_id), spec, label)
+        self._target = _Cursor(tables.target_path(exp_name, model_id), spec, label)
 
     def score(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
         """Compute and store the features of a batch of targets; targets that are done already are skipped.
@@ -383,7 +371,7 @@ class TRAKer:
         ids = self._scorable_ids(_name(exp_name), ids, allow_skip)
         store = self._workspace.store()
         train = [self._train_table(model_id) for model_id in ids]
-        targets = [store.open_table(target_path(exp_name, model_id)) for model_id in ids]
+        targets = [store.open_table(tables.target_path(exp_name, model_id)) for model_id in ids]
         fingerprint = {
             "kernel": self._kernel.to_json(),
             "model_ids": ids,
@@ -391,19 +379,19 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once, so another choice of checkpoints or lambda needs another path.
-        path = path_of("scores", exp_name, identity=fingerprint)
-        spec = score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
+        path = tables.path_of("scores", exp_name, identity=fingerprint)
+        spec = tables.score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(path) or store.create_table(path, spec)
         if not scores.complete:
             terms = []
             for model_id, rows, table in zip(ids, train, targets, strict=True):
-                features = torch.from_numpy(table.read(FEATURES)).to(self.device)
+                features = torch.from_numpy(table.read(tables.FEATURES)).to(self.device)
                 solved = precondition(features, self._kernels(model_id), layout=self._layout).float()
                 terms.append(ScoreTerm(rows, solved / len(ids)))
             with self._locks_for_success_only():
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
             self._warn_of_singular_kernels()
-        self.scores = scores.read(SCORES)
+        self.scores = scores.read(tables.SCORES)
         if store.writable:
             self._save_as_the_original(exp_name)
         if self._target is not None:
@@ -466,7 +454,7 @@ class TRAKer:
     def _feature_spec(self, num_rows: int, model_id: int, digest: str) -> TableSpec:
         fingerprint = {"model_id": model_id, "weights": digest}
         dtype = str(self.dtype).removeprefix("torch.")
-        return feature_table_spec(num_rows, self.proj_dim, dtype, fingerprint)
+        return tables.feature_table_spec(num_rows, self.proj_dim, dtype, fingerprint)
 
     # ---------------------------------------------------------------- the model
 
@@ -557,7 +545,7 @@ class TRAKer:
         found = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
             found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
-        HostRows(found, table.spec).put(table, waiting, cursor.label)
+        HostRows(found, table.spec).put(table.put, waiting, cursor.label)
         cursor.waiting[waiting] = False
         if keys is not None:
             cursor.refuse_other_samples(table.table, rows, keys)
@@ -600,14 +588,13 @@ class TRAKer:
     # ---------------------------------------------------------------- ids
 
     def _ids(self, given: Iterable[int] | None) -> list[int]:
-        """Return the given ids; without them all that have rows, ascending."""
         if given is not None:
             return [_id(model_id) for model_id in given]
-        return checkpoint_ids(self._workspace.store())
+        return tables.checkpoint_ids(self._workspace.store())
 
     def _train_table(self, model_id: int) -> AbstractRowTable:
         """Return the complete train rows of an id."""
-        table = self._workspace.table(checkpoint_path(model_id))
+        table = self._workspace.table(tables.checkpoint_path(model_id))
         if table is None:
             raise StateError(
                 f"Model id {model_id} was never featurized. Call load_checkpoint and featurize first."
@@ -621,13 +608,13 @@ class TRAKer:
 
     def _scorable_ids(self, exp_name: str, ids: list[int], allow_skip: bool) -> list[int]:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
-        tables = {model_id: self._workspace.table(target_path(exp_name, model_id)) for model_id in ids}
-        if not any(tables.values()):
+        found = {model_id: self._workspace.table(tables.target_path(exp_name, model_id)) for model_id in ids}
+        if not any(found.values()):
             raise UnknownExperimentError(
                 f"There is no experiment {exp_name!r} for model ids {ids}. Call start_scoring_checkpoint and score."
             )
-        usable = [model_id for model_id, table in tables.items() if table is not None and table.complete]
-        missing = [model_id for model_id in tables if model_id not in usable]
+        usable = [model_id for model_id, table in found.items() if table is not None and table.complete]
+        missing = [model_id for model_id in found if model_id not in usable]
         if missing and not (allow_skip and usable):
             raise StateError(
                 f"Targets of experiment {exp_name!r} are missing for model ids {missing}. Score them, or name the ids "
@@ -698,7 +685,6 @@ class _Cursor:
         return DoneRows(stored[chosen], some, table.spec.columns) if len(chosen) else None
 
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
-        """Return the row numbers of a batch."""
         if (inds is None) == (num_samples is None):
             raise AssertedInputError(  # the message is the original's, because scripts match it
                 "Exactly one of num_samples and inds should be specified, got "

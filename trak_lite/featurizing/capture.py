@@ -160,7 +160,7 @@ class Capture:
                     raise
                 computer.load_model_params(run.model)  # the plan may be that of other weights
                 found = passes.compute(numbers, batch, to_come)
-            HostRows(found, self._spec).put(self, numbers, self._rows.what)
+            HostRows(found, self._spec).put(self.put, numbers, self._rows.what)
 
     def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
         """Keep the rows of a batch that are new, until they are written."""
@@ -246,7 +246,6 @@ class Capture:
             raise InvalidInputError(reason)
 
     def _look(self, store: AbstractFeatureStore) -> None:
-        """Find what is stored under this name."""
         for digest, table in checkpoint_tables(store).items():
             if table.spec.fingerprint.get(CAPTURED) == self.name and table.complete:
                 self._done[:], self._finished = True, digest

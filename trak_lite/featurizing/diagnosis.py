@@ -33,12 +33,7 @@ def naming_rows(
 ) -> Iterator[None]:
     """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
 
-    Args:
-        model: The model that runs inside the block.
-        task: The model output function that runs inside the block.
-        batch: B samples.
-        rows: ``(B,)`` rows of the samples in the dataset.
-        what: Name of the dataset in messages.
+    The model and the task run inside the block on a batch, whose samples are ``rows`` ``(B,)`` of the dataset ``what``.
 
     Raises:
         InvalidInputError: If the model raises an error, which becomes the cause.
@@ -97,12 +92,7 @@ def refuse_non_finite(
 ) -> None:
     """Raise the most specific error if any number of a batch is NaN or infinite.
 
-    Args:
-        finite: ``(4, B)`` from :func:`finite_numbers`.
-        rows: ``(B,)`` rows of the samples in the dataset.
-        what: Name of the dataset in messages.
-        computer: The gradient computer of the batch.
-        batch: The samples.
+    ``finite`` is ``(4, B)`` from :func:`finite_numbers`; ``rows`` ``(B,)`` are those of the samples in the dataset.
 
     Raises:
         InvalidInputError: If the output function itself refuses a sample (a label out of range).

@@ -34,7 +34,7 @@ from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import BusyError, MissingStoreError, ReadOnlyStoreError, StateError, StoreError
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers.recording import repeating_inputs
-from trak_lite.methods import EKFAC, Fisher
+from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._margins import UniformNoise
 from trak_lite.parallel.sharing import SharedRows, has_free_rows
@@ -60,23 +60,11 @@ _PRODUCT_ROWS = 1024
 
 
 def require_writable(store: AbstractFeatureStore) -> None:
-    """Raise if a fit cannot be stored.
-
-    Raises:
-        ReadOnlyStoreError: If the store was opened for reading.
-    """
+    """Raise :class:`ReadOnlyStoreError` if a fit cannot be stored."""
     if not store.writable:
         raise ReadOnlyStoreError(
             f"The store at {store.path} is open for reading only, and a fit must be stored. Make it writable."
         )
-
-
-def not_fitted(what: str, method: Fisher | EKFAC) -> StateError:
-    """Return the error of a fit that is read before it is made."""
-    return StateError(
-        f"The {what} is not fitted with the settings {method.fit_json()} on the present train rows. Call "
-        "score(targets, method=...) with this method, which fits it."
-    )
 
 
 def drawn_spec(
@@ -141,46 +129,34 @@ class FisherFits:
             return False
 
     def grams(self, path: str, *, device: torch.device) -> list[Tensor]:
-        """Return the gram matrix of the checkpoint, segment by segment.
-
-        Raises:
-            StateError: If it was not fitted with these settings and segments, or train rows were appended since.
-        """
+        """Return the gram matrix of the checkpoint, segment by segment, if it is fitted to the present train rows."""
         table = self._fitted(path)
         if table is None:
-            raise not_fitted(f"Fisher information of {path}", self.method)
+            raise StateError(
+                f"The Fisher information of {path} is not fitted with the settings {self.method.fit_json()} on the "
+                "present train rows. Call score(targets, method=...) with this method, which fits it."
+            )
         dtype = wide_dtype(device)
-        lower = [
-            torch.cat(
-                [
-                    as_tensor(rows[:, : segment.width], device).to(dtype)
-                    for _, rows in table.blocks(_GRAM, segment.start, segment.stop)
-                ]
-            ).tril_()
-            for segment in self.layout.segments
-        ]
-        return [matrix + matrix.tril(-1).T for matrix in lower]
+        matrices = []
+        for segment in self.layout.segments:
+            blocks = table.blocks(_GRAM, segment.start, segment.stop)
+            rows = [as_tensor(block[:, : segment.width], device).to(dtype) for _, block in blocks]
+            lower = torch.cat(rows).tril_()
+            matrices.append(lower + lower.tril(-1).T)
+        return matrices
 
-    def drawn_table(self, path: str, num_rows: int, num_draws: int) -> tuple[str, TableSpec, dict[str, str]]:
-        """Return the path, spec and attributes of the table of the drawn rows of a fit."""
+    def drawn_table(self, path: str, spec: TableSpec) -> tuple[str, TableSpec, dict[str, str]]:
+        """Return the path, spec and attributes of the table of drawn rows, whose shape is that of ``spec``."""
         drawn, gram = self._paths(path)
         fingerprint = {**self._fingerprint(path), **_ORDER}
-        spec, _ = drawn_spec(num_rows, num_draws, self.layout.width, fingerprint)
-        return drawn, spec, {NEEDED_UNTIL: gram}
+        return drawn, dataclasses.replace(spec, fingerprint=fingerprint), {NEEDED_UNTIL: gram}
 
     def fit(self, path: str, drawn: RowWork, num_rows: int, *, wait: bool) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part, together with other processes.
 
-        Args:
-            path: Its table of train rows.
-            drawn: Fills :meth:`drawn_table` with the features of :class:`DrawnRows`; their normalisation is none, or
-                one that is linear in the gradient.
-            num_rows: N.
-            wait: Wait for chunks that other processes hold. ``False`` returns without them.
-
-        Raises:
-            NonFiniteError: If a gradient is NaN or infinite; names the rows.
-            ReadOnlyStoreError: If the store was opened for reading.
+        ``path`` is its table of train rows. ``drawn`` fills :meth:`drawn_table` with the features of
+        :class:`DrawnRows`; their normalisation is none, or one that is linear in the gradient. Without ``wait``, chunks
+        that other processes hold are left out.
         """
         require_writable(self.store)
 
@@ -263,7 +239,6 @@ class FisherFits:
         return {"version": _VERSION, **self.method.fit_json()}
 
     def _fitted(self, path: str) -> AbstractRowTable | None:
-        """Return the table of the checkpoint's gram matrices if it is complete."""
         _, name = self._paths(path)
         if name not in self.store.table_names(fisher_folder(path)):
             return None
@@ -271,7 +246,6 @@ class FisherFits:
         return table if table.complete else None
 
     def _paths(self, path: str) -> tuple[str, str]:
-        """Return the paths of the drawn rows and of the gram matrices."""
         fingerprint = self._fingerprint(path)
         drawn, _ = fisher_paths(path, {**fingerprint, **_ORDER})
         return drawn, fisher_paths(path, fingerprint)[1]
@@ -291,6 +265,7 @@ class _FittedByOthersError(Exception):
 
 
 @final
+@dataclass(eq=False)
 class DrawnRows:
     """The n samples of a fit: train rows with drawn labels, each train row as often as the method needs.
 
@@ -299,50 +274,37 @@ class DrawnRows:
     labels are drawn from, and the forward pass of a replay.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        task: AbstractModelOutput,
-        model: nn.Module,
-        chosen: int,
-        draws: int,
-        seed: int,
-        *,
-        at_once: int,
-        draws_ahead: bool = True,
-    ) -> None:
-        """Choose the rows, and draw labels of each so often; ``task`` draws them from ``model``.
+    rows: Rows
+    """The N train rows."""
+    task: AbstractModelOutput
+    """Draws the labels from the model."""
+    model: nn.Module
+    num_chosen: int
+    """Number of train rows to use."""
+    draws: int
+    """Number of draws of each."""
+    seed: int
+    at_once: int
+    """Train rows of a group; see :func:`drawn_spec`."""
+    draws_ahead: bool
+    """Draw all labels of a text with one pass of the model. Ranks that must run the model equally often cannot."""
 
-        Args:
-            rows: The N train rows.
-            task: Draws the labels.
-            model: The model.
-            chosen: Number of train rows to use.
-            draws: Number of draws of each.
-            seed: Seed of the draws.
-            at_once: Train rows of a group; see :func:`drawn_spec`.
-            draws_ahead: Draw all labels of a text with one pass of the model. Ranks that must run the model equally
-                often cannot.
-        """
-        self.what, self.batch_size = rows.what, drawn_batch_size(rows.batch_size, draws, at_once)
-        self._rows, self._task, self._model, self._seed = rows, task, model, seed
-        self._chosen, self._draws, self._at_once = spread_rows(len(rows), chosen), draws, at_once
-        self._draws_ahead = draws_ahead
+    def __post_init__(self) -> None:
+        self.what = self.rows.what
+        self.batch_size = drawn_batch_size(self.rows.batch_size, self.draws, self.at_once)
+        self._chosen = spread_rows(len(self.rows), self.num_chosen)
         self._drawn: dict[tuple[bytes, bytes], Batch] = {}
         """Batches of the same train rows with drawn labels, by the numbers of the rows and of the draws."""
-
-    def __len__(self) -> int:
-        return self._draws * len(self._chosen)
 
     def numbers(self, rows: RowNumbers) -> RowNumbers:
         """Return the train rows of some drawn samples."""
         group, size, place = self._places(rows)
-        return self._chosen[group * self._at_once + place % size]
+        return self._chosen[group * self.at_once + place % size]
 
     def _places(self, rows: RowNumbers) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the groups of some drawn samples, how many train rows each has, and the places in the groups."""
-        group, place = np.divmod(rows, self._at_once * self._draws)
-        return group, np.minimum(self._at_once, len(self._chosen) - group * self._at_once), place
+        group, place = np.divmod(rows, self.at_once * self.draws)
+        return group, np.minimum(self.at_once, len(self._chosen) - group * self.at_once), place
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its batch; labels are those of the data."""
@@ -359,7 +321,7 @@ class DrawnRows:
                     yield numbers
 
         # A plan that is a list stays a list, so that one batch starts no worker.
-        loaded = self._rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
+        loaded = self.rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
         last: Batch = None
         for _, batch in loaded:
             while not planned[0][1]:
@@ -380,11 +342,11 @@ class DrawnRows:
         key = numbers.tobytes(), draws.tobytes()
         if key in self._drawn:
             return self._drawn.pop(key)
-        call, step = _RepeatedCall(self._model), len(rows) // int(size[0])
-        repeats = self._draws_ahead and place[0] % size[0] == 0 and len(rows) == step * size[0]
+        call, step = _RepeatedCall(self.model), len(rows) // int(size[0])
+        repeats = self.draws_ahead and place[0] % size[0] == 0 and len(rows) == step * size[0]
         self._drawn.clear()
-        for ahead in range(0, self._draws - int(draws.max()) if repeats else 1, max(step, 1)):
-            noise = row_noise(numbers, seed=self._seed, draw=draws + ahead)
+        for ahead in range(0, self.draws - int(draws.max()) if repeats else 1, max(step, 1)):
+            noise = row_noise(numbers, seed=self.seed, draw=draws + ahead)
             self._drawn[key[0], (draws + ahead).tobytes()] = self._labelled(call, batch, noise)
         return self._drawn.pop(key)
 
@@ -401,7 +363,7 @@ class DrawnRows:
             _, original, version = copies.get(id(tensor), (tensor, tensor, None))
             return tensor if version is None or _versions(tensor) != version else original
 
-        return map_tensors(restored, self._task.sample_labels(call, map_tensors(copied, batch), noise))
+        return map_tensors(restored, self.task.sample_labels(call, map_tensors(copied, batch), noise))
 
 
 class _RepeatedCall(ModelCall):

@@ -74,12 +74,7 @@ class CurvatureProducts:
     """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
 
     def __call__(self, vectors: Tensor, wanted: RowNumbers, /, *, scale: float = 1.0) -> Tensor:
-        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``.
-
-        Raises:
-            UnsupportedModelError: If ``torch.func`` cannot transform the model, or with draws, if hooks cannot
-                differentiate it sample by sample.
-        """
+        """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
         total = torch.zeros_like(vectors)
         # The other kernels of fused attention have no second derivative.
         kernels = sdpa_kernel(SDPBackend.MATH) if self.draws is None else nullcontext()
@@ -97,10 +92,7 @@ class CurvatureProducts:
         return HookGradientComputer(self.model, LossModelOutput(self.task), grad_wrt=list(self.parameters))
 
     def drawn_gradients(self, wanted: RowNumbers, draws: range) -> Iterator[Tensor]:
-        """Yield the loss gradients ``(B, P)`` of some rows for labels drawn from the model, batch by batch.
-
-        They are in float32 or better.
-        """
+        """Yield the loss gradients ``(B, P)`` of some rows for labels drawn from the model, in float32 or better."""
         with full_float32(self.device):
             for rows, batch in self.rows.moved(wanted, self.device):
                 yield from (precise(self._drawn(rows, batch, draw)) for draw in draws)
@@ -171,10 +163,9 @@ class _ModelOutputs:
         kept = select_parameters(model, list(names))
         self._values = {name: kept[name].detach() for name in names}
         self._constants = {name: p.detach() for name, p in model.named_parameters()}
-        self._buffers = dict(model.named_buffers())
         self._model, self._task, self._batch = model, task, batch
         with torch.no_grad():
-            recorded = _Recording(model, self._constants, self._buffers)
+            recorded = _Recording(model, self._constants)
             self._terms = task.evaluate(recorded, batch)
         self._calls = recorded.calls
         self._found, self._to_parameters = _vjp(self._outputs, self._values)
@@ -187,7 +178,7 @@ class _ModelOutputs:
 
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""
-        call = _Recording(self._model, {**self._constants, **values}, self._buffers)
+        call = _Recording(self._model, {**self._constants, **values})
         self._task.evaluate(call, self._batch)
         return tuple(leaf for leaves, _ in call.calls for leaf in leaves if _is_real(leaf))
 
@@ -246,8 +237,8 @@ def _is_real(leaf: Any) -> bool:
 
 @final
 class _Recording(ModelCall):
-    def __init__(self, model: nn.Module, parameters: Named, buffers: Named) -> None:
-        super().__init__(model, parameters, buffers)
+    def __init__(self, model: nn.Module, parameters: Named) -> None:
+        super().__init__(model, parameters)
         self.calls: list[tuple[list[Any], TreeSpec]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -115,9 +115,8 @@ def _factored_norms(block: FactoredBlock) -> tuple[Tensor, tuple[Tensor, Factore
 def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
     """Return an embedding table's gradients with the values of equal rows summed, in at least float32.
 
-    Returns:
-        Rows ``(b, T)``, distinct within each sample, and values ``(b, T, d)``. Unused entries of T are row 0 with
-        values of zero.
+    These are rows ``(b, T)``, distinct within each sample, and values ``(b, T, d)``. Unused entries of T are row 0 with
+    values of zero.
     """
     order = block.rows.argsort(dim=1, stable=True)
     rows = block.rows.gather(1, order)

@@ -87,12 +87,7 @@ class InverseCurvature:
 
     @torch.no_grad()
     def solve(self, gradients: Tensor) -> Solution:
-        """Return target gradients ``(m, P)`` multiplied by the inverse.
-
-        Raises:
-            NonFiniteError: If LiSSA diverges.
-            UnsupportedModelError: If ``torch.func`` cannot transform the model.
-        """
+        """Return target gradients ``(m, P)`` multiplied by the inverse; raises if LiSSA diverges."""
         solution: Solution = self.method.solve(self, gradients)
         return solution
 
@@ -122,10 +117,6 @@ class InverseCurvature:
         """Return W ``(n, P)`` and the Cholesky factor of I / c + W W^T; c is the share times N / n.
 
         W has the dtype and device of ``like``, gradients of targets.
-
-        Raises:
-            InvalidInputError: If there is not enough memory for W.
-            NonFiniteError: If products of gradients are NaN or infinite, or too inaccurate.
         """
         products, count, share = self.products, method.samples or 0, method.kronecker_share or 0.0
         assert products is not None  # of a method that reads rows
@@ -165,12 +156,8 @@ class InverseCurvature:
         if products is None:
             raise InvalidInputError(f"{self.method.name} has no products with the curvature.")
         num_rows, lambdas = len(products.rows), self.preconditioner.lambdas
-        damping = torch.cat(
-            [
-                gradients.new_full((math.prod(shape),), lambdas[name])
-                for name, shape in self.parameters.items()
-            ]
-        )
+        sizes = {name: math.prod(shape) for name, shape in self.parameters.items()}
+        damping = torch.cat([gradients.new_full((size,), lambdas[name]) for name, size in sizes.items()])
 
         def damped(vectors: Tensor, rows: RowNumbers) -> Tensor:
             return products(vectors, rows, scale=num_rows / len(rows)) + damping * vectors

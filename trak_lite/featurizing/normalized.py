@@ -39,13 +39,7 @@ class RowNormalizer:
     def __init__(
         self, normalization: Normalization, num_samples: int, adam: AdamStates | None = None
     ) -> None:
-        """Start a batch.
-
-        Args:
-            normalization: The normalisation; ``kind="none"`` only computes the norms.
-            num_samples: B.
-            adam: The states of Adam, for the kinds that need them.
-        """
+        """Start a batch; ``kind="none"`` only computes the norms, and some kinds need the states of Adam."""
         self._normalization = normalization
         self._num_samples = num_samples
         self._adam = {} if adam is None else adam.of

@@ -69,17 +69,10 @@ class Computed:
 def done_rows(
     table: AbstractRowTable, wanted: RowNumbers | None = None, *, without: frozenset[int] = frozenset()
 ) -> DoneRows | None:
-    """Return up to ``PROBED_ROWS`` rows of a table that are done, from its first and its last chunk.
+    """Return up to ``PROBED_ROWS`` done rows of a table, from its first and its last chunk; ``None`` without any.
 
-    Reading a row reads its whole chunk (checksum, object store), so only two chunks are used.
-
-    Args:
-        table: Complete or not.
-        wanted: Committed rows to return instead.
-        without: Chunks to leave out.
-
-    Returns:
-        ``None`` if no such row is done, or can be read here.
+    Reading a row reads its whole chunk (checksum, object store), so only two chunks are used. ``wanted`` are committed
+    rows to return instead, ``without`` chunks to leave out.
     """
     committed = [chunk for chunk in table.committed_chunks() if chunk not in without]
     if wanted is None and committed:
@@ -113,14 +106,8 @@ def differences(
 ) -> dict[int, list[str]]:
     """Return what differs by more than rounding between stored rows and the same rows, recomputed.
 
-    Args:
-        stored: Rows of the table.
-        computed: The same rows, recomputed.
-        alone: Recomputes the row at a position in a batch of one; the difference measures the rounding of this row.
-        rounding: See :func:`rounding_of`.
-
-    Returns:
-        By the position of each row that differs, the text of every quantity of it that differs.
+    ``alone`` recomputes the row at a position in a batch of one: the difference measures the rounding of this row. The
+    result has, by the position of each row that differs, the text of every quantity of it that differs.
     """
     errors = _errors(stored, computed)
     suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -57,11 +57,8 @@ _PADDED = "Leave the padding out of f (a mask), pad all samples to one length, o
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
-class RowSink(Protocol):
-    """Takes computed rows: a table, or what keeps them for one."""
-
-    def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
-        """Take rows by column."""
+Write: TypeAlias = Callable[[RowNumbers, Mapping[str, NDArray[Any]]], None]
+"""Takes rows by column, as a table does."""
 
 
 class SampleRows(Protocol):
@@ -96,27 +93,15 @@ def compute_features(
     normalizer: RowNormalizer | None = None,
     to_come: float | None = None,
 ) -> tuple[Tensor, OutputTerms, Tensor | None]:
-    """Return the feature rows of a batch, its f, q and w, and the norms of its gradients.
+    """Return the feature rows of a batch of B samples, its f, q and w, and the norms of its gradients.
 
-    Args:
-        computer: Computes the gradient blocks.
-        projector: Projects them to features.
-        batch: B samples, on the model's device.
-        model_id: Number of the checkpoint.
-        rows: ``(B,)`` the samples' rows in the dataset, for messages.
-        what: Name of the dataset in messages.
-        normalizer: Normalises the rows and measures the gradient norms of this batch in the same pass; ``None`` does
-            neither.
-        to_come: Number of batches that will follow, if it is known. After the last one, call ``computer.confirm()``.
+    The computer's gradient blocks are projected, and normalised if there is a ``normalizer``, which measures the norms
+    in the same pass. ``rows`` ``(B,)`` of the dataset ``what`` are for messages. ``to_come`` is the number of batches
+    that will follow, if it is known; after the last one, call ``computer.confirm()``.
 
     Returns:
         Features ``(B, K)`` in float32 or better; terms of shape ``(B,)``, which are never normalised; and the norms
         ``(B,)`` of the gradients before normalisation, ``None`` without a normalizer.
-
-    Raises:
-        InvalidInputError: If a sample is not what the task or the model expects; names its row.
-        UnsupportedModelError: If the gradient computer does not support the batch. If its self-check fails, the error
-            and its ``rows`` name the rows of all batches since the last check that passed.
     """
     computer.name_rows(f"{what} (model id {model_id})", rows)
     device = next(computer.model.parameters()).device
@@ -211,10 +196,8 @@ class RowPass:
     ) -> Iterator[tuple[RowNumbers, ComputedRows]]:
         """Yield the rows of every batch of the plan, in order, and its results.
 
-        Args:
-            plan: The rows of each batch.
-            num_left: Returns the number of rows that are not done, asked before each batch.
-            turn: Returns the context of the pass of a batch.
+        ``num_left`` returns the number of rows that are not done, asked before each batch; ``turn`` the context of a
+        pass.
         """
         found: ComputedRows | None = None
         complete = False
@@ -297,14 +280,10 @@ class HostRows:
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self.is_done = self._copy.is_done
 
-    def put(self, table: RowSink, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
-        """Wait for the columns, check them, and write them.
+    def put(self, write: Write, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
+        """Wait for the columns, check them, and write them as rows ``(B,)`` of a table.
 
-        Args:
-            table: The table to write to.
-            rows: ``(B,)`` rows of the table.
-            what: Name of the data in messages.
-            numbers: ``(B,)`` row numbers for messages; ``None`` uses ``rows``.
+        ``numbers`` ``(B,)`` are the row numbers in messages; ``None`` uses ``rows``.
 
         Raises:
             NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
@@ -324,7 +303,7 @@ class HostRows:
                 )
         _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
         try:
-            table.put(rows, values)
+            write(rows, values)
         except StateError as error:
             raise BusyError(
                 f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until that run "
@@ -353,20 +332,10 @@ class RowWork:
     remedy: str = "use another path (for targets: another name)"
 
     def fill(self, *, wait: bool = True) -> int:
-        """Featurize the pending rows of the table and write them batch by batch, until the table is complete.
+        """Featurize the pending rows of the table and write them batch by batch; return the number written here.
 
         Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally
         waits for the chunks of the others; without ``wait`` it returns without them.
-
-        Returns:
-            Number of rows that this process wrote.
-
-        Raises:
-            NonFiniteError: If f, q, w or a feature is NaN or infinite; names the rows.
-            PrecisionError: If the table's dtype cannot hold a row; names the rows.
-            InvalidInputError: If a batch is not what the task expects.
-            ManifestMismatchError: If recomputed rows differ from the stored ones; see :meth:`check`.
-            RankError: If another rank of a sharded model has failed.
         """
         table, rows, turns = self.table, self.passes.rows, self._turns()
         shared = SharedRows(
@@ -386,7 +355,7 @@ class RowWork:
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
                 for wanted, copy in one_behind(copies):
                     written = work.written
-                    copy.put(work, wanted, rows.what, numbers=rows.numbers(wanted))
+                    copy.put(work.put, wanted, rows.what, numbers=rows.numbers(wanted))
                     if work.written > written:
                         own.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
@@ -398,12 +367,9 @@ class RowWork:
         return work.written
 
     def check(self, wanted: RowNumbers | None = None) -> None:
-        """Recompute a few done rows of the table, and compare them with the stored ones within rounding.
+        """Recompute a few done rows of the table, or those ``wanted``, and compare them within rounding.
 
         The cost is one pass over at most eight samples. :meth:`fill` does this itself.
-
-        Args:
-            wanted: Committed rows to compare; ``None`` chooses some done rows.
 
         Raises:
             ManifestMismatchError: If a row differs; names the row and every quantity that differs.
@@ -496,14 +462,11 @@ def joined(parts: Sequence[ComputedRows]) -> Computed:
 
 
 def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast features to the dtype that the table takes, and measure what the cast loses.
+    """Return features in the dtype of the table, the norms of rows ``(B,)``, and the shares of these that are lost.
 
     A row that is very small compared with its batch (a sample that the model fits exactly) may lose more. Quantised
     tables take float32. The error of quantisation, at most half the row's scale per entry, is not checked: int8 and
     int4 accept it, and no row can overflow because each row has its own scale.
-
-    Returns:
-        The features; the norm of every row, ``(B,)``; and the share of it that is lost, ``(B,)``, where that counts.
     """
     dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
     stored = features.to(getattr(torch, dtype))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -24,9 +25,9 @@ from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_f
 from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.inverse import InverseCurvature, Solution
-from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector, Preconditioner
-from trak_lite.featurizing.kronecker.stored import KroneckerFits
+from trak_lite.featurizing.inverse import InverseCurvature
+from trak_lite.featurizing.kronecker.fit import KroneckerFits
+from trak_lite.featurizing.kronecker.precondition import Preconditioner
 from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
 from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
@@ -140,11 +141,9 @@ class Run:
     def target_task(self) -> AbstractModelOutput:
         """The task that defines f of targets that are no question of their own."""
         task = self.settings.task
-        return (
-            task.questions[self.question]
-            if isinstance(task, QuestionsModelOutput) and self.question
-            else task
-        )
+        if self.question and isinstance(task, QuestionsModelOutput):
+            return task.questions[self.question]
+        return task
 
     def target_identity(self, targets: Rows) -> dict[str, Any]:
         """Return JSON values that identify targets, and their task if it is not that of the train rows."""
@@ -176,11 +175,6 @@ class Run:
             appended_to: See :meth:`~trak_lite.run.workspace.Workspace.open`.
             train: The train rows or a few of them, if available. For every loaded checkpoint, a few stored rows are
                 computed again and compared.
-
-        Raises:
-            ManifestMismatchError: If the store was made with other settings; names every difference.
-            ShortageError: If the machine runs out of memory or threads.
-            WorkerLostError: If a process that loads samples was lost.
         """
         manifest = self.settings.manifest(dataset)
         try:
@@ -203,7 +197,6 @@ class FeaturizingSession:
     def __init__(
         self, run: Run, borrowed: BorrowedModel, *, ranks: Ranks, train: Rows | HeldRows | None
     ) -> None:
-        """Store the arguments. Call :meth:`Run.session` instead."""
         self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
         self.ranks = ranks
         ranks.lockstep = Lockstep.of(run.model)
@@ -221,11 +214,7 @@ class FeaturizingSession:
 
     @property
     def store(self) -> AbstractFeatureStore:
-        """The open store.
-
-        Raises:
-            StateError: If the store does not exist yet.
-        """
+        """The open store; see :meth:`Workspace.store`."""
         return self.workspace.store()
 
     def agreed(self, flag: bool) -> bool:
@@ -282,14 +271,11 @@ class FeaturizingSession:
     def _featurize_train(
         self, checkpoint: Checkpoint, digest: str, rows: Rows, known: TrainTables, *, wait: bool
     ) -> int:
-        """Featurize the train rows of the loaded checkpoint, and fit its kernel; see :meth:`featurize`."""
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
         settings, adam = self.settings, self._adam_states(self.settings.normalization)
-        fisher: Fisher | None = settings.method.fisher_fit
-        if fisher is not None:
-            self._announce_fit(fisher, known.get(digest), rows)
+        self._announce_fit(known.get(digest), rows)
         captured = _capture_of(checkpoint, known.get(digest))
         stages = capture_tables(self.store, captured) if self.workspace.exists and captured else {}
         model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
@@ -316,25 +302,26 @@ class FeaturizingSession:
         for stage in filter(self.store.has_table, stages.values()):
             if self._found(path).complete:
                 self.store.drop_table(stage)
-        if fisher is not None:
-            self._fit_fisher(self._found(path), checkpoint.name, rows, fisher, wait=wait)
+        if settings.method.fisher_fit is not None:
+            fits = self._fisher_fits(settings.method)
+            self._fit_fisher(fits, self._found(path), checkpoint.name, rows, wait=wait)
         if not self._is_featurized(self._found(path)):
             self._unfinished.append((checkpoint, path))
         return written
 
-    def _announce_fit(self, fisher: Fisher, table: AbstractRowTable | None, rows: Rows) -> None:
-        """Say how long the fit of a checkpoint takes, unless its table of train rows has one already.
-
-        Before the rows, because the fit may take longer than they do.
-        """
-        if table is not None and self._fisher_fits(fisher).has(table_path(table)):
+    def _announce_fit(self, table: AbstractRowTable | None, rows: Rows) -> None:
+        """Say how long the fit of a checkpoint takes, before its rows: the fit may take longer than they do."""
+        method = self.settings.method
+        if method.fisher_fit is None:
             return
         if table is not None:
+            if self._fisher_fits(method).has(table_path(table)):
+                return
             require_writable(self.store)
         if not self._is_announced:
             number, self._is_announced = self.settings.num_fit_rows(len(rows)), True
             announce(
-                f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
+                f"{len(rows):,} rows per checkpoint, and then the fit of {method.name}: {number:,} "
                 f"gradients, {number / len(rows):.1f} times as many as rows.",
                 self.run.progress,
             )
@@ -344,11 +331,7 @@ class FeaturizingSession:
     ) -> Iterator[None]:
         """Compute batches as :meth:`featurize` does in a run of all rows, and write them; yield after each.
 
-        Args:
-            checkpoint: The weights.
-            rows: The train rows.
-            plan: The rows of each batch; with ``of_fit`` the samples of the fit of Fisher.
-            of_fit: Compute gradients for the fit of Fisher instead of rows.
+        ``plan`` has the rows of each batch; with ``of_fit`` those are samples of the fit of Fisher.
         """
         digest, settings = self.load(checkpoint), self.settings
         adam = self._adam_states(settings.normalization)
@@ -359,16 +342,13 @@ class FeaturizingSession:
         table = self.workspace.lazy_table("trial", spec)
         stream = passes.stream(plan, lambda: spec.num_rows)
         for wanted, copied in one_behind((wanted, HostRows(found, spec)) for wanted, found in stream):
-            copied.put(table, wanted, rows.what)
+            copied.put(table.put, wanted, rows.what)
             yield
 
     def finish(self, rows: Rows) -> int:
         """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
 
-        Weights are loaded again only for rows that no process holds.
-
-        Returns:
-            Number of rows that this process wrote.
+        Weights are loaded again only for rows that no process holds. Returns the number of rows written here.
         """
         written, patience = 0, Patience()
 
@@ -394,15 +374,17 @@ class FeaturizingSession:
         return written
 
     def _is_featurized(self, table: AbstractRowTable) -> bool:
-        fisher: Fisher | None = self.settings.method.fisher_fit
-        return table.complete and (fisher is None or self._fisher_fits(fisher).has(table_path(table)))
+        method = self.settings.method
+        if not table.complete or method.fisher_fit is None:
+            return table.complete
+        return self._fisher_fits(method).has(table_path(table))
 
     def _is_left_alone(self, table: AbstractRowTable) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
-        fisher: Fisher | None = self.settings.method.fisher_fit
+        method = self.settings.method
         if has_free_rows(table):
             return True
-        return fisher is not None and self._fisher_fits(fisher).is_left_alone(table_path(table))
+        return method.fisher_fit is not None and self._fisher_fits(method).is_left_alone(table_path(table))
 
     def _found(self, path: str) -> AbstractRowTable:
         table = self.workspace.table(path)
@@ -415,45 +397,39 @@ class FeaturizingSession:
 
     # ---------------------------------------------------------------- fits
 
-    def _fisher_fits(self, method: Fisher) -> FisherFits:
-        return FisherFits(self.store, method, self.settings.layout)
+    def _fisher_fits(self, method: AbstractMethod) -> FisherFits:
+        return FisherFits(self.store, method.fisher_fit, self.settings.layout)
 
     def fit(self, method: AbstractMethod, train: TrainTables) -> None:
         """Fit the method's kernel for each of these checkpoints, if the method needs a fit before scoring.
 
         The curvature of :class:`~trak_lite.methods.EKFAC` is fitted when targets are featurized instead.
-
-        Raises:
-            StateError: If a fit is missing, and the train data or the weights of a checkpoint are not known.
-            ReadOnlyStoreError: If the store cannot be written.
         """
-        fisher: Fisher | None = method.fisher_fit
-        if fisher is None:
+        if method.fisher_fit is None:
             return
-        has = self._fisher_fits(fisher).has
-        waiting = {digest: own for digest, own in train.items() if not self.agreed(has(table_path(own)))}
+        fits = self._fisher_fits(method)
+        waiting = {digest: own for digest, own in train.items() if not self.agreed(fits.has(table_path(own)))}
         if waiting:
             rows = self.train_rows(f"{method.name} has to be fitted to")
             self.visit(
                 waiting,
-                lambda digest, label: self._fit_fisher(train[digest], label, rows, fisher),
+                lambda digest, label: self._fit_fisher(fits, train[digest], label, rows),
                 purpose="to fit the Fisher information",
             )
 
     def _fit_fisher(
-        self, train: AbstractRowTable, label: str, rows: Rows, method: Fisher, *, wait: bool = True
+        self, fits: FisherFits, train: AbstractRowTable, label: str, rows: Rows, *, wait: bool = True
     ) -> None:
         """Fit the Fisher information of the loaded checkpoint, with this train table, if it is not stored yet."""
-        fits, settings, path = self._fisher_fits(method), self.settings, table_path(train)
+        settings, path = self.settings, table_path(train)
         if self.agreed(fits.has(path)):
             fits.sweep(path)
             return
         if not settings.computer_is_chosen:
             numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
             self._computer_for(rows.what, batch, numbers)
-        draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
-        table = self.workspace.lazy_table(*fits.drawn_table(path, *draws))
-        passes, _ = self._fit_pass(rows, method, model_id_of(train))
+        passes, spec = self._fit_pass(rows, fits.method, model_id_of(train))
+        table = self.workspace.lazy_table(*fits.drawn_table(path, spec))
         drawn = self.work(table, passes, f"Fitting the Fisher information of {label}")
         fits.fit(path, drawn, len(rows), wait=wait)
 
@@ -493,12 +469,8 @@ class FeaturizingSession:
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
         curvature = fits.curvature(digest, device)
-        preconditioner = Preconditioner(
-            curvature,
-            damping=method.damping,
-            absolute=method.absolute,
-            share=method.kronecker_share,
-        )
+        share, absolute = method.kronecker_share, method.absolute
+        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute, share=share)
         products = None
         if method.reads_rows:
             products = CurvatureProducts(
@@ -512,28 +484,10 @@ class FeaturizingSession:
             )
         return InverseCurvature(method, preconditioner, products, label, settings.parameters)
 
-    def solved(
-        self, gradients: Tensor, method: AbstractMethod, digest: str, label: str, rows: Rows
-    ) -> Solution:
-        """Return unprojected target gradients ``(m, P)`` multiplied by the method's inverse curvature, if it has one.
-
-        The curvature is that of the loaded checkpoint on the train rows; it is fitted and stored if it is not there
-        yet, which creates the store if needed.
-        """
-        if method.inverse is None:
-            return Solution(gradients, None)
-        self.workspace.created()
-        return self.inverse(digest, label, method.inverse, rows).solve(gradients)
-
     # ---------------------------------------------------------------- train rows and checkpoints
 
     def train_rows(self, need: str) -> Rows:
-        """Return the train data of the last ``featurize``; ``need`` begins the message without them.
-
-        Raises:
-            StateError: If they are not known.
-            ManifestMismatchError: If they are not those of the store.
-        """
+        """Return the train data of the last ``featurize``; ``need`` begins the message without them."""
         rows = self.run.train
         if rows is None:
             raise StateError(
@@ -564,11 +518,6 @@ class FeaturizingSession:
 
     def visit(self, train: TrainTables, visit: Callable[[str, str], None], *, purpose: str) -> None:
         """Load checkpoints of the store one by one and call ``visit`` with the digest and the name of each.
-
-        Args:
-            train: Tables of the train rows by the digest of the checkpoint's weights.
-            visit: Called while the checkpoint is loaded.
-            purpose: What the weights are needed for, for the message.
 
         Raises:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
@@ -617,11 +566,7 @@ class FeaturizingSession:
         return self._digest
 
     def check_train(self, table: AbstractRowTable) -> None:
-        """Compute a few train rows of the loaded checkpoint again and compare, if the train data are available.
-
-        Raises:
-            ManifestMismatchError: If they differ from the stored ones.
-        """
+        """Compute a few train rows of the loaded checkpoint again and compare, if the train data are available."""
         # Another process may have appended rows.
         if self._train is None or len(self._train) != table.spec.num_rows:
             return
@@ -658,19 +603,6 @@ class FeaturizingSession:
             adam=self._adam_states(normalization),
             with_norms=with_norms,
         )
-
-    def target_pass(
-        self, rows: Rows, model_id: int, inverse: Inverse | None
-    ) -> tuple[RowPass, dict[str, Any]]:
-        """Return a pass of the loaded checkpoint over targets, and the JSON values that determine their features.
-
-        The gradients are multiplied by ``inverse``, if it is given.
-        """
-        settings = self.settings
-        normalization = settings.normalization.of_targets()
-        projector = None if inverse is None else PreconditionedProjector(settings.projector, inverse)
-        passes = self.row_pass(rows, model_id, projector=projector, normalization=normalization)
-        return passes, settings.row_fingerprint(model_id, self._digest, passes.adam)
 
     def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
         """Return the gradients of some data at the loaded checkpoint, of which nothing is stored."""
@@ -738,9 +670,5 @@ def _copy_rows(stage: AbstractRowTable, table: LazyTable) -> None:
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
     """Yield ``(checkpoint, whether it is the last one)``."""
-    following = iter(checkpoints)
-    checkpoint = next(following, None)
-    while checkpoint is not None:
-        later = next(following, None)
-        yield checkpoint, later is None
-        checkpoint = later
+    ends: Iterable[Any] = chain(checkpoints, [None])
+    return ((checkpoint, later is None) for checkpoint, later in pairwise(ends))

@@ -43,20 +43,11 @@ class Convergence:
 def conjugate_gradients(
     product: Product, precondition: Product, right: Tensor, *, tolerance: float, max_iterations: int
 ) -> tuple[Tensor, Convergence]:
-    """Solve A x = b by preconditioned conjugate gradients, for each right-hand side on its own.
+    """Solve A x = b by preconditioned conjugate gradients, for each right-hand side b ``(m, P)`` on its own.
 
-    Targets that have converged take no more products. The iteration of a target also ends at a direction in which A is
-    not positive.
-
-    Args:
-        product: Multiplies by A, which is symmetric and positive definite.
-        precondition: Multiplies by an approximation of the inverse of A, symmetric and positive definite.
-        right: b ``(m, P)``.
-        tolerance: Largest norm of the residual, as a share of the norm of b.
-        max_iterations: Largest number of iterations.
-
-    Returns:
-        x ``(m, P)``, and the convergence.
+    Targets whose residual is at most the share ``tolerance`` of the norm of b take no more products. The iteration of a
+    target also ends at a direction in which A is not positive. ``product`` multiplies by A, ``precondition`` by an
+    approximation of its inverse; both are symmetric and positive definite. Returns x ``(m, P)``, and the convergence.
     """
     x = torch.zeros_like(right)
     norms = row_norms(right)
@@ -89,13 +80,10 @@ def conjugate_gradients(
 
 
 def neumann_series(product: Product, right: Tensor, *, scale: float, depth: int) -> Tensor:
-    """Iterate x <- x + (b - A_t x) / scale from x = b / scale, where each call of ``product`` may use another A_t.
+    """Iterate x <- x + (b - A_t x) / scale from x = b / scale, ``depth`` times, for b ``(m, P)``.
 
-    Args:
-        product: Multiplies by an estimate of A.
-        right: b ``(m, P)``.
-        scale: Above half of the largest eigenvalue of A.
-        depth: Number of steps.
+    Each call of ``product`` may multiply by another estimate A_t of A. ``scale`` is above half of the largest
+    eigenvalue.
     """
     x = right / scale
     for _ in range(depth):
@@ -106,11 +94,7 @@ def neumann_series(product: Product, right: Tensor, *, scale: float, depth: int)
 def largest_eigenvalue(product: Product, like: Tensor, *, iterations: int, seed: int) -> float:
     """Return an estimate, from below, of the largest eigenvalue of A by power iterations.
 
-    Args:
-        product: Multiplies by A.
-        like: ``(m, P)`` tensor of the dtype and device of vectors.
-        iterations: Number of products.
-        seed: Seed of the first vector.
+    ``product`` multiplies by A; ``like`` is a tensor ``(m, P)`` of the dtype and device of vectors.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     vector = torch.randn(1, like.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(like)

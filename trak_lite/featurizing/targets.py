@@ -9,7 +9,7 @@ from typing import Any, final
 
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
-from trak_lite.featurizing.kronecker.precondition import Inverse
+from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
@@ -42,11 +42,7 @@ class TargetSet:
             self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
 
     def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:
-        """Load a checkpoint and compute its missing features; return the digest of its weights.
-
-        Raises:
-            StateError: If the checkpoint's train rows are not featurized.
-        """
+        """Load a checkpoint and compute its missing features; return the digest of its weights."""
         digest = self.session.load(checkpoint)
         train = complete_tables(self.session.store, [digest], known)
         self.session.check_train(train[digest])
@@ -54,11 +50,7 @@ class TargetSet:
         return digest
 
     def find(self, train: TrainTables) -> None:
-        """Compute the missing features of all checkpoints, from any known source of their weights.
-
-        Raises:
-            StateError: If the weights of a checkpoint cannot be found.
-        """
+        """Compute the missing features of all checkpoints, from any known source of their weights."""
         agreed = self.session.agreed
         waiting = {digest: table for digest, table in train.items() if not agreed(self._is_there(table))}
         self.session.visit(waiting, partial(self._fill, train), purpose="to score new targets")
@@ -68,9 +60,6 @@ class TargetSet:
 
         This detects changes of the targets or the model. It does nothing if stored targets were already compared, or
         if no weights are available.
-
-        Raises:
-            ManifestMismatchError: If they differ from the stored ones.
         """
         solver: AbstractInverseMethod | None = self.method.inverse
         if self.is_compared or (solver is not None and solver.reads_rows):  # see _fill
@@ -105,10 +94,12 @@ class TargetSet:
             ):
                 return
             inverse = session.inverse(digest, label, solver)
-        passes, fingerprint = session.target_pass(self.rows, model_id_of(table), inverse)
-        spec = session.settings.target_table(
-            len(self.rows), {**fingerprint, "targets": self.identity}, preconditioned=inverse is not None
-        )
+        settings, model_id = session.settings, model_id_of(table)
+        projector = None if inverse is None else PreconditionedProjector(settings.projector, inverse)
+        normalization = settings.normalization.of_targets()
+        passes = session.row_pass(self.rows, model_id, projector=projector, normalization=normalization)
+        identity = {**settings.row_fingerprint(model_id, digest, passes.adam), "targets": self.identity}
+        spec = settings.target_table(len(self.rows), identity, preconditioned=inverse is not None)
         path = target_table_path(self.name, method, table)
         lazy_table = session.workspace.lazy_table(path, spec)
         session.work(lazy_table, passes, f"Targets {self.name!r}, {label}").fill()

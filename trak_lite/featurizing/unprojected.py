@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
-from trak_lite.types import FeatureLayout, GradientBlock, OutputTerms, ParameterShapes, num_entries
+from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries
 
 
 def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
@@ -49,11 +49,7 @@ class ProductProjector(AbstractProjector):
     """
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
-        """Store the gradients of the targets.
-
-        Args:
-            targets: ``(m, *shape)`` float32 or float64 by parameter name, the same m for all.
-        """
+        """Take the gradients of m targets by parameter name, ``(m, *shape)`` in float32 or float64."""
         self._targets = {name: part.reshape(len(part), -1) for name, part in targets.items()}
         some = next(iter(self._targets.values()))
         super().__init__(0, len(some), 0, "na", some.device)
@@ -77,21 +73,6 @@ class ProductProjector(AbstractProjector):
 
         return Accumulator(add, lambda: products)
 
-    def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment of m columns."""
-        return FeatureLayout.joint(self.proj_dim)
-
-
-class RowProducts(NamedTuple):
-    """Products of a batch of train rows with all targets of a pass."""
-
-    rows: RowNumbers
-    """``(B,)`` row numbers."""
-    products: Tensor
-    """``(B, m)`` float32 or float64, on the device of the targets."""
-    out_to_loss: Tensor
-    """``(B,)`` q."""
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -104,38 +85,27 @@ class GradientPass:
     """Shapes of the kept parameters."""
 
     def gradients(self, wanted: RowNumbers, *, label: str, progress: bool | None) -> Tensor:
-        """Return the gradients of some rows, ``(len(wanted), P)`` in float32 or better, parameters in model order.
-
-        Raises:
-            NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
-        """
+        """Return the gradients ``(len(wanted), P)`` of some rows in float32 or better, parameters in model order."""
         found: Tensor | None = None
-        projector = NoOpProjector(device=self.passes.device)
         start = 0
-        for numbers, features, _ in self._stream(wanted, projector, label, progress):
+        for features, _ in self._stream(wanted, NoOpProjector(device=self.passes.device), label, progress):
             features = precise(features)
             if found is None:
                 found = features.new_empty(len(wanted), num_entries(self.parameters))
-            found[start : start + len(numbers)] = features
-            start += len(numbers)
+            found[start : start + len(features)] = features
+            start += len(features)
         assert found is not None  # a dataset has at least one row
         return found
 
     def products(
         self, wanted: RowNumbers, targets: Tensor, *, label: str, progress: bool | None
-    ) -> Iterator[RowProducts]:
-        """Yield the products of some rows' gradients with those of targets ``(m, P)``, batch by batch.
-
-        Raises:
-            NonFiniteError: If f, q, w or a product is NaN or infinite; names the rows.
-        """
-        projector = ProductProjector(by_name(targets, self.parameters))
-        for numbers, features, terms in self._stream(wanted, projector, label, progress):
-            yield RowProducts(numbers, features, terms.out_to_loss_grad)
+    ) -> Iterator[tuple[Tensor, OutputTerms]]:
+        """Yield the products ``(B, m)`` of some rows' gradients with those of targets ``(m, P)``, and f, q and w."""
+        return self._stream(wanted, ProductProjector(by_name(targets, self.parameters)), label, progress)
 
     def _stream(
         self, wanted: RowNumbers, projector: AbstractProjector, label: str, progress: bool | None
-    ) -> Iterator[tuple[RowNumbers, Tensor, OutputTerms]]:
+    ) -> Iterator[tuple[Tensor, OutputTerms]]:
         passes = replace(self.passes, projector=projector)
         plan = rows_in_batches(wanted, passes.rows.batch_size)
         num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))
@@ -143,5 +113,5 @@ class GradientPass:
             for rows, found in passes.stream(plan, num_left.__next__):
                 finite = finite_numbers(found.features, found.terms).cpu().numpy()
                 refuse_non_finite(finite, rows, passes.rows.what, found.computer, found.batch)
-                yield rows, found.features, found.terms
+                yield found.features, found.terms
                 bar.update(len(rows))

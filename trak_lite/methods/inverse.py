@@ -201,9 +201,9 @@ class EKFAC(AbstractInverseMethod):
     def to_json(self) -> dict[str, Any]:
         """Return the name and the fields; ``samples`` only if there are some, as in stores from before this field."""
         values = super().to_json()
-        return (
-            values if self.samples else {name: value for name, value in values.items() if name != "samples"}
-        )
+        if not self.samples:
+            del values["samples"]
+        return values
 
     def target_json(self) -> dict[str, Any]:
         """Return the fields that the features of targets depend on, as JSON values."""
@@ -228,12 +228,8 @@ class AbstractIterativeMethod(AbstractInverseMethod):
     seed: int = 0
     """Seed of all drawn labels, and of drawn rows."""
 
+    reads_rows = True
     _checks: ClassVar = {"damping": _above_zero, "draws": optional(positive_int)}
-
-    @property
-    def reads_rows(self) -> bool:
-        """True: every product does."""
-        return True
 
     @property
     def product_draws(self) -> int | None:

@@ -69,11 +69,7 @@ class Ranks:
     _check: Callable[[], None] | None = None
 
     def watch(self) -> None:
-        """Raise if another rank failed.
-
-        Raises:
-            RankError: If another rank failed; names the rank and the reason.
-        """
+        """Raise :class:`RankError` with the rank and the reason if another rank failed."""
         if self._check is not None:
             self._check()
 
@@ -87,15 +83,9 @@ class Ranks:
             self._check = None
 
     def agree(self, what: str, value: str, *, wait: bool = True) -> None:
-        """Raise on all ranks if they have different values.
+        """Raise :class:`RankError` on all ranks if they have different values.
 
-        Args:
-            what: Name of the value, for messages.
-            value: The value of this rank.
-            wait: Wait for all ranks. ``False`` compares with the first rank that calls this, without waiting.
-
-        Raises:
-            RankError: If the values differ.
+        ``wait=False`` compares with the first rank that calls this, without waiting.
         """
 
     def comes_first(self, what: str) -> bool:
@@ -103,12 +93,7 @@ class Ranks:
         return True
 
     def broadcast(self, what: str, value: Callable[[], Value]) -> Value:
-        """Return the value of rank 0 on every rank.
-
-        Args:
-            what: Name of the value, for messages.
-            value: Computes the value: a JSON value or an array. Called on rank 0 only.
-        """
+        """Return the value of rank 0, a JSON value or an array, on every rank; only rank 0 calls ``value``."""
         return value()
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -118,13 +103,10 @@ class Ranks:
         """Replace a tensor by that of rank 0, in place."""
 
     def merged(self, value: Value, merge: Callable[[Value, Value], Value]) -> Value:
-        """Return the merged values of all ranks, on every rank. Values are merged in the order of ranks.
+        """Return the merged values of all ranks, JSON values or arrays, on every rank.
 
-        Memory: two values, for any number of ranks.
-
-        Args:
-            value: The value of this rank: a JSON value or an array.
-            merge: Its first argument is the merged value of the lower ranks.
+        They are merged in the order of ranks: the first argument of ``merge`` is that of the lower ranks. Memory: two
+        values, for any number of ranks.
         """
         return value
 
@@ -134,15 +116,9 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Rank
     """Context manager of a call that all ranks make together. It begins and ends when all of them are there.
 
     An error that leaves the block ends the other ranks: they raise :class:`~trak_lite.errors.RankError` at their next
-    check.
-
-    Args:
-        call: Description of the call. It must be the same on all ranks.
-        distributed: ``None`` joins the other ranks if the script was launched by torchrun, or has a process group, with
-            more than one rank. ``False`` never does.
-
-    Raises:
-        RankError: If another rank makes another call, or none.
+    check, as they do if another rank makes another call, or none. The description of the call is the same on all ranks.
+    ``distributed=None`` joins the other ranks if the script was launched by torchrun, or has a process group, with more
+    than one rank; ``False`` never does.
     """
     found = None if distributed is False else _meeting_place()
     if found is None:
@@ -208,8 +184,6 @@ def _record_end(store: Any, rank: int) -> None:
 
 @final
 class _TorchRanks(Ranks):
-    """Processes that share a key-value store of ``torch.distributed``."""
-
     def __init__(self, store: Any, rank: int, size: int, *, number: int, call: str = "a call") -> None:
         """Watch the call with this number; ``store`` is that of all calls."""
         self.rank, self.size = rank, size
@@ -268,7 +242,6 @@ class _TorchRanks(Ranks):
                 self._ask(lambda: self._store.compare_set(_FAILED, "", reason))
 
     def close(self) -> None:
-        """Stop the background thread and disconnect."""
         self._closed.set()
         self._thread.join(_LOOK_EVERY)  # the store may not reply
         if self._thread.is_alive():
@@ -333,11 +306,7 @@ class _TorchRanks(Ranks):
         return value if self.rank == source else _decoded(data.tobytes())
 
     def _together(self, what: str, operation: Callable[..., Any], *given: Any) -> None:
-        """Run an operation of all ranks.
-
-        Raises:
-            RankError: If another rank fails or is lost.
-        """
+        """Run an operation of all ranks; raise :class:`RankError` if another rank fails or is lost."""
         try:
             self._work = operation(*given)
             self._wait(self._work.is_completed)
@@ -375,8 +344,7 @@ class _TorchRanks(Ranks):
     ) -> None:
         """Wait until a function returns true; call ``check`` with the seconds waited.
 
-        Raises:
-            RankError: If another rank failed, or the store does not reply for ``_PATIENCE`` seconds.
+        Raises :class:`RankError` if another rank failed, or the store does not reply for ``_PATIENCE`` seconds.
         """
         waited, pause = 0.0, 0.001
         while True:
@@ -396,11 +364,7 @@ class _TorchRanks(Ranks):
             pause = min(2 * pause, _LOOK_EVERY)
 
     def _ask(self, request: Callable[[], Value]) -> Value:
-        """Return the result of a request to the store, which may take minutes if its machine is lost.
-
-        Raises:
-            RankError: If another rank failed, or the store does not reply for ``_PATIENCE`` seconds.
-        """
+        """Return the result of a request to the store, which may take minutes if its machine is lost."""
         answer: Future[Value] = Future()
 
         def ask() -> None:

@@ -81,12 +81,7 @@ class Patience:
         self._said_next = _SAID_AFTER
 
     def wait(self, purpose: str, holder: Callable[[], str]) -> None:
-        """Sleep for the next pause, and log if due.
-
-        Args:
-            purpose: Purpose of the wait, to follow the word "Waiting".
-            holder: Returns the holder, as in the message of a ``BusyError``; called only for logging.
-        """
+        """Sleep for the next pause; log what is waited for, and the holder, as in a ``BusyError``, if due."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -207,15 +202,10 @@ class SharedRows:
     ) -> None:
         """Determine the pending rows.
 
-        Args:
-            table: The table to fill. If it does not exist, the first batch that is put creates it.
-            rows_per_batch: Rows per batch of the grid.
-            label: Label of the progress bar, which counts the finished rows of all processes.
-            progress: Show the bar; ``None`` shows it on a terminal only.
-            ranks: The ranks that fill the table, or ``None`` for a process that knows of no other. Their failures are
-                checked while rows are put and while waiting. The first of them to arrive creates the table.
-            pause: Sleeps for some seconds while other processes hold all remaining chunks; ``None`` is ``time.sleep``.
-            unit: Name of a row in the progress bar.
+        The batches are those of a grid of ``rows_per_batch``. The progress bar counts the finished ``unit`` of all
+        processes. The failures of ``ranks`` that fill the table are checked while rows are put and while waiting; the
+        first of them to arrive creates a table that does not exist. ``pause`` sleeps for some seconds while other
+        processes hold all remaining chunks; ``None`` is ``time.sleep``.
         """
         self._ranks = Ranks() if ranks is None else ranks
         self._label = label
@@ -249,17 +239,12 @@ class SharedRows:
         )
 
     def rounds(self, *, wait: bool = True) -> Iterator[Iterable[NDArray[np.int64]]]:
-        """Yield the batches of rows to compute and put, in rounds, until every row of the table is committed.
+        """Yield the batches ``(b,)`` of rows to compute and put, in rounds, until every row of the table is committed.
 
         Drawing a batch claims its chunk; a data loader may draw batches before they are computed. A round ends when
-        other processes hold all remaining chunks. This process waits for them only between rounds, when it holds no
-        chunk, so processes cannot deadlock.
-
-        Args:
-            wait: Wait for other processes. ``False`` ends when they hold all remaining chunks.
-
-        Yields:
-            Batches ``(b,)`` of one chunk each; all of them must be put before the next round.
+        other processes hold all remaining chunks; all of its batches must be put before the next round. This process
+        waits for the others only between rounds, when it holds no chunk, so processes cannot deadlock. Without
+        ``wait``, the rounds end there.
         """
         if isinstance(self._table, LazyTable) and not self._follow(self._table):
             yield [np.arange(min(self._rows_per_batch, self.spec.chunk_rows, self.spec.num_rows))]

@@ -88,10 +88,6 @@ def chosen_top(
     """Return the k strongest wanted rows by weighted score, ``(M, k)``, or ``(1, k)`` for one target.
 
     Of equal scores the lower row is first. If fewer rows are wanted, all of them are returned.
-
-    Raises:
-        InvalidInputError: If the matrix has the scores of some rows only.
-        NonFiniteError: If the score of a wanted row is NaN or infinite.
     """
     matrix.require_all_rows()
     columns = slice(None) if target is None else slice(target, target + 1)
@@ -116,9 +112,6 @@ def group_sums(
 
     Memory: one tile in float64, and the sums. Without labels, each wanted row or each target is a group; groups without
     a wanted row are left out.
-
-    Raises:
-        InvalidInputError: If the matrix has the scores of some rows only.
     """
     matrix.require_all_rows()
     num_rows, num_targets = matrix.shape

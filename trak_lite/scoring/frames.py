@@ -27,9 +27,6 @@ def frame(
     """Return a frame of named columns of one length, or of a matrix, whose numbered columns have a name.
 
     The rows are numbered; ``index`` is the name of their numbers.
-
-    Raises:
-        MissingPackageError: If pandas is not installed.
     """
     require_packages("pandas", extra="tables")
     import pandas as pd
@@ -42,12 +39,7 @@ def frame(
 
 
 def write_parquet(columns: Mapping[str, NDArray[Any]], path: str | PathLike[str], *, index: str) -> Path:
-    """Write columns of one length to a Parquet file, and return its path.
-
-    Raises:
-        InvalidInputError: If the path is a folder.
-        MissingPackageError: If pandas or pyarrow is not installed.
-    """
+    """Write columns of one length to a Parquet file, and return its path."""
     require_packages("pandas", "pyarrow", extra="tables")
     out = Path(path)
     if out.is_dir():

@@ -55,11 +55,7 @@ class Grams:
     """Store matrices of few rows too. ``TRAKer`` requires it: an id is finalized if its matrices are stored."""
 
     def of(self, table: AbstractRowTable) -> list[Tensor]:
-        """Return the gram matrices of the rows of a table.
-
-        Raises:
-            StateError: If ``fisher`` was not fitted.
-        """
+        """Return the gram matrices of the rows of a table; raises if ``fisher`` was not fitted."""
         if self.fisher is not None:
             return FisherFits(self.store, self.fisher, self.layout).grams(
                 table_path(table), device=self.device
@@ -94,11 +90,7 @@ class Grams:
 
         Each rank sums consecutive chunks, and rank 0 receives the total. If there are more ranks than chunks, they
         compute the matrices of several checkpoints at once. Memory: the matrices of one checkpoint on each rank, of two
-        on rank 0.
-
-        Args:
-            train: Tables of the train rows, one per checkpoint, all complete and with the same chunks.
-            ranks: The ranks that share the work. The store is open for writing.
+        on rank 0. The train tables are complete and have the same chunks.
         """
         if self.settings.weighting == "fisher" or ranks.size == 1 or self._keeps_rows(train[0].spec.num_rows):
             return

@@ -81,15 +81,14 @@ def indexed_top(
 ) -> tuple[NDArray[np.float64], dict[str, float | int]]:
     """Return the strongest rows of every target by the index of its method; build and measure it if needed.
 
-    As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some
-    of them, and the candidates that the index would have found are compared with the exact rows. These measurements are
+    As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some of
+    them, and the candidates that the index would have found are compared with the exact rows. These measurements are
     stored. All rows are scored for a set that has no more targets than a bound needs.
 
     Args:
         source: Computes the scores, with all ranks. Without a store that is open for writing, only a complete index is
             used.
-        identity: The ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores, as JSON
-            values.
+        identity: The ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores.
         k: Number of helpful and of harmful rows.
         recall: Expected share of the exact rows among the result, at least; above 0 and below 1.
 
@@ -143,15 +142,11 @@ def _needed(measured: int, recall: float) -> int | None:
 
 
 def mean_lower_bound(values: NDArray[np.float64], doubt: float) -> float:
-    """Return a lower bound of the expected value of independent numbers between 0 and 1.
+    """Return a lower bound of the expected value of independent numbers ``(n,)`` between 0 and 1.
 
     It exceeds the expected value with a probability of at most ``doubt``, for any distribution and also for drawing
     without replacement: with mean m of n numbers, it is the smallest p with n KL(m, p) <= log(1 / doubt), where KL is
     the divergence of Bernoulli distributions (Hoeffding 1963, theorem 1 and section 6).
-
-    Args:
-        values: ``(n,)``.
-        doubt: Probability, between 0 and 1.
 
     Example:
         >>> round(mean_lower_bound(np.ones(100), 0.05), 4), 0.05 ** (1 / 100)
@@ -258,11 +253,9 @@ class _Index:
             self._store.put_entry(self._pool_path, self._key, pool.to_array())
 
     def places(self, terms: Sequence[ScoreTerm], exact: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the places of the exact rows among the candidates, ``(M, 2, k)``.
+        """Return the places of the exact rows of M targets among the candidates, ``(M, 2, k)``.
 
-        Args:
-            terms: Of M targets.
-            exact: Their strongest rows, as of :func:`~trak_lite.scoring.matrix.top_and_bottom`.
+        ``exact`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom`.
         """
         most = _FACTOR * exact.shape[-1]
         found = self._candidates(terms, most)
@@ -410,7 +403,6 @@ def _drop_others(store: AbstractFeatureStore, folder: str, path: str) -> None:
 
 
 def _sampled_rows(source: ScoreSource) -> NDArray[np.int64]:
-    """Return the train rows that the directions are computed from, ascending."""
     directions = min(_MOST_DIRECTIONS, len(source.train) * source.width)
     fitting = max(1024, _SAMPLED_VALUES // source.width)
     return _scattered(source.num_rows, min(_SAMPLED_PER_DIRECTION * directions, fitting))
@@ -455,7 +447,6 @@ def _coefficients_of(basis: AbstractRowTable, sample: NDArray[np.int64]) -> NDAr
 
 
 def _of_targets(terms: Sequence[ScoreTerm], targets: NDArray[np.int64]) -> list[ScoreTerm]:
-    """Return the terms of some targets."""
     return [
         replace(term, targets=term.targets[torch.from_numpy(targets).to(term.targets.device)])
         for term in terms

@@ -44,8 +44,7 @@ class AbstractScoreMatrix(ABC):
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield ``(first row, (b, M) scores)`` of all train rows in order.
 
-        Args:
-            wanted: ``(N,)`` leaves out tiles without a wanted row; they are neither read nor computed.
+        ``wanted`` ``(N,)`` leaves out tiles without a wanted row; they are neither read nor computed.
         """
         for start in range(0, self.shape[0], _HELD_ROWS):
             rows = np.arange(start, min(start + _HELD_ROWS, self.shape[0]))
@@ -199,12 +198,8 @@ class PartialMatrix(AbstractScoreMatrix):
             out[found, target] = scores[places[found]]
         return out
 
-    def kept_top(self, k: int, sign: Sign) -> TopRows | None:
-        """Return the k strongest of the known rows of every target.
-
-        Raises:
-            InvalidInputError: If k is larger than the number of rows that are known of each sign.
-        """
+    def kept_top(self, k: int, sign: Sign) -> TopRows:
+        """Return the k strongest of the known rows of every target; raises if fewer are known of each sign."""
         if k > self._most and self._most < self._num_rows:
             raise InvalidInputError(
                 f"These scores hold the {self._most} most helpful and most harmful rows of every target, and top({k}) "
@@ -225,17 +220,10 @@ def best_of(known: TopRows, sign: Sign, count: int) -> TopRows:
 def top_and_bottom(
     source: ScoreSource, k: int, terms: Sequence[ScoreTerm] | None = None
 ) -> NDArray[np.float64]:
-    """Return the k most helpful and most harmful rows of every target, from one pass over the train rows.
+    """Return the k most helpful and most harmful rows of every target, ``(2, 2, M, min(k, N))``, from one pass.
 
-    Memory: one tile of scores and ``4 k`` numbers per target, for any N.
-
-    Args:
-        source: Computes the scores. Its ranks share the pass: each reads consecutive tiles, and the results are merged.
-        k: Number of helpful and of harmful rows.
-        terms: One term per checkpoint; ``None`` takes those of all targets.
-
-    Returns:
-        ``(2, 2, M, min(k, N))``: axis 0 is helpful, harmful; axis 1 is row numbers, scores.
+    Axis 0 is helpful, harmful; axis 1 is row numbers, scores. The ranks of the source share the pass: each reads
+    consecutive tiles, and the results are merged. Memory: one tile of scores and ``4 k`` numbers per target, for any N.
     """
     terms = source.terms() if terms is None else terms
     ranks = source.ranks

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,9 +215,10 @@ def _tried(
         try:
             with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
                 marks = [_now()]
-                starts = _starts(batches, marks, longest)
-                for _ in session.trial(checkpoint, rows, starts, of_fit=bool(draws)):
+                for _ in session.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
                     marks.append(_now())
+                    if len(marks) > _WARM + _FEWEST and marks[-1][0] - marks[_WARM][0] > longest:
+                        break
         finally:
             rows.batch_size = size
     gaps = np.diff(marks, axis=0)
@@ -249,17 +250,6 @@ def _beyond(gaps: Times, usual: Span) -> Span:
     """Return what some batches took more than as many usual ones."""
     wall, cpu = np.maximum(gaps.sum(axis=0) - len(gaps) * np.array([usual.mean, usual.cpu]), 0.0).tolist()
     return Span(wall, wall, wall, cpu)
-
-
-def _starts(
-    batches: Sequence[NDArray[np.int64]], marks: Sequence[tuple[float, float]], longest: float
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the first batches in order, as a run writes them, until the trial has taken long enough."""
-    for number, rows in enumerate(batches[: _WARM + _MOST]):
-        measured = len(marks) > _WARM and number >= _WARM + _FEWEST
-        if measured and _now()[0] - marks[_WARM][0] > longest:
-            return
-        yield rows
 
 
 def _now() -> tuple[float, float]:
@@ -333,7 +323,6 @@ def _timed(call: Callable[[], None]) -> Span:
 
 
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
-    """Return the time of the products of a fit of Fisher."""
     total = Span()
     for width, count in Counter(segment.width for segment in settings.layout.segments).items():
         rows = torch.ones(_PRODUCT_ROWS, width, device=settings.device)
@@ -413,7 +402,6 @@ def _done(value: Tensor) -> None:
 def _disk(
     settings: AttributorSettings, num_rows: int, num_targets: int, count: int, draws: int
 ) -> dict[str, int]:
-    """Return bytes by purpose."""
     layout, kernel = settings.method.layout_of(settings.layout), settings.method.kernel
     inverse = settings.method.inverse is not None
     kernels = 0
@@ -484,12 +472,10 @@ def _advice(
 
 
 def _halved(settings: AttributorSettings) -> int:
-    """Return half of the features per module."""
     return max(1, (settings.projector.proj_dim or settings.layout.width) // 2)
 
 
 def _free_memory(device: torch.device) -> int | None:
-    """Return the bytes that are free on the device; ``None`` if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _proc_bytes("meminfo", "MemAvailable") if device.type == "cpu" else None

@@ -47,11 +47,7 @@ class ScoreEntries:
         return self.store.open_table(self.path)
 
     def verdict(self, kind: type[_VerdictType]) -> _VerdictType | None:
-        """Return the last verdict of a kind; ``None`` if there is none for the current values.
-
-        Raises:
-            CorruptStoreError: If the stored entry is not a verdict.
-        """
+        """Return the last verdict of a kind; ``None`` if there is none for the current values."""
         path, named = _VERDICTS[kind]
         content = self.store.entry(path(self.path), self.table().content_key())
         what = f"The {named} on {self.path} in {self.store.path}"
@@ -68,11 +64,7 @@ class ScoreEntries:
         return None if pairs is None else Predictions(*pairs)
 
     def trials(self) -> Trials | None:
-        """Return the trials that ``try_removals`` stored; ``None`` if there are none for the current values.
-
-        Raises:
-            CorruptStoreError: If the stored entry does not hold trials.
-        """
+        """Return the trials that ``try_removals`` stored; ``None`` if there are none for the current values."""
         array = self.store.entry(trials_path(self.path), self.table().content_key())
         try:
             return None if array is None else Trials.from_array(array)

@@ -16,7 +16,6 @@ from trak_lite.evaluation.trials import Trials
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
 from trak_lite.linalg.topk import TopRows
-from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
@@ -29,7 +28,6 @@ from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, Streamed
 from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.uncertainty import Reliability, Repeats
-from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -52,8 +50,14 @@ class Scores:
         self.record = record
         """What is known of the scores besides their values."""
         self.name = record.name
+        self.method = record.method
+        """The method that the scores were computed with."""
+        self.manifest = record.manifest
+        """Settings and versions that the stored rows were made with."""
         self.settings = record.settings
         """How the scores were computed, as JSON values."""
+        self.location = record.location
+        """Path in the store; ``None`` in memory."""
         self.convergence = record.convergence
 
     @classmethod
@@ -98,11 +102,6 @@ class Scores:
         """The sets that :func:`~trak_lite.try_removals` measured for these scores; ``None`` if there are none."""
         entries = self.record.entries
         return None if entries is None else entries.trials()
-
-    @property
-    def method(self) -> AbstractMethod:
-        """The method that the scores were computed with."""
-        return self.record.method
 
     @property
     def run(self) -> Run:
@@ -155,16 +154,6 @@ class Scores:
                 "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             )
         return self.record.source
-
-    @property
-    def manifest(self) -> Manifest:
-        """Settings and versions that the stored rows were made with."""
-        return self.record.manifest
-
-    @property
-    def location(self) -> str | None:
-        """Path in the store; ``None`` in memory."""
-        return self.record.location
 
     @property
     def stored(self) -> bool:

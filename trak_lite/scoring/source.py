@@ -22,18 +22,8 @@ from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondit
 from trak_lite.linalg.products import self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
+from trak_lite.run import tables
 from trak_lite.run.settings import row_kind
-from trak_lite.run.tables import (
-    FEATURES,
-    OUT_TO_LOSS,
-    as_tensor,
-    model_id_of,
-    plain_target_folder,
-    score_table_spec,
-    table_path,
-    target_path,
-    target_table_path,
-)
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
@@ -87,8 +77,7 @@ class ScoreSource:
     def hold_kernels(self, held: dict[str, list[SegmentKernel]]) -> None:
         """Use factorised kernels again, as long as those of all checkpoints take at most 2 GiB.
 
-        Args:
-            held: Kernels by the content of the train rows. Sources of the same method and layout may share it.
+        ``held`` has them by the content of the train rows. Sources of the same method and layout may share it.
         """
         if len(self.train) * sum(segment.width**2 for segment in self.layout.segments) * 8 <= _HELD_BYTES:
             self._held = held
@@ -136,11 +125,7 @@ class ScoreSource:
         return [self._targets(table).content_key() for table in self.train]
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
-        """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight.
-
-        Raises:
-            SingularKernelError: If a kernel is singular at the method's damping.
-        """
+        """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""
         if self._grams is not None:
             self._grams.make(self.train, self.ranks)
         return [
@@ -174,9 +159,7 @@ class ScoreSource:
     def path_terms(self, dampings: Sequence[float | None], targets: slice = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets at every damping, ``(L * M, K)``, dampings first.
 
-        Raises:
-            InvalidInputError: If the method has no kernel.
-            SingularKernelError: If a kernel is singular at a damping.
+        Raises :class:`InvalidInputError` if the method has no kernel.
         """
         if self._grams is None:
             raise InvalidInputError(
@@ -206,32 +189,30 @@ class ScoreSource:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first row, scores)`` for all train rows in order, bitwise equal to a stored score table.
 
-        Args:
-            terms: One term per checkpoint; ``None`` calls :meth:`terms`.
-            share: ``(r, n)`` yields the r-th of n parts of the chunks.
-            wanted: ``(N,)`` leaves out tiles without a wanted row; their train rows are not read.
+        ``share`` ``(r, n)`` yields the r-th of n parts of the chunks. ``wanted`` ``(N,)`` leaves out tiles without a
+        wanted row; their train rows are not read.
         """
         terms = self.terms() if terms is None else terms
-        chunk_rows = score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
+        chunk_rows = tables.score_table_spec(self.num_rows, len(terms[0].targets), {}).chunk_rows
         for rows in tile_ranges(self.num_rows, chunk_rows, share=share):
             if wanted is None or wanted[rows.start : rows.stop].any():
                 yield rows.start, self.scores_of(rows, terms)
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the factors (q, its mean, or 1) of some train rows' products with targets, ``(C, rows)``."""
-        own = np.stack([table.read_rows(OUT_TO_LOSS, rows) for table in self.train]).astype(np.float64)
+        own = np.stack([table.read_rows(tables.OUT_TO_LOSS, rows) for table in self.train]).astype(np.float64)
         if self.method.q == "off":
             return np.ones_like(own)
         return own if self.method.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
 
     def row_features(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Return the stored features of some train rows, ``(rows, K)`` for each checkpoint."""
-        return [table.read_rows(FEATURES, rows) for table in self.train]
+        return [table.read_rows(tables.FEATURES, rows) for table in self.train]
 
     def mean_out_to_loss(self) -> NDArray[np.float64]:
         """Return the mean q of every train row over checkpoints, ``(N,)``."""
         mean: NDArray[np.float64] = np.mean(
-            [table.read(OUT_TO_LOSS) for table in self.train], axis=0, dtype=np.float64
+            [table.read(tables.OUT_TO_LOSS) for table in self.train], axis=0, dtype=np.float64
         )
         return mean
 
@@ -240,10 +221,10 @@ class ScoreSource:
 
         ``None`` if a checkpoint has none that are not multiplied by an inverse curvature: EKFAC scores do not need any.
         """
-        paths = [target_path(self.name, model_id_of(table)) for table in self.train]
-        if not set(paths) <= set(self.store.table_names(plain_target_folder(self.name))):
+        paths = [tables.target_path(self.name, tables.model_id_of(table)) for table in self.train]
+        if not set(paths) <= set(self.store.table_names(tables.plain_target_folder(self.name))):
             return None
-        rows = (torch.from_numpy(self.store.open_table(path).read(FEATURES)) for path in paths)
+        rows = (torch.from_numpy(self.store.open_table(path).read(tables.FEATURES)) for path in paths)
         return [found.to(self.device, torch.float64) for found in rows]
 
     def at_damping(self, table: AbstractRowTable, damping: float | None) -> Tensor:
@@ -261,9 +242,7 @@ class ScoreSource:
     def self_influence(self) -> NDArray[np.float32]:
         """Return the score of every train row for itself, ``(N,)``.
 
-        Raises:
-            InvalidInputError: If target rows cannot be computed from stored train rows: the method multiplies targets
-                by an inverse curvature before they are projected, or the train rows are Adam updates.
+        Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows.
         """
         if row_kind(self.manifest) == "adam_update":
             raise InvalidInputError(
@@ -279,9 +258,12 @@ class ScoreSource:
         out_to_loss = np.zeros(self.num_rows)
         for table, weight in zip(self.train, self.weights, strict=True):
             own = self._own_products(table)
-            products = ((first, own(as_tensor(rows, self.device))) for first, rows in table.blocks(FEATURES))
+            products = (
+                (first, own(tables.as_tensor(rows, self.device)))
+                for first, rows in table.blocks(tables.FEATURES)
+            )
             parts = [part.astype(np.float64) for _, part in copied_ahead(products)]
-            q = table.read(OUT_TO_LOSS).astype(np.float64)
+            q = table.read(tables.OUT_TO_LOSS).astype(np.float64)
             total += weight * np.concatenate(parts) * (q if self.method.q == "inside" else 1.0)
             out_to_loss += q
         if self.method.q == "outside":
@@ -305,7 +287,7 @@ class ScoreSource:
         Both are multiplied by q and by the root of the absolute weight of the checkpoint.
         """
         for table, weight, q in zip(self.train, self.weights, self.row_factors(rows), strict=True):
-            found = torch.from_numpy(table.read_rows(FEATURES, rows)).to(self.device)
+            found = torch.from_numpy(table.read_rows(tables.FEATURES, rows)).to(self.device)
             if self._transform is not None:
                 found = self._transform(found)
             wide = found.to(wide_dtype(self.device))
@@ -337,7 +319,7 @@ class ScoreSource:
         return _same_shape(self.method.transform(rows, self.layout), rows, self.method)
 
     def _kernels(self, table: AbstractRowTable, grams: Grams) -> list[SegmentKernel]:
-        key = "" if self._held is None else f"{table_path(table)} {table.content_key()}"
+        key = "" if self._held is None else f"{tables.table_path(table)} {table.content_key()}"
         if self._held is not None and key in self._held:
             return self._held[key]
         kernels = grams.kernels(table)
@@ -356,11 +338,10 @@ class ScoreSource:
         return kernels
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
-        """Return the target features of a checkpoint, ``(M, K)``."""
-        return torch.from_numpy(self._targets(table).read(FEATURES)[targets]).to(self.device)
+        return torch.from_numpy(self._targets(table).read(tables.FEATURES)[targets]).to(self.device)
 
     def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self.store.open_table(target_table_path(self.name, self.method, table))
+        return self.store.open_table(tables.target_table_path(self.name, self.method, table))
 
 
 def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:

@@ -18,26 +18,8 @@ from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores
 from trak_lite.parallel.ranks import Ranks
+from trak_lite.run import tables
 from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
-from trak_lite.run.tables import (
-    ERRORS,
-    SCORES,
-    complete_tables,
-    one_run_path,
-    preconditioned_folder,
-    predictions_path,
-    score_path,
-    score_paths,
-    score_table_spec,
-    scored_names,
-    target_folder,
-    target_names,
-    target_paths,
-    target_table_path,
-    top_path,
-    trials_path,
-    verdict_path,
-)
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.index import indexed_top
 from trak_lite.scoring.matrix import top_and_bottom
@@ -58,16 +40,10 @@ def stored_scores(
     dense: bool = True,
     run: Run | None = None,
 ) -> Scores:
-    """Return the scores of a target set from the store.
+    """Return the scores of a target set and a method from the store.
 
-    Args:
-        workspace: Location of the store.
-        settings: Layout, device and default method.
-        name: Name of the target set.
-        method: The method of the scores.
-        dense: Return the stored matrix. ``False`` computes scores from the stored rows on access, with the checkpoints
-            that the targets have features of.
-        run: The model, settings and store of the scores; ``None`` without a model.
+    ``dense=False`` computes scores from the stored rows on access, with the checkpoints that the targets have features
+    of. ``run`` has the model, settings and store of the scores; it is ``None`` without a model.
 
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
@@ -84,7 +60,7 @@ def stored_scores(
             digests = list(table.spec.fingerprint["checkpoints"])
         else:
             digests = _digests_of_targets(store, name, method, known)
-        train = list(complete_tables(store, digests, known).values())
+        train = list(tables.complete_tables(store, digests, known).values())
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
     source = score_source(store, train, name, method, settings)
@@ -119,10 +95,11 @@ def source_of_stored(
     store: AbstractFeatureStore, scores: Scores, settings: AttributorSettings | StoredSettings
 ) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
-    path = score_path(scores.name, scores.method, settings.method)
-    train = complete_tables(store, list(store.open_table(path).spec.fingerprint["checkpoints"])).values()
+    path = tables.score_path(scores.name, scores.method, settings.method)
+    digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
+    train = list(tables.complete_tables(store, digests).values())
     device = float64_device(settings.device)
-    return ScoreSource(store, list(train), scores.name, scores.method, layout=settings.layout, device=device)
+    return ScoreSource(store, train, scores.name, scores.method, layout=settings.layout, device=device)
 
 
 def _record(
@@ -139,9 +116,9 @@ def _record(
     ``shown`` are JSON values to show, of scores without a table: a table has attributes.
     """
     made = source.manifest.made_with.get("settings")
-    path, targets, entries = target_folder(source.name, source.method), source.target_identity, None
+    path, targets, entries = tables.target_folder(source.name, source.method), source.target_identity, None
     if stored:
-        path = score_path(source.name, source.method, settings.method)
+        path = tables.score_path(source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
         targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
     return ScoreRecord(
@@ -178,16 +155,14 @@ def _shown_task(targets: Any) -> dict[str, Any]:
 def _finished_table(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
 ) -> AbstractRowTable:
-    """Return the complete table of the scores of a target set; ``base`` is the attributor's method.
-
-    Raises:
-        StateError: If the scores were never computed, or are not finished.
-        ManifestMismatchError: If an attributor with another method made the scores.
-    """
-    path = score_path(name, method, base)
+    """Return the complete table of the scores of a target set; ``base`` is the attributor's method."""
+    path = tables.score_path(name, method, base)
     if not store.has_table(path):
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
-        other = [store.open_table(known).spec.fingerprint.get("method") for known in score_paths(store, name)]
+        other = [
+            store.open_table(known).spec.fingerprint.get("method")
+            for known in tables.score_paths(store, name)
+        ]
         if other:
             raise StateError(
                 f"There are no scores {name!r} made with {method}; there are some made with method="
@@ -195,7 +170,7 @@ def _finished_table(
                 f"score(data, name={name!r}{given})."
             )
         raise StateError(
-            f"There are no scores {name!r}{how}; there are {scored_names(store)}. "
+            f"There are no scores {name!r}{how}; there are {tables.scored_names(store)}. "
             f"Call score(data, name={name!r}{given})."
         )
     table = store.open_table(path)
@@ -214,23 +189,20 @@ def _finished_table(
 def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = False) -> None:
     """Permanently remove the scores of a target set, of all methods, and its ``features``, which it may have alone.
 
-    Raises:
-        StateError: If there are no such scores.
-        BusyError: If another process is computing some of them.
-        ReadOnlyStoreError: If the store cannot be written.
+    Raises :class:`StateError` if there are no such scores.
     """
-    found, targets = score_paths(store, name), target_paths(store, name) if features else []
+    found, targets = tables.score_paths(store, name), tables.target_paths(store, name) if features else []
     for path in targets:
         store.drop_table(path)
     if targets and not found:
         return
     if not found:
-        raise StateError(f"There are no scores {name!r}; there are {scored_names(store)}.")
+        raise StateError(f"There are no scores {name!r}; there are {tables.scored_names(store)}.")
     # Preconditioned targets depend on the train data as well.
-    for path in (*found, *store.table_names(preconditioned_folder(name))):
+    for path in (*found, *store.table_names(tables.preconditioned_folder(name))):
         store.drop_table(path)
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
-    kinds = (verdict_path, one_run_path, predictions_path, trials_path)
+    kinds = (tables.verdict_path, tables.one_run_path, tables.predictions_path, tables.trials_path)
     tested = (of(path) for path in found for of in kinds)
     for entry in (*measured, *tested):
         store.drop_entry(entry)
@@ -248,18 +220,14 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
 def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
-    """Return the digests of the train tables of the checkpoints with targets that the method uses.
-
-    Raises:
-        StateError: If no checkpoint has such features.
-    """
-    known = store.table_names(target_folder(name, method))
-    features = {digest: target_table_path(name, method, table) for digest, table in train.items()}
+    """Return the digests of the checkpoints with targets that the method uses; raise if there are none."""
+    known = store.table_names(tables.target_folder(name, method))
+    features = {digest: tables.target_table_path(name, method, table) for digest, table in train.items()}
     digests = [
         digest for digest, path in features.items() if path in known and store.open_table(path).complete
     ]
     if not digests:
-        names = target_names(store, method)
+        names = tables.target_names(store, method)
         raise StateError(
             f"There are no features of targets {name!r}; stored targets: {names}. Call score(data, name={name!r})."
         )
@@ -274,21 +242,19 @@ class ScoreResult:
         self, source: ScoreSource, base: AbstractMethod, identity: Mapping[str, Any], num_targets: int
     ) -> None:
         self.source = source
-        self._path = score_path(source.name, source.method, base)
+        self._path = tables.score_path(source.name, source.method, base)
         fingerprint = {
             "checkpoints": source.digests,
             "targets": dict(identity),
             "train_rows": [table.content_key() for table in source.train],
             "method": source.method.to_json(),
         }
-        self._spec = score_table_spec(source.num_rows, num_targets, fingerprint)
+        self._spec = tables.score_table_spec(source.num_rows, num_targets, fingerprint)
 
     def is_finished(self) -> bool:
-        """Return whether the scores are stored with these settings and complete.
+        """Return whether the scores are stored and complete.
 
-        Raises:
-            ManifestMismatchError: If they were made with other targets, checkpoints or settings.
-            StateError: If train rows were appended since.
+        Raises :class:`ManifestMismatchError` if they were made with other targets, checkpoints or settings.
         """
         if not self.source.store.has_table(self._path):
             return False
@@ -322,11 +288,7 @@ class ScoreResult:
         )
 
     def put(self, made: MadeScores) -> None:
-        """Store scores that were computed elsewhere.
-
-        Raises:
-            InvalidInputError: If their shape is not that of the table.
-        """
+        """Store scores that were computed elsewhere; raise if their shape is not that of the table."""
         shape = (self._spec.num_rows, self._spec.columns[0].width)
         if made.scores.shape != shape:
             raise InvalidInputError(
@@ -335,7 +297,9 @@ class ScoreResult:
                 "order."
             )
         shown = {"metasmoothness": list(made.metasmoothness)} if made.metasmoothness else {}
-        columns = {SCORES: made.scores} if made.errors is None else {SCORES: made.scores, ERRORS: made.errors}
+        columns = {tables.SCORES: made.scores}
+        if made.errors is not None:
+            columns[tables.ERRORS] = made.errors
         spec = replace(self._spec, columns=tuple(Column(name, shape[1], "float32") for name in columns))
         table = self.source.store.create_table(self._path, spec, shown)
         for start in range(0, len(made.scores), self._spec.chunk_rows):
@@ -348,14 +312,10 @@ class ScoreResult:
         """Return the k most helpful and most harmful rows of every target, and what to report of an index.
 
         Exact rows are read from the store's cache, or found in one pass over the stored rows, which the ranks of the
-        source share. Nothing is cached if the store is read-only.
-
-        Args:
-            k: Number of helpful and of harmful rows.
-            recall: Share of the exact rows that suffices; ``None`` uses no index.
+        source share. Nothing is cached if the store is read-only. An index serves if a share of ``recall`` suffices.
         """
         source = self.source
-        name, key = top_path(source.name), self.digest()
+        name, key = tables.top_path(source.name), self.digest()
         rows = source.store.cached(name, key)
         enough = rows is not None and rows.shape[-1] >= min(k, source.num_rows)
         report: dict[str, Any] = {}
@@ -379,13 +339,11 @@ class ScoreResult:
         ends: NDArray[np.float64] | None = None,
         shown: Mapping[str, Any] | None = None,
     ) -> Scores:
-        """Return the scores. They read from the store, also after it is closed.
+        """Return the scores, which read from the store, also after it is closed.
 
-        Args:
-            run: The model, settings and store of the scores.
-            dense: Return the stored matrix, which must be complete. ``False`` computes scores on access.
-            ends: The most helpful and most harmful rows of every target, if known.
-            shown: JSON values to show with the scores.
+        ``dense`` returns the stored matrix, which must be complete; otherwise scores are computed on access, and
+        ``ends`` are the most helpful and most harmful rows, if known. ``shown`` are JSON values to show with the
+        scores.
         """
         source = self.source
         alone = score_source(source.store, source.train, source.name, source.method, run.settings)

@@ -42,12 +42,9 @@ class ScoreTerm:
 
 
 def tile_ranges(num_rows: int, chunk_rows: int, *, share: tuple[int, int] = (0, 1)) -> Iterator[range]:
-    """Yield the rows of every tile. Tiles do not cross the chunks of the score table.
+    """Yield the rows of every tile of N rows. Tiles do not cross the chunks of the score table.
 
-    Args:
-        num_rows: N.
-        chunk_rows: Rows of a chunk.
-        share: ``(r, n)`` yields the r-th of n parts of the chunks.
+    ``share`` ``(r, n)`` yields the r-th of n parts of the chunks.
 
     Example:
         >>> list(tile_ranges(3000, 2048))
@@ -71,17 +68,7 @@ def score_rows(
     progress: bool | None = None,
     ranks: Ranks | None = None,
 ) -> None:
-    r"""Fill the pending rows of a score table. Processes that run this at the same time share the rows.
-
-    Args:
-        scores: Table with a spec of :func:`score_table_spec`.
-        terms: One for each of the C checkpoints.
-        q: Where the train rows' q is applied, as in :func:`score_tile`.
-        label: Label of the progress bar.
-        column: The column of the table.
-        progress: Show the bar; ``None`` shows it on a terminal only.
-        ranks: See :class:`~trak_lite.parallel.sharing.SharedRows`.
-    """
+    """Fill the pending rows of a score table by one term per checkpoint, beside other processes."""
     with SharedRows(scores, _TILE_ROWS, label=label, progress=progress, ranks=ranks) as work:
         for batches in work.rounds():  # all rows of a round are put before the next
             tiles = (
@@ -92,18 +79,11 @@ def score_rows(
 
 
 def score_tile(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], *, q: WhereQ) -> Tensor:
-    r"""Return the scores of some train rows.
+    r"""Return the scores of some train rows, ``(rows, M)`` float32, by one term per checkpoint.
 
     Row i is :math:`\sum_c \phi_{c,i} t_c^\top` with the terms' targets t. For ``q="outside"`` the sum is multiplied by
-    the mean of :math:`q_{c,i}` over checkpoints, for ``"inside"`` each summand by :math:`q_{c,i}`.
-
-    Args:
-        terms: One for each of the C checkpoints.
-        rows: Train rows: a range, which is read through a memory map without a copy, or any row numbers.
-        q: Where the train rows' q is applied.
-
-    Returns:
-        ``(rows, M)`` float32.
+    the mean of :math:`q_{c,i}` over checkpoints, for ``"inside"`` each summand by :math:`q_{c,i}`. A range of rows is
+    read through a memory map without a copy.
     """
     tile = _summed(terms, rows, q)
     return tile if q != "outside" else tile.mul_(_mean_q(terms, rows).to(tile)[:, None])
@@ -117,20 +97,10 @@ def group_tile(
     *,
     q: WhereQ,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the products and the q factor of a group of checkpoints alone, multiplied by the number of groups.
+    """Return the products ``(rows, M)`` float32 of a group of checkpoints alone, times the number of groups G.
 
-    The score is the mean of the products over groups, times the mean of the q factors over groups.
-
-    Args:
-        terms: One for each of the C checkpoints.
-        group: Indices of the group's terms.
-        num_groups: G.
-        rows: Train rows.
-        q: Where the train rows' q is applied.
-
-    Returns:
-        The products ``(rows, M)`` float32 times G, and the group's share of the mean q ``(rows,)`` float64 times G, or
-        ``None`` if ``q`` is not ``"outside"``.
+    The second result is the group's share of the mean q, ``(rows,)`` float64, times G; ``None`` if ``q`` is not
+    ``"outside"``. The score is the mean of the products over groups, times the mean of the q factors over groups.
     """
     members = [terms[place] for place in group]
     tile = _summed(members, rows, q).mul_(num_groups)

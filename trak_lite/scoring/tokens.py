@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trak_lite._devices import full_float32, in_float64
 from trak_lite._validate import target_number
-from trak_lite.data.batches import join_batches, move_batch, take_rows
+from trak_lite.data.batches import join_batches, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.gauss_newton import quiet_forward_mode
@@ -78,12 +78,11 @@ def token_scores(
     run = scores.run
     train = run.rows(data, "the train data")
     with run.session(train.identity(), train=train) as session:
-        return split_scores(session, run.settings, scores, train, rows=rows, targets=targets)
+        return split_scores(session, scores, train, rows=rows, targets=targets)
 
 
 def split_scores(
     session: FeaturizingSession,
-    settings: AttributorSettings,
     scores: Scores,
     train: Rows,
     *,
@@ -95,6 +94,7 @@ def split_scores(
     A session that was opened with the train data first computes a few stored rows of every checkpoint again, and
     compares them.
     """
+    settings = session.settings
     shift = _shift_of_linear_rows(settings, scores)
     chosen = range(scores.shape[1]) if targets is None else targets
     wanted = [target_number(target, scores.shape[1], scores.name) for target in chosen]
@@ -103,12 +103,8 @@ def split_scores(
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
     train_tables = {digest: terms[place].train for digest, place in places.items()}
-    found = [
-        _TokenRow.of(batch, int(number), len(wanted), shift=shift)
-        for number, (_, batch) in zip(
-            numbers, train.batches([numbers[i : i + 1] for i in range(len(numbers))]), strict=True
-        )
-    ]
+    batches = train.batches(rows_in_batches(numbers, 1))
+    found = [_TokenRow.of(batch, int(number), len(wanted), shift=shift) for (number,), batch in batches]
     together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
 
@@ -149,16 +145,9 @@ class _Directions:
     def derivatives(
         self, model: nn.Module, batches: Sequence[Batch], targets: Tensor, model_id: int
     ) -> list[NDArray[np.float64]] | None:
-        """Return the derivatives of the terms of every batch, ``(B, T', m)``.
+        """Return the derivatives of the terms of batches of B samples along targets ``(m, K)``, ``(B, T', m)`` each.
 
-        Args:
-            model: The model with the weights of a checkpoint.
-            batches: Batches of B samples.
-            targets: ``(m, K)`` preconditioned targets.
-            model_id: Number of the checkpoint.
-
-        Returns:
-            One array per batch; ``None`` if the projector or the model does not support it.
+        ``None`` if the projector or the model, which has the weights of a checkpoint, does not support it.
         """
         if not (self._is_supported and batches and len(targets)) or is_sharded(model):
             return None
@@ -179,17 +168,15 @@ class _Directions:
     def _along(
         self, model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
     ) -> NDArray[np.float64] | None:
-        """Return the derivatives of the terms of a batch along one direction, ``(B, T')``."""
         device, task = self._settings.device, self._settings.task.train_task()
         assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
         kept = select_parameters(model, list(self._settings.parameters))
         values = {name: parameter.detach() for name, parameter in kept.items()}
         constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        buffers = dict(model.named_buffers())
         moved = move_batch(batch, device)
 
         def terms(changed: dict[str, Tensor]) -> Tensor:
-            return task.position_outputs(ModelCall(model, {**constants, **changed}, buffers), moved)
+            return task.position_outputs(ModelCall(model, {**constants, **changed}), moved)
 
         # In units of the weights: preconditioned targets may be too small for float16.
         unit = _unit(values, direction)
@@ -235,7 +222,6 @@ class _TokenRow:
 
     @classmethod
     def of(cls, batch: Batch, number: int, num_targets: int, *, shift: bool) -> _TokenRow:
-        """Return an instance for a batch of one sample, with contributions of zero."""
         labels = split_labels(batch).labels[0]
         predicted = (labels != IGNORED).cpu().numpy()
         predicted[: int(shift)] = False
@@ -262,11 +248,7 @@ def _groups(rows: Sequence[_TokenRow], size: int) -> list[tuple[list[_TokenRow],
 
 
 def _shift_of_linear_rows(settings: AttributorSettings, scores: Scores) -> bool:
-    """Return whether labels are shifted.
-
-    Raises:
-        InvalidInputError: If f is not a sum over tokens, or train rows are normalised, so that scores are not sums.
-    """
+    """Return whether labels are shifted; raise if scores are no sums over the tokens of train rows."""
     task = settings.task.train_task()
     if not isinstance(task, CausalLanguageModelingModelOutput):
         raise InvalidInputError(

@@ -46,12 +46,7 @@ class Repeats:
     """Checkpoints, or runs of several checkpoints, as repeated measurements of the same scores."""
 
     def __init__(self, source: ScoreSource, runs: Sequence[Hashable] | None) -> None:
-        """Group the checkpoints by their labels; ``None`` makes each a group.
-
-        Raises:
-            InvalidInputError: If there is not one label per checkpoint, there is only one group, or checkpoint weights
-                have both signs and ``runs`` is ``None``.
-        """
+        """Group the checkpoints by their labels; ``None`` makes each a group."""
         if runs is None and min(source.weights) < 0 < max(source.weights):
             raise InvalidInputError(
                 f"checkpoint_weights {source.weights} have both signs, so the checkpoints are not repeats of one "
@@ -113,10 +108,7 @@ class Repeats:
         return Reliability(found.cpu().numpy(), expected, expected >= threshold)
 
     def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
-        """Return the Spearman correlations of every two rankings, ``(G, G)``, averaged over targets.
-
-        Rows that are ranked, and targets, are evenly spaced.
-        """
+        """Return the mean Spearman correlations of all pairs, ``(G, G)``, over evenly spaced rows and targets."""
         rows = spread_rows(self._source.num_rows, max_rows)
         own = self._scores(rows, every_nth(self._source.num_targets, max_targets))
         found = np.eye(len(own))
@@ -125,7 +117,6 @@ class Repeats:
         return found
 
     def _errors(self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
-        """Return the standard errors of the scores of some train rows, ``(rows, M)`` float64."""
         spread = Spread()
         for group in self._groups:
             spread.add(*group_tile(terms, group, len(self._groups), rows, q=self._source.method.q))

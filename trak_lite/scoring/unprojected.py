@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead
+from trak_lite._devices import copied_ahead, precise
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
-from trak_lite.featurizing.unprojected import RowProducts
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
@@ -35,7 +34,7 @@ from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_o
 from trak_lite.scoring.records import ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Manifest
-from trak_lite.types import FeatureLayout, num_entries
+from trak_lite.types import FeatureLayout, OutputTerms, num_entries
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,7 @@ class Refine:
 
 
 def unprojected_method(method: Method) -> AbstractMethod:
-    """Return a method that can score unprojected gradients.
-
-    Raises:
-        InvalidInputError: If the method is unknown, or needs stored rows.
-    """
+    """Return a method that can score unprojected gradients; raise if it needs stored rows."""
     found = as_method(method)
     transforms = found.transforms_rows and found.unit_scope(FeatureLayout.joint(1)) is None
     if not found.multiplies_rows or found.kernel is not None or transforms:
@@ -116,7 +111,7 @@ def scores_of_stream(
             for checkpoint, weight in zip(checkpoints, weights, strict=True):
                 visit(session.load(checkpoint), checkpoint.name, weight)
 
-        scorer = _Scorer(run, session, train, targets, method)
+        scorer = _Scorer(session, train, targets, method)
         for block in scorer.blocks(len(train), max_bytes):
             found = scorer.scores(everything, block, walk)
             if matrix is not None:
@@ -126,12 +121,11 @@ def scores_of_stream(
                 kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
                 known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
-    record = _unstored(run, scorer, "targets", scorer.convergence(), **shown)
+    record = scorer.record("targets", scorer.convergence(), **shown)
     return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
 
 
 def refined_scores(
-    run: Run,
     session: FeaturizingSession,
     tables: Mapping[str, AbstractRowTable],
     targets: Rows,
@@ -141,19 +135,10 @@ def refined_scores(
 ) -> Scores:
     """Score the candidates of every target by their unprojected gradients.
 
-    Args:
-        run: The model, settings and store.
-        session: Open, on the same store.
-        tables: Of the train rows, by the digest of the checkpoint's weights.
-        targets: The targets.
-        name: Of the target set.
-        refine: The settings.
-        ends: ``(2, 2, M, c)``, the result of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
-
-    Raises:
-        StateError: If the train data or the weights of a checkpoint are not known.
+    ``tables`` are the train tables by the digest of the checkpoint's weights, ``name`` is that of the target set, and
+    ``ends`` ``(2, 2, M, c)`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
     """
-    method = run.settings.scored_by(refine.method)
+    method = session.settings.scored_by(refine.method)
     ends = ends[..., : refine.candidates]  # a cached result may have more
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
     train = session.train_rows("refine computes gradients of")
@@ -166,7 +151,7 @@ def refined_scores(
             tables, lambda digest, label: visit(digest, label, weights[digest]), purpose="to refine scores"
         )
 
-    scorer = _Scorer(run, session, train, targets, method)
+    scorer = _Scorer(session, train, targets, method)
     for block in scorer.blocks(len(np.unique(np.concatenate(candidates))), refine.max_bytes):
         own = [candidates[target] for target in block]
         union = np.unique(np.concatenate(own))
@@ -176,43 +161,25 @@ def refined_scores(
             known.append(TopRows(rows, found[np.searchsorted(union, rows), place]))
     count = min(refine.candidates, len(train))
     matrix = PartialMatrix(len(train), known, count)
-    overlap = _overlap(ends[0, 0].astype(np.int64), matrix, min(_SHOWN, count))
-    share = passes / len(train)
+    compared = min(_SHOWN, count)
+    after = matrix.kept_top(compared, "helpful").indices
+    shares = [np.isin(now, then[:compared]).mean() for now, then in zip(after, ends[0, 0], strict=True)]
+    overlap, share = float(np.mean(shares)), passes / len(train)
     logger.info(
         "Refined scores %r: the %d most helpful rows before and after agree to %.0f %% on average; gradients of "
         "%.1f %% of the train rows were computed.",
         name,
-        min(_SHOWN, count),
+        compared,
         100 * overlap,
         100 * share,
     )
     shown = {
         "checkpoints": len(tables),
         "candidates": refine.candidates,
-        f"top{min(_SHOWN, count)}_overlap": round(overlap, 3),
+        f"top{compared}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return Scores(matrix, _unstored(run, scorer, name, scorer.convergence(tables), **shown))
-
-
-def _unstored(
-    run: Run, scorer: _Scorer, name: str, convergence: tuple[Convergence, ...], **shown: Any
-) -> ScoreRecord:
-    return ScoreRecord(
-        name,
-        scorer.method,
-        Manifest(run.settings.manifest(None).fingerprint),
-        shown_settings(scorer.method, **shown),
-        task=run.target_task,
-        convergence=convergence,
-    )
-
-
-def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:
-    """Return the mean share of the k most helpful rows of a target that are among the k most helpful ones before."""
-    found = after.kept_top(k, "helpful")
-    assert found is not None  # a partial matrix always has them
-    return float(np.mean([np.isin(a, b[:k]).mean() for a, b in zip(found.indices, before, strict=True)]))
+    return Scores(matrix, scorer.record(name, scorer.convergence(tables), **shown))
 
 
 @final
@@ -220,7 +187,6 @@ def _overlap(before: NDArray[np.int64], after: PartialMatrix, k: int) -> float:
 class _Scorer:
     """Scores some train rows for blocks of targets, by unprojected gradients."""
 
-    run: Run
     session: FeaturizingSession
     train: Rows
     targets: Rows
@@ -229,20 +195,23 @@ class _Scorer:
     """By digest of the checkpoint's weights, of each block."""
 
     def __post_init__(self) -> None:
-        refuse_sharded(self.run.model, "scores of unprojected gradients", "Use featurize and score")
-        kind = self.run.settings.normalization.kind
+        refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
+        kind = self.session.settings.normalization.kind
         if kind in ("adam", "adam_update"):
             raise InvalidInputError(
                 f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
                 "refine, or an attributor with another normalize."
             )
 
-    def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
-        """Return the convergence at every checkpoint, over all blocks of targets.
+    def record(self, name: str, convergence: tuple[Convergence, ...], **shown: Any) -> ScoreRecord:
+        """Return the record of the scores, with ``shown`` among its settings."""
+        run, settings = self.session.run, shown_settings(self.method, **shown)
+        manifest = Manifest(run.settings.manifest(None).fingerprint)
+        task = run.target_task
+        return ScoreRecord(name, self.method, manifest, settings, task=task, convergence=convergence)
 
-        Args:
-            digests: Digests of the checkpoints' weights, in the order of the result; ``None`` for that of the visits.
-        """
+    def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
+        """Return the convergence at every checkpoint, by default in the order of visits, over all blocks of targets."""
         order = list(self._convergence if digests is None else digests)
         return tuple(
             Convergence.joined(self._convergence[digest]) for digest in order if digest in self._convergence
@@ -250,8 +219,8 @@ class _Scorer:
 
     def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
         """Return the targets of each pass over ``num_rows`` train rows."""
-        width = num_entries(self.run.settings.parameters)
-        item = max(4, next(self.run.model.parameters()).element_size())
+        width = num_entries(self.session.settings.parameters)
+        item = max(4, next(self.session.model.parameters()).element_size())
         samples = 0 if self.method.inverse is None else self.method.inverse.ekfac.samples or 0
         # The gradients before and after the inverse with the solver's vectors, and the scores.
         target = item * (self.method.gradient_copies + 2 * bool(samples)) * width + 4 * num_rows
@@ -279,12 +248,9 @@ class _Scorer:
     def scores(
         self, rows: NDArray[np.int64], block: NDArray[np.int64], walk: Callable[[Visit], None]
     ) -> NDArray[np.float32]:
-        """Return the scores of some train rows ``(R, m)`` for a block of targets.
+        """Return the scores ``(R, m)`` of some train rows, ascending, for a block of targets.
 
-        Args:
-            rows: Row numbers, ascending.
-            block: Target numbers.
-            walk: Loads the checkpoints one by one.
+        ``walk`` loads the checkpoints one by one.
         """
         total = np.zeros((len(rows), len(block)), np.float32)
         q = np.zeros(len(rows))
@@ -295,10 +261,12 @@ class _Scorer:
             count += 1
             solved = self._solved(block, digest, label)
             train = self.session.gradient_pass(self.train, normalization=self._cosines())
-            parts = train.products(rows, solved, label=f"Scoring, {label}", progress=self.run.progress)
+            parts = train.products(
+                rows, solved, label=f"Scoring, {label}", progress=self.session.run.progress
+            )
             done = 0
-            for size, products, out_to_loss in copied_ahead(self._weighted(part, weight) for part in parts):
-                stop = done + size
+            for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
+                stop = done + len(products)
                 total[done:stop] += products
                 q[done:stop] += out_to_loss
                 done = stop
@@ -306,24 +274,27 @@ class _Scorer:
         walk(add)
         return total * (q / count).astype(np.float32)[:, None] if self.method.q == "outside" else total
 
-    def _weighted(self, part: RowProducts, weight: float) -> tuple[int, Tensor, Tensor]:
-        """Return the number of rows of a batch, their products in float32, and their q."""
-        products = part.products * weight
+    def _weighted(self, products: Tensor, terms: OutputTerms, weight: float) -> tuple[None, Tensor, Tensor]:
+        """Return the products of a batch of rows in float32, and the rows' q, behind a key for ``copied_ahead``."""
+        q, products = terms.out_to_loss_grad, products * weight
         if self.method.q == "inside":
-            products = products * part.out_to_loss.to(products)[:, None]
-        out_to_loss = part.out_to_loss.to(torch.promote_types(part.out_to_loss.dtype, torch.float32))
-        return len(part.rows), products.float(), out_to_loss
+            products = products * q.to(products)[:, None]
+        return None, products.float(), precise(q)
 
     def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
         """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
         targets = self.session.gradient_pass(self.targets, normalization=self._cosines())
-        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.run.progress)
-        solution = self.session.solved(gradients, self.method, digest, label, self.train)
+        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.session.run.progress)
+        if self.method.inverse is None:
+            return gradients
+        self.session.workspace.created()  # the fit is stored
+        inverse = self.session.inverse(digest, label, self.method.inverse, self.train)
+        solution = inverse.solve(gradients)
         if solution.convergence is not None:
             self._convergence.setdefault(digest, []).append(solution.convergence)
         return solution.gradients
 
     def _cosines(self) -> Normalization | None:
         """Return the normalisation that turns products into cosines, if the method is that of cosines."""
-        scope = self.method.unit_scope(self.run.settings.layout)
+        scope = self.method.unit_scope(self.session.settings.layout)
         return None if scope is None else Normalization("unit", scope=scope)

@@ -256,7 +256,7 @@ class LiveModel:
             return {}
         run = scores.run
         with run.session(self._identity, train=None if self._compared else self.train) as session:
-            found = split_scores(session, run.settings, scores, self.train, rows=rows, targets=[target])
+            found = split_scores(session, scores, self.train, rows=rows, targets=[target])
         self._compared = True
         coloured = {}
         for row, values in found.items():

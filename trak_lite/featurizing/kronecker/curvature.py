@@ -25,17 +25,10 @@ from trak_lite.types import FactoredBlock
 
 
 def decomposed(factor: Tensor, *, what: str) -> tuple[Tensor, Tensor | None]:
-    """Return the eigenvalues and eigenvectors of a factor, or the diagonal and ``None`` for a diagonal factor.
+    """Return the eigenvalues and eigenvectors of a factor ``(d, d)``; of a diagonal one ``(d,)`` itself and ``None``.
 
-    Args:
-        factor: ``(d, d)``, or ``(d,)`` for a diagonal factor.
-        what: Name of the factor in messages.
-
-    Returns:
-        Values ``(d,)``, at least 0, and vectors ``(d, d)`` as columns, in the dtype and on the device of the factor.
-
-    Raises:
-        NonFiniteError: If an entry is NaN or infinite.
+    Values ``(d,)`` are at least 0, vectors ``(d, d)`` are columns, both in the dtype and on the device of the factor.
+    ``what`` is its name in the error if an entry is not finite.
     """
     if not bool(factor.isfinite().all()):
         raise NonFiniteError(
@@ -172,11 +165,7 @@ class KroneckerCurvature:
 
     @classmethod
     def of(cls, arrays: Iterable[UnitArrays], device: torch.device) -> Self:
-        """Return the curvature from the arrays of all units.
-
-        Raises:
-            StateError: If an array is missing.
-        """
+        """Return the curvature from the arrays of all units; raises if one is missing."""
         return cls([found for unit in arrays for found in unit.curvatures(device)])
 
     def treatments(self) -> dict[str, Treatment]:
@@ -219,11 +208,7 @@ class UnitArrays:
         return Eigenbasis(unit, outputs if outputs.numel() else None, inputs if inputs.numel() else None)
 
     def curvatures(self, device: torch.device) -> list[UnitCurvature]:
-        """Return the curvature of the unit, or of the weight and of the bias.
-
-        Raises:
-            StateError: If an array is missing.
-        """
+        """Return the curvature of the unit, or of the weight and of the bias."""
         basis = self.basis(device)
         found = [UnitCurvature(basis, self._tensor("values", device))]
         if self.unit.bias is not None and basis.unit.bias is None:

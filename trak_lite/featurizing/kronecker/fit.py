@@ -6,23 +6,29 @@ Source: George et al., "Fast Approximate Natural Gradient Descent in a Kronecker
 
 Memory: the first pass has ``rows^2 + width^2`` float64 numbers for every unit, the second pass the eigenvectors and
 eigenvalues. Units are decomposed one at a time between the passes.
+
+The arrays of the checkpoints of a store are entries of it. Their key is made of the weights, the train rows and the
+settings of the fit. One fit is stored per checkpoint. An interrupted fit continues at the interrupted pass.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._progress import progress_bar
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
-from trak_lite.data.datasets import RowNumbers
+from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.featurizing.fisher import require_writable
 from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays, decomposed
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
@@ -31,11 +37,15 @@ from trak_lite.gradient_computers.parameters import ParameterChoice
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.run.tables import curvature_path
+from trak_lite.store import AbstractFeatureStore, Manifest
 from trak_lite.types import Batch, BlockSink
 
 __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 
 logger = logging.getLogger(__name__)
+
+_VERSION = 1
 
 NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[RowNumbers, Batch]]]
 """Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
@@ -216,3 +226,80 @@ def _report(curvature: KroneckerCurvature) -> None:
             logger.info(
                 "The curvature of %d parameters has the treatment '%s': %s.", len(names), how, names[:10]
             )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class KroneckerFits:
+    """Curvatures of the checkpoints of a store, fitted with the settings of a method; one fit per checkpoint."""
+
+    store: AbstractFeatureStore
+    model: nn.Module
+    names: list[str]
+    """The kept parameters."""
+    method: EKFAC
+    """Resolved for the task."""
+    task: AbstractModelOutput
+
+    def record(self) -> dict[str, Any]:
+        """Return what determines the fits, as JSON values: the settings and the present train rows."""
+        dataset = self.store.manifest.fingerprint.get("dataset", {})
+        return {
+            "version": _VERSION,
+            "settings": self.method.fit_json(),
+            "dataset": Manifest(dataset).digest(),
+        }
+
+    def has(self, digest: str) -> bool:
+        """Whether the fit of the checkpoint with these weights is complete."""
+        return all(found.is_complete() for found in self._arrays(digest))
+
+    def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
+        """Return the curvature of the checkpoint with these weights; raises if it is not fitted."""
+        return KroneckerCurvature.of(self._arrays(digest), device)
+
+    def fit(
+        self, digest: str, rows: Rows, device: torch.device, *, label: str, progress: bool | None
+    ) -> None:
+        """Fit the checkpoint that is loaded in the model, or the missing part of the fit."""
+        require_writable(self.store)
+        wanted = spread_rows(len(rows), self.method.max_rows)
+
+        def batches() -> Iterator[tuple[RowNumbers, Batch]]:
+            with progress_bar(len(wanted), label=label, progress=progress) as bar:
+                for numbers, batch in rows.moved(wanted, device):
+                    yield numbers, batch
+                    bar.update(len(numbers))
+
+        fit_curvature(
+            self.model,
+            self.task,
+            batches,
+            method=self.method,
+            grad_wrt=self.names,
+            keeper=self._keeper(digest),
+            num_rows=len(rows),
+        )
+
+    def _arrays(self, digest: str) -> list[UnitArrays]:
+        return unit_arrays(self.model, self.names, self._keeper(digest))
+
+    def _keeper(self, digest: str) -> _StoredArrays:
+        key = Manifest({**self.record(), "weights": digest, "parameters": self.names}).digest()
+        return _StoredArrays(self.store, curvature_path(digest), key)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _StoredArrays:
+    """An :class:`ArrayKeeper` whose arrays are entries of a store under one key."""
+
+    store: AbstractFeatureStore
+    folder: str
+    key: str
+
+    def get(self, name: str, /) -> NDArray[Any] | None:
+        return self.store.entry(f"{self.folder}/{name}", self.key)
+
+    def __setitem__(self, name: str, array: NDArray[Any], /) -> None:
+        self.store.put_entry(f"{self.folder}/{name}", self.key, array)

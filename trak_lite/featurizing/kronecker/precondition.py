@@ -6,8 +6,8 @@ unit's gradient as a matrix G (arXiv:2308.03296, equation 20).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, final
+from collections.abc import Callable
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitGradient, sample_slices
 from trak_lite.projectors import AbstractProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
+from trak_lite.projectors._base import AbstractFeatureAccumulator
 from trak_lite.types import BlockSink, DenseBlock, FeatureLayout, GradientBlock, ParameterShapes
 
 
@@ -42,17 +42,10 @@ class Preconditioner:
         absolute: bool = False,
         share: float | None = None,
     ) -> None:
-        """Invert the eigenvalues.
+        """Invert the eigenvalues, damped by lambda in units of the mean eigenvalue of a unit, above 0.
 
-        Args:
-            curvature: Curvature of all parameters that have gradients.
-            damping: Lambda in units of the mean eigenvalue of a unit, above 0.
-            absolute: Whether the damping is lambda itself, the same for all units.
-            share: Factor of the curvature, which does not change the damping; gradients are then multiplied by the
-                square root of the inverse. ``None`` multiplies by the inverse.
-
-        Raises:
-            InvalidInputError: If the damping is not above 0.
+        If ``absolute``, the damping is lambda itself, the same for all units. With ``share``, a factor of the curvature
+        that does not change the damping, gradients are multiplied by the square root of the inverse.
         """
         if not damping > 0:
             raise InvalidInputError(
@@ -73,11 +66,7 @@ class Preconditioner:
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`.
-
-        Raises:
-            InvalidInputError: If the curvature lacks a parameter.
-        """
+        """Return a new accumulator; see :class:`Inverse`. Raises if the curvature lacks a parameter."""
         unknown = [name for name in parameters if name not in self.lambdas]
         if unknown:
             raise InvalidInputError(
@@ -148,30 +137,9 @@ class PreconditionedProjector(AbstractProjector):
             self._projector, num_samples, model_id=model_id, parameters=parameters
         )
 
-    def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
-        """Precondition and project collected gradients, by parameter name.
-
-        Raises:
-            InvalidInputError: If the gradients are one tensor, which does not name the parameters.
-        """
-        if isinstance(grads, Tensor):
-            raise InvalidInputError(
-                f"The gradients are one tensor of shape {tuple(grads.shape)}, which does not name the parameters, and "
-                "every parameter has its own curvature. Pass a mapping from parameter names to gradients."
-            )
-        return project_named(self, grads, model_id)
-
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the layout of the inner projector."""
         return self._projector.layout(parameters)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what determines the features, without the curvature, which the caller records."""
-        return {**self._projector.fingerprint(), "preconditioned": True}
-
-    def free_memory(self) -> None:
-        """Drop cached matrices of the inner projector."""
-        self._projector.free_memory()
 
 
 @final

@@ -26,19 +26,19 @@ from torch import Tensor, nn
 from trak_lite._devices import add_at_, precise, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
+from trak_lite.projectors._base import sample_pieces
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, ParameterShapes
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SCRATCH = 1 << 22
-"""Number of gradient entries that are formed at once."""
+_ENTRY_BYTES = 16
+"""Of a gradient entry that is formed, and of what is computed from it."""
 _SAME = 1e-3
 """Relative difference up to which the gradient of a bias equals the sum of the weight's output gradients."""
 
 
 def sample_slices(num_samples: int, entries: int) -> Iterator[slice]:
-    """Return slices of samples, such that gradients of ``entries`` numbers per sample fit into the scratch."""
-    step = max(1, _SCRATCH // max(entries, 1))
-    return (slice(start, min(start + step, num_samples)) for start in range(0, num_samples, step))
+    """Return slices of samples, such that gradients of ``entries`` numbers per sample fit into memory."""
+    return sample_pieces(num_samples, _ENTRY_BYTES * entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,6 @@ def find_units(model: nn.Module, parameters: ParameterShapes) -> tuple[Unit, ...
 
     A bias is joined with its weight if both belong to one linear or convolution layer only. Every other parameter is a
     separate unit.
-
-    Args:
-        model: The module.
-        parameters: Shapes of the kept parameters by canonical name.
 
     Example:
         >>> find_units(nn.Linear(3, 2), {"weight": (2, 3), "bias": (2,)})
@@ -142,12 +138,7 @@ class GradientJoiner:
     """A block sink that joins the weight and bias blocks of a unit."""
 
     def __init__(self, units: Sequence[Unit], take: Callable[[UnitGradient], None]) -> None:
-        """Store the arguments.
-
-        Args:
-            units: Units whose blocks are used; blocks of other parameters are ignored.
-            take: Called with the gradients of a unit for each chunk of samples.
-        """
+        """Call ``take`` with the gradients of a unit for each chunk of samples; other parameters are ignored."""
         self._units = {name: unit for unit in units for name in unit.names}
         self._take = take
         self._waiting: dict[tuple[Unit, int], GradientBlock] = {}
@@ -207,11 +198,7 @@ class UnitSums:
 
     @property
     def is_factored(self) -> bool:
-        """Whether the gradients are factored.
-
-        Raises:
-            InvalidInputError: If gradients are factored in some blocks and dense in others.
-        """
+        """Whether the gradients are factored; raises if they are in some blocks and dense in others."""
         if self.inputs is not None and self.squares is not None and bool(self.squares.any()):
             raise InvalidInputError(
                 f"The gradients of {self.unit.weight!r} are factored in some blocks and dense in others, which one "
