@@ -31,7 +31,7 @@ from trak_lite.projectors._base import (
 )
 from trak_lite.projectors._scratch import FeatureRows, Scratch
 from trak_lite.projectors.dense.projectors import integer_seed
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys
+from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, ParameterShapes, SingleBlock
@@ -83,7 +83,7 @@ class CountSketchProjector(AbstractProjector):
         self.copies = positive_int(copies=copies)
         self._factors: FactorMethod = one_of(("auto", "form", "fourier"), factors=factors)  # type: ignore[assignment]
         self._scratch = Scratch()
-        self._sketches: dict[tuple[str, tuple[int, ...]], list[AbstractSketch]] = {}
+        self._sketches: dict[tuple[str, tuple[int, ...]], list[VectorSketch | MatrixSketch]] = {}
         self._drawn_for: tuple[int, torch.device] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class CountSketchProjector(AbstractProjector):
 
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
-    ) -> list[AbstractSketch]:
+    ) -> list[VectorSketch | MatrixSketch]:
         """Return the sketches of a parameter, one per copy, drawn at the first call."""
         if self._drawn_for != (model_id, device):
             self._sketches.clear()

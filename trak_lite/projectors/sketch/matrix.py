@@ -38,8 +38,8 @@ from trak_lite.projectors._scratch import (
     sum_dtype,
 )
 from trak_lite.projectors.random.hash import Stream, hash_permutations, sign_table
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
-from trak_lite.projectors.sketch.blocks import AllBlocks, BlockHashes, convolved, fourier_takes_less_time
+from trak_lite.projectors.sketch.base import Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.blocks import BlockHashes, fourier_takes_less_time
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ _NUMBERS = itertools.count()
 
 
 @final
-class MatrixSketch(AbstractSketch):
-    """Sketch of a matrix parameter; the weight of a convolution is reshaped to ``(out_channels, -1)``."""
+class MatrixSketch:
+    """Sketch of a matrix parameter; the weight of a convolution is reshaped to ``(out_channels, -1)``.
+
+    Features are summed in float32, or in float64 for float64 gradients.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class MatrixSketch(AbstractSketch):
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
         self._method = method
+        self._most_columns = min(self.shape[1], proj_dim)
         self._drawn = _drawn(self.shape, proj_dim, keys)  # on the CPU: lists are made from it
         self._hashes = self._drawn if device.type == "cpu" else self._drawn.to(device)
         self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -99,11 +103,9 @@ class MatrixSketch(AbstractSketch):
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors."""
-        device = block.inputs.device
         kernels = triton_kernels(block.inputs)
         if self._uses_fourier(block, triton=kernels is not None):
-            budget = scratch_bytes(device) // 4
-            return convolved(block, self._proj_dim, self._at_once.spectra, budget)
+            return self._hashes.convolved(block)
         if kernels is not None:
             return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
         formed = self._formed_pieces if has_many_pieces(self.shape, self._proj_dim) else self._formed
@@ -127,18 +129,13 @@ class MatrixSketch(AbstractSketch):
         samples, halves = len(block.inputs), multiplies_halves(block.output_grads, block.inputs)
         return fourier_takes_less_time(self.shape, positions, proj_dim=size, samples=samples, halves=halves)
 
-    @functools.cached_property
-    def _at_once(self) -> AllBlocks:
-        """Operations on all blocks together."""
-        return AllBlocks(self._hashes)
-
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows; on a CPU, added position by position."""
         count, positions = block.rows.shape
         if block.values.device.type != "cpu" and positions:
-            return self._at_once.looked_up(block)
+            return self._hashes.looked_up(block)
         if positions >= self.shape[0]:
-            return form_tables(self, block, scratch)
+            return form_tables(self.dense, block, scratch)
         dtype, size = sum_dtype(block.values.dtype), self._proj_dim
         total = self._zeros(scratch, count, dtype, block.values.device)
         step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
@@ -171,10 +168,6 @@ class MatrixSketch(AbstractSketch):
             signs = (row_signs * self._hashes.column_signs[number]).flatten(1)[:, : self.shape[1]]
             rows.copy_(features[:, places] * signs.to(features.dtype))
         return found.flatten(1)
-
-    @property
-    def _most_columns(self) -> int:
-        return min(self.shape[1], self._proj_dim)
 
     @functools.cached_property
     def _lists(self) -> list[list[_Block]]:

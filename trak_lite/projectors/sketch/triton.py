@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 import triton
@@ -46,9 +47,15 @@ _MOST_BLOCKS = 65535
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 """Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
 compiler does not have the option."""
-_GROUPS = 1
-"""Groups of rows that the lists of a block are cut into."""
 _WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the index of their sign words
+
+
+def _kernel(function: Callable[..., None]) -> Any:
+    """Compile one variant for all numbers; only the stride of entries selects another one, for entries in a row."""
+    names = [name for name, kind in function.__annotations__.items() if kind == "tl.tensor"]
+    return jit(do_not_specialize=[n for n in names if not n.endswith("_ptr") and n != "entry_stride"])(
+        function
+    )
 
 
 # ---- vectors
@@ -64,21 +71,7 @@ def _entry_signs(
     return sign_floats(words, (31 - (entries & 31)).to(tl.uint32))
 
 
-@jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_entries",
-        "width",
-        "row_stride",
-        "first_tile",
-        "num_tiles",
-        "segment_tiles",
-        "key",
-        "high_key",
-        "next_high_key",
-        "crossing",
-    ]
-)
+@_kernel
 def _ring_sums(
     rows_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -129,22 +122,7 @@ def _ring_sums(
     )
 
 
-@jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_entries",
-        "width",
-        "size",
-        "row_stride",
-        "offset",
-        "blocks",
-        "key",
-        "high_key",
-        "fold_key",
-        "fold_high_key",
-        "crossing",
-    ]
-)
+@_kernel
 def _tile_sums(
     rows_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -195,61 +173,53 @@ def _tile_sums(
 
 
 @final
+@dataclass(eq=False)
 class VectorKernel:
     """Triton implementation of a :class:`~trak_lite.projectors.sketch.vector.VectorSketch`."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        segment: int,
-        offsets: Sequence[int],
-        sign_key: int,
-        fold_offsets: Sequence[int],
-        fold_key: int,
-        device: torch.device,
-    ) -> None:
-        """Copy the offsets to the device.
+    width: int
+    """W, length of the ring and of a tile."""
+    segment: int
+    """Number of tiles per segment."""
+    offsets: Sequence[int]
+    """Offset of every tile."""
+    sign_key: int
+    """Key of the signs of the entries."""
+    fold_offsets: Sequence[int]
+    """Offset of every block of K numbers of the ring."""
+    fold_key: int
+    """Key of the signs of the ring."""
+    device: torch.device
 
-        Args:
-            width: W, length of the ring and of a tile.
-            segment: Number of tiles per segment.
-            offsets: Offset of every tile.
-            sign_key: Key of the signs of the entries.
-            fold_offsets: Offset of every block of K numbers of the ring.
-            fold_key: Key of the signs of the ring.
-            device: Device of the gradients.
-        """
-        self._width = width
-        self._segment = segment
-        self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
-        self._first_offset = offsets[0] if len(offsets) == 1 else None
-        self._sign_key = sign_key
-        self._fold_offsets = torch.tensor(fold_offsets, dtype=torch.int32, device=device)
-        self._fold_key = fold_key
+    def __post_init__(self) -> None:
+        """Copy the offsets to the device."""
+        self._offsets, self._fold_offsets = (
+            torch.tensor(offsets, dtype=torch.int32, device=self.device)
+            for offsets in (self.offsets, self.fold_offsets)
+        )
 
     @torch.no_grad()
     def __call__(self, rows: Tensor) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, n)`` of a dtype in :data:`DTYPES`, with any strides."""
         blocks = len(self._fold_offsets)
-        if self._first_offset is not None and blocks > 1:
-            return self._one_tile(rows, self._first_offset)
+        if len(self.offsets) == 1 and blocks > 1:
+            return self._one_tile(rows, self.offsets[0])
         ring = self._ring(rows)
         if blocks == 1:
             return ring
-        folded = ring.new_empty(1, len(ring), self._width // blocks)
-        ring_sums(folded, ring, self._fold_offsets, self._fold_key, segment=blocks)
+        folded = ring.new_empty(1, len(ring), self.width // blocks)
+        ring_sums(folded, ring, self._fold_offsets, self.fold_key, segment=blocks)
         return folded[0]
 
     def _one_tile(self, rows: Tensor, offset: int) -> Tensor:
         """Return the features of vectors that are one tile, in one launch; the bits are those of two."""
         blocks = len(self._fold_offsets)
-        size = self._width // blocks
+        size = self.width // blocks
         sums = torch.empty(len(rows), size, dtype=sum_dtype(rows.dtype), device=rows.device)
         numbers = (
-            *(*rows.shape, self._width, size, *rows.stride(), offset, blocks),
-            *(wrap32(self._sign_key), wrap32(key32(self._sign_key, 0))),
-            *(wrap32(self._fold_key), wrap32(key32(self._fold_key, 0))),
+            *(*rows.shape, self.width, size, *rows.stride(), offset, blocks),
+            *(wrap32(self.sign_key), wrap32(key32(self.sign_key, 0))),
+            *(wrap32(self.fold_key), wrap32(key32(self.fold_key, 0))),
             1 << _WORD_ENTRIES,
         )
         _launch_tile_sums(sums, [rows, self._fold_offsets], numbers)
@@ -257,15 +227,15 @@ class VectorKernel:
 
     def _ring(self, rows: Tensor) -> Tensor:
         """Return the ring ``(b, W)``: the sum of all segments in order."""
-        shape, dtype = (len(rows), self._width), sum_dtype(rows.dtype)
-        row_bytes = max(1, len(rows)) * self._width * dtype.itemsize
-        step = self._segment * max(1, scratch_bytes(rows.device) // row_bytes)
+        shape, dtype = (len(rows), self.width), sum_dtype(rows.dtype)
+        row_bytes = max(1, len(rows)) * self.width * dtype.itemsize
+        step = self.segment * max(1, scratch_bytes(rows.device) // row_bytes)
         ring: Tensor | None = None
         for first in range(0, len(self._offsets), step):
             offsets = self._offsets[first : first + step]
-            segments = -(-len(offsets) // self._segment)
+            segments = -(-len(offsets) // self.segment)
             sums = torch.empty(segments, *shape, dtype=dtype, device=rows.device)
-            ring_sums(sums, rows, offsets, self._sign_key, first=first, segment=self._segment)
+            ring_sums(sums, rows, offsets, self.sign_key, first=first, segment=self.segment)
             for segment in sums:
                 ring = segment if ring is None else ring + segment
         return torch.zeros(shape, dtype=dtype, device=rows.device) if ring is None else ring
@@ -326,38 +296,6 @@ def _launch_tile_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[in
 
 
 @jit()
-def _row_terms(
-    grads_ptr: tl.tensor,
-    listed: tl.tensor,
-    columns: tl.tensor,
-    inside: tl.tensor,
-    signs_ptr: tl.tensor,
-    width: tl.tensor,
-    row_stride: tl.tensor,
-    entry_stride: tl.tensor,
-) -> tl.tuple:
-    """Return the entries of one row of a block that belong to the columns, and their signs.
-
-    Args:
-        grads_ptr: ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix.
-        listed: High half: number of the row. Low half: twice its shift, plus 1 for the sign -1.
-        columns: Columns of the extended sums.
-        inside: Mask of the lanes that may read.
-        signs_ptr: Signs of the block's columns.
-        width: Number of the block's columns.
-        row_stride: Entries between two rows of the matrix in memory.
-        entry_stride: Entries between two columns of the matrix in memory.
-    """
-    code = listed.to(tl.uint32)
-    places = columns - (code >> 1).to(tl.int32)
-    within = (places >= 0) & (places < width)
-    signs = tl.load(signs_ptr + places, mask=within, other=0.0)
-    entries = (listed >> 32) * row_stride + places.to(tl.int64) * entry_stride
-    grads = tl.load(grads_ptr + entries[None, :], mask=inside & within[None, :], other=0.0)
-    return grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))
-
-
-@jit()
 def _add_rows(
     total: tl.tensor,
     grads_ptr: tl.tensor,
@@ -374,35 +312,40 @@ def _add_rows(
     """Add the next ``unroll`` rows of a list in order, or ``count`` rows if that is less, and return ``total``.
 
     All rows are read before the first is added, so that many reads run at once; the compiler keeps this order.
+
+    Args:
+        total: Sums of the columns.
+        grads_ptr: ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix.
+        lists_ptr: High half: number of a row. Low half: twice its shift, plus 1 for the sign -1.
+        count: Rows that are left in the list.
+        columns: Columns of the extended sums.
+        inside: Mask of the lanes that may read.
+        signs_ptr: Signs of the block's columns.
+        width: Number of the block's columns.
+        row_stride: Entries between two rows of the matrix in memory.
+        entry_stride: Entries between two columns of the matrix in memory.
+        unroll: Rows that are read at once.
     """
     listed: tl.tuple = ()
     for ahead in tl.static_range(unroll):
         listed = listed + (tl.load(lists_ptr + ahead, mask=ahead < count, other=0),)  # noqa: RUF005 - no * in Triton
     terms: tl.tuple = ()
     for ahead in tl.static_range(unroll):
-        read = inside & (ahead < count)
-        row = listed[ahead]
-        term = _row_terms(grads_ptr, row, columns, read, signs_ptr, width, row_stride, entry_stride)
-        terms = terms + (term,)  # noqa: RUF005
+        code = listed[ahead].to(tl.uint32)
+        places = columns - (code >> 1).to(tl.int32)
+        within = (places >= 0) & (places < width)
+        signs = tl.load(signs_ptr + places, mask=within, other=0.0)
+        entries = (listed[ahead] >> 32) * row_stride + places.to(tl.int64) * entry_stride
+        read = inside & (ahead < count) & within[None, :]
+        grads = tl.load(grads_ptr + entries[None, :], mask=read, other=0.0)
+        terms = terms + ((grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))),)  # noqa: RUF005
     for ahead in tl.static_range(unroll):
         grads, signs = terms[ahead]
         total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
     return total
 
 
-@jit(
-    do_not_specialize=[
-        "num_rows",
-        "size",
-        "sample_stride",
-        "row_stride",
-        "origin",
-        "first_part",
-        "stop_part",
-        "first_group",
-        "stop_group",
-    ]
-)
+@_kernel
 def _matrix_sums(
     grads_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -418,8 +361,6 @@ def _matrix_sums(
     origin: tl.tensor,
     first_part: tl.tensor,
     stop_part: tl.tensor,
-    first_group: tl.tensor,
-    stop_group: tl.tensor,
     unroll: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -448,14 +389,13 @@ def _matrix_sums(
             total = tl.load(sum_ptrs, mask=inside, other=0.0)
         part = first_part
         while part < stop_part:
-            facts = facts_ptr + part * 5
-            groups = tl.load(facts + 1)
-            bounds = bounds_ptr + tl.load(facts) + (half * tl.num_programs(0) + tl.program_id(0)) * groups
-            place = tl.load(bounds + tl.minimum(first_group, groups))
-            stop = tl.load(bounds + tl.minimum(stop_group, groups))
-            part_ptrs = sample_ptrs + tl.load(facts + 2) * entry_stride
-            width = tl.load(facts + 3).to(tl.int32)
-            part_signs = signs_ptr + tl.load(facts + 4)
+            facts = facts_ptr + part * 4
+            bounds = bounds_ptr + tl.load(facts) + half * tl.num_programs(0) + tl.program_id(0)
+            place = tl.load(bounds)
+            stop = tl.load(bounds + 1)
+            part_ptrs = sample_ptrs + tl.load(facts + 1) * entry_stride
+            width = tl.load(facts + 2).to(tl.int32)
+            part_signs = signs_ptr + tl.load(facts + 3)
             extended = columns + half * size
             while place < stop:
                 rows = lists_ptr + place
@@ -563,7 +503,7 @@ class MatrixKernel:
             origin: Index in the whole matrix of the first entry of ``grads``.
         """
         read = [grads, self._lists, self._bounds, self._facts, self._signs]
-        numbers = (sums.shape[-2], self._size, *strides, origin, *parts, 0, _GROUPS)
+        numbers = (sums.shape[-2], self._size, *strides, origin, *parts)
         _launch_matrix_sums(sums, read, numbers)
 
 
@@ -598,8 +538,8 @@ def _row_lists(hashes: BlockHashes) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of matrix blocks with entries in each block of columns of the extended sums, in order.
 
     Returns:
-        The concatenated lists of all blocks, encoded for :func:`_row_terms`; the start of each list, and the end of the
-        last; and for every block its first list, groups of rows, first column, width and first sign.
+        The concatenated lists of all blocks, encoded for :func:`_add_rows`; the start of each list, and the end of the
+        last; and for every block its first list, first column, width and first sign.
     """
     (d_out, d_in), size = hashes.shape, hashes.size
     down, across, _ = hashes.shifts.shape
@@ -617,7 +557,7 @@ def _row_lists(hashes: BlockHashes) -> tuple[Tensor, Tensor, Tensor]:
     block, _, row = has_entries.nonzero(as_tuple=True)
     lists = (first_rows[block] + row << 32) + 2 * shifts[block, row] + (signs[block, row] < 0).long()
     counts = has_entries.sum(2).flatten()
-    facts = (blocks * len(starts), torch.full_like(blocks, _GROUPS), first_columns, widths, blocks * size)
+    facts = (blocks * len(starts), first_columns, widths, blocks * size)
     return lists, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.stack(facts, 1)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.base import Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -34,8 +34,11 @@ _SEGMENT = 64
 
 
 @final
-class VectorSketch(AbstractSketch):
-    """Sketch of a parameter that is not a matrix or is a small matrix."""
+class VectorSketch:
+    """Sketch of a parameter that is not a matrix or is a small matrix.
+
+    Features are summed in float32, or in float64 for float64 gradients.
+    """
 
     def __init__(self, num_entries: int, proj_dim: int, keys: Keys, *, device: torch.device) -> None:
         """Draw the offsets; signs are drawn when they are needed.
@@ -87,7 +90,7 @@ class VectorSketch(AbstractSketch):
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows, which are formed for a few samples at a time."""
-        return form_tables(self, block, scratch)
+        return form_tables(self.dense, block, scratch)
 
     def adjoint(self, features: Tensor) -> Tensor:
         """Return the transposed map applied to feature rows ``(m, K)``, ``(m, n)``."""
