@@ -95,9 +95,7 @@ def logits_and_labels(model_call: Callable[..., Any], batch: Batch) -> tuple[Ten
 def tensor_of(answer: Any, *names: str) -> Tensor:
     """Return a tensor that a model gave, in float32 or wider.
 
-    Args:
-        answer: The tensor, a mapping or object that has it under one of the names, or a tuple with it as first element.
-        names: The names, of which the first that holds a tensor is used.
+    It is the answer, in a mapping or object the first of the ``names`` that holds one, or the first element of a tuple.
 
     Raises:
         InvalidInputError: If the tensor is missing or not of a real floating point dtype.
@@ -155,13 +153,8 @@ def class_labels(
 ) -> Tensor:
     """Return class labels as int64 after checking shape, dtype and (when run eagerly) every value.
 
-    Args:
-        labels: Integer class indices, one per margin.
-        shape: Required shape.
-        num_classes: Number of logits per margin, at least 2.
-        ignored: Values that mean "no label".
-        start: First checked position of the last axis; earlier positions are not used.
-        what: Name of the labels in messages.
+    ``ignored`` values mean "no label". Positions of the last axis before ``start`` are not used. ``what`` is the name
+    of the labels in messages.
 
     Raises:
         InvalidInputError: Names the shape, the dtype, or the first label out of range with its sample.
@@ -227,11 +220,8 @@ def is_unread(tensor: Tensor) -> bool:
 def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
     """Raise for the first invalid entry; do nothing under a transform, where values cannot be read, or if deferred.
 
-    Args:
-        valid: Boolean tensor, samples on axis 0.
-        values: Tensor of the same shape, for the message.
-        expected: Description of the allowed values, for the message.
-        what: Name of ``values``.
+    ``valid`` has the shape of ``values``, with samples on axis 0. The message has their name ``what``, and what was
+    ``expected`` of them.
 
     Raises:
         InvalidInputError: If an entry is invalid; names sample, index, value and the allowed values.
@@ -314,13 +304,8 @@ def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor
 def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Tensor) -> Tensor:
     """Return a column ``(B, T)`` of numbers per token without its first position, in the dtype of ``like``.
 
-    Positions that are not predicted become 0. Under a transform, a number that is not finite becomes NaN.
-
-    Args:
-        fields: The columns of a batch.
-        name: Name of the column.
-        predicted: ``(B, T - 1)``, whether the next token is predicted.
-        like: ``(B, T - 1)``.
+    Positions that are not ``predicted``, ``(B, T - 1)``, become 0. Under a transform, a number that is not finite
+    becomes NaN.
 
     Raises:
         InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number at a predicted position

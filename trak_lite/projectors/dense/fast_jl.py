@@ -75,14 +75,10 @@ class FastJLMatrices(AbstractMatrices):
                 total[few] += self.project(part, total.shape[1], key32(key, number))
 
     def project(self, rows: Tensor, proj_dim: int, seed: int) -> Tensor:
-        """Return the unscaled features ``(b, K)`` of gradient rows of any floating-point dtype and range, float32.
+        """Return the unscaled float32 features ``(b, K)`` of rows ``(b, n)`` of any floating-point dtype and range.
 
-        Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row.
-
-        Args:
-            rows: ``(b, n)`` on this device, b from 1 to 32, n from 1 to 2**24.
-            proj_dim: K.
-            seed: In ``[0, 2**32)``.
+        Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row. There are 1 to 32 rows of at
+        most 2**24 entries, on this device, and the seed is in ``[0, 2**32)``.
         """
         largest = torch.linalg.vector_norm(rows, math.inf, dim=1).float()
         shift = (_TOP - torch.frexp(largest).exponent).clamp(-_MOST_SHIFT, _MOST_SHIFT)
@@ -130,10 +126,8 @@ def fast_jl_matrices(
 ) -> FastJLMatrices | None:
     """Return the tested extension on a device, or ``None`` where it cannot be used.
 
-    Args:
-        device: ``None`` for the current GPU where there is one, else the CPU.
-        proj_type: Distribution of the entries.
-        most_rows: Rows per call of the extension, 8, 16 or 32.
+    The device is ``None`` for the current GPU where there is one, else the CPU. The extension is called with
+    ``most_rows`` rows at a time.
 
     Raises:
         InvalidInputError: If there is no function for this number of rows.

@@ -47,14 +47,9 @@ class AbstractMatrices(ABC):
 
     @abstractmethod
     def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix`` of one parameter to ``total``.
+        """Add ``rows @ matrix`` of one parameter to ``total``, ``(b, K)`` float32 or float64.
 
-        Args:
-            total: ``(b, K)`` float32 or float64.
-            rows: ``(b, p)`` gradient rows on any device.
-            seed: Any integer.
-            model_id: The checkpoint.
-            name: Canonical parameter name.
+        The gradient rows ``(b, p)`` may be on any device.
         """
 
     @abstractmethod
@@ -82,11 +77,8 @@ class HashedMatrices(AbstractMatrices):
     ) -> None:
         """Store the settings; nothing is drawn or allocated.
 
-        Args:
-            proj_type: Distribution of the entries.
-            proj_dim: K.
-            memory_budget: Limit of matrices and workspaces in bytes.
-            precision: ``"ieee"`` or ``"tf32"``, of the Triton kernel's products.
+        The budget limits matrices and workspaces, in bytes. ``precision``, ``"ieee"`` or ``"tf32"``, is that of the
+        Triton kernel's products.
 
         Raises:
             InvalidInputError: If the budget does not hold the scratch for a single row, or the entries have no

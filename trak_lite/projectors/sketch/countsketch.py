@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import integer, one_of, positive_int
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
@@ -30,7 +30,6 @@ from trak_lite.projectors._base import (
     check_block,
 )
 from trak_lite.projectors._scratch import FeatureRows, Scratch
-from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
@@ -79,7 +78,7 @@ class CountSketchProjector(AbstractProjector):
             InvalidInputError: If a setting is not allowed.
         """
         kind = ProjectionType.rademacher
-        super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), kind, device)
+        super().__init__(0, positive_int(proj_dim=proj_dim), integer(seed=seed), kind, device)
         self.copies = positive_int(copies=copies)
         self._factors: FactorMethod = one_of(("auto", "form", "fourier"), factors=factors)  # type: ignore[assignment]
         self._scratch = Scratch()
@@ -116,13 +115,7 @@ class CountSketchProjector(AbstractProjector):
         self._scratch = Scratch()
 
     def sketch(self, block: GradientBlock, shape: tuple[int, ...], model_id: int) -> Tensor:
-        """Return the features ``(b, K)`` of one block, not yet scaled.
-
-        Args:
-            block: Gradients of b samples of one parameter.
-            shape: Shape of the parameter.
-            model_id: The checkpoint.
-        """
+        """Return the features ``(b, K)`` of the block of a parameter with this shape, not yet scaled."""
         if len(block.parts) > 1:
             return functools.reduce(torch.add, (self.sketch(part, shape, model_id) for part in block.parts))
         single: SingleBlock = block.parts[0].moved(self.device)

@@ -69,15 +69,7 @@ class MatrixSketch:
         device: torch.device,
         method: FactorMethod = "auto",
     ) -> None:
-        """Draw the hash functions.
-
-        Args:
-            shape: Shape of the parameter.
-            proj_dim: K.
-            keys: Hash keys of this parameter.
-            device: Device of the gradients.
-            method: How factors are sketched; ``"auto"`` uses the cheaper method for the number of positions.
-        """
+        """Draw the hash functions of a parameter; ``method`` says how gradients in factors are sketched."""
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
         self._method = method
@@ -183,13 +175,9 @@ class MatrixSketch:
         return lists
 
     def _add_rows(self, total: Tensor, rows: Tensor, first: int, scratch: Scratch) -> None:
-        """Add consecutive rows of one row of blocks, block by block.
+        """Add consecutive rows ``(b, r, d_in)`` of one row of blocks, from row ``first`` of the matrix on, by blocks.
 
-        Args:
-            total: ``(b, K + w - 1)``, from :meth:`_zeros`.
-            rows: ``(b, r, d_in)``.
-            first: Number of the first of them in the matrix.
-            scratch: Scratch memory of this thread, of which ``total`` is a part.
+        ``total`` is ``(b, K + w - 1)`` from :meth:`_zeros`, and part of ``scratch``.
         """
         number, start = divmod(first, self._proj_dim)
         some = slice(start, start + rows.shape[1])
@@ -300,12 +288,7 @@ class MatrixSketch:
     def _pieces_by_shift(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the pieces of K entries of some rows in the order of their shifts, and where each shift begins.
 
-        Args:
-            first: Number of the first row.
-            count: Number of rows.
-
-        Returns:
-            ``(count * across,)`` and ``(K,)``, int32.
+        They are int32 ``(count * across,)`` and ``(K,)``, for ``count`` rows from row ``first`` on.
         """
         if (first, count) not in self._slots:
             shifts = self._hashes.by_row[0][first : first + count].flatten()

@@ -424,9 +424,8 @@ class MatrixKernel:
     def __init__(self, hashes: BlockHashes, column_signs: Tensor) -> None:
         """Create lists of the rows that have entries in each block of columns of the sums.
 
-        Args:
-            hashes: Hash functions of the blocks, on the CPU: reading them from a device would wait for it.
-            column_signs: Their column signs, on the device of the gradients.
+        The hash functions are on the CPU, as reading them from a device would wait for it, and the column signs on the
+        device of the gradients.
         """
         device = column_signs.device
         self._num_columns = hashes.shape[1]
@@ -451,12 +450,8 @@ class MatrixKernel:
         """Return features ``(b, K)`` of factored gradients: whole rows of blocks are formed by one product.
 
         The blocks are summed by programs of their own and then added, so that few samples keep the device busy. The
-        features equal those of the dense gradient up to rounding.
-
-        Args:
-            inputs: ``(b, T, d_in)``.
-            output_grads: ``(b, T, d_out)``.
-            scratch: Scratch memory for the pieces.
+        features equal those of the dense gradient up to rounding. Inputs are ``(b, T, d_in)``, output gradients
+        ``(b, T, d_out)``.
         """
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
         across = -(-self._num_columns // self._size)
@@ -480,10 +475,7 @@ class MatrixKernel:
     def _apart(self, piece: Tensor, first_row: int, parts: tuple[int, int]) -> Tensor:
         """Return the features ``(b, K)`` of some blocks of the matrix in one launch and a sum over the blocks.
 
-        Args:
-            piece: ``(b, rows, d_in)``, consecutive rows of the matrix, with all rows of these blocks.
-            first_row: Number of the first of them in the matrix.
-            parts: First block, and the block after the last.
+        ``piece`` is ``(b, rows, d_in)``: rows of the matrix from ``first_row`` on, with all rows of these blocks.
         """
         shape = (parts[1] - parts[0], 2, len(piece), self._size)
         sums = torch.empty(shape, dtype=piece.dtype, device=piece.device)
@@ -497,10 +489,10 @@ class MatrixKernel:
 
         Args:
             sums: ``(2, b, K)``, the extended sums; or ``(blocks, 2, b, K)``, those of each block, overwritten.
-            grads: The gradient, or a piece of it.
+            grads: The gradient, or a piece of it that begins at entry ``origin`` of the whole matrix.
             strides: Strides of samples, matrix rows and matrix columns.
             parts: First block, and the block after the last.
-            origin: Index in the whole matrix of the first entry of ``grads``.
+            origin: See ``grads``.
         """
         read = [grads, self._lists, self._bounds, self._facts, self._signs]
         numbers = (sums.shape[-2], self._size, *strides, origin, *parts)

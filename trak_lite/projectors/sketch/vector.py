@@ -41,14 +41,7 @@ class VectorSketch:
     """
 
     def __init__(self, num_entries: int, proj_dim: int, keys: Keys, *, device: torch.device) -> None:
-        """Draw the offsets; signs are drawn when they are needed.
-
-        Args:
-            num_entries: n.
-            proj_dim: K.
-            keys: Hash keys of this parameter.
-            device: Device of the gradients.
-        """
+        """Draw the offsets for a parameter on a device; signs are drawn when they are needed."""
         self._proj_dim = proj_dim
         self._num_entries = num_entries
         blocks = min(max(1, _WIDE // proj_dim), -(-num_entries // proj_dim) or 1)
