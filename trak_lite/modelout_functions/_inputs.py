@@ -131,11 +131,7 @@ def labels_tensor(labels: Any, shape: str, seen: str = "The labels are") -> Tens
 
 
 def precise(tensor: Tensor, *, what: str) -> Tensor:
-    """Return a floating point tensor in float32 or wider.
-
-    Raises:
-        InvalidInputError: If the dtype is not a real floating point one.
-    """
+    """Return a tensor in float32 or wider; raise if its dtype is not a real floating point one."""
     if not tensor.is_floating_point():
         raise InvalidInputError(f"{what} has dtype {tensor.dtype}. Expected a real floating point dtype.")
     # Margins are differences of close numbers and would lose most digits in half precision.
@@ -156,8 +152,7 @@ def class_labels(
     ``ignored`` values mean "no label". Positions of the last axis before ``start`` are not used. ``what`` is the name
     of the labels in messages.
 
-    Raises:
-        InvalidInputError: Names the shape, the dtype, or the first label out of range with its sample.
+    The message of the InvalidInputError names the shape, the dtype, or the first label out of range with its sample.
     """
     _check_form(labels, shape=shape, num_classes=num_classes, what=what)
     labels = labels.long()
@@ -220,11 +215,8 @@ def is_unread(tensor: Tensor) -> bool:
 def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
     """Raise for the first invalid entry; do nothing under a transform, where values cannot be read, or if deferred.
 
-    ``valid`` has the shape of ``values``, with samples on axis 0. The message has their name ``what``, and what was
-    ``expected`` of them.
-
-    Raises:
-        InvalidInputError: If an entry is invalid; names sample, index, value and the allowed values.
+    ``valid`` has the shape of ``values``, with samples on axis 0. The message names sample, index and value, their
+    name ``what``, and what was ``expected`` of them.
     """
     if is_unread(valid) or bool(valid.all()):
         return
@@ -262,11 +254,7 @@ def nan_unless(valid: Tensor, like: Tensor) -> Tensor:
 
 
 def columns_of(batch: Batch, needed: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of a mapping or dataclass as a new dict.
-
-    Raises:
-        InvalidInputError: If the batch is something else, or a needed column is missing.
-    """
+    """Return the columns of a mapping or dataclass as a new dict; raise if it is neither, or lacks a needed column."""
     fields = fields_of(batch)
     if fields is None:
         raise InvalidInputError(
@@ -292,8 +280,7 @@ def prefixed(fields: dict[str, Any], prefix: str, others: Iterable[str]) -> dict
 def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return a column ``(B,)`` of finite numbers in the dtype of ``like``, and 1 where valid and NaN elsewhere.
 
-    Raises:
-        InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number is not finite.
+    Another shape, or (when run eagerly) a number that is not finite, raises InvalidInputError.
     """
     column = _of_shape(fields, name, like.shape, "one real number per sample").to(like.dtype)
     valid = column.isfinite()
@@ -307,9 +294,7 @@ def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Ten
     Positions that are not ``predicted``, ``(B, T - 1)``, become 0. Under a transform, a number that is not finite
     becomes NaN.
 
-    Raises:
-        InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number at a predicted position
-            is not finite.
+    Another shape, or (when run eagerly) a number that is not finite at a predicted position, raises InvalidInputError.
     """
     shape = (predicted.shape[0], predicted.shape[1] + 1)
     column = _of_shape(fields, name, shape, "one number per token, aligned with the labels")

@@ -50,11 +50,7 @@ class PositionwiseModelOutput(AbstractModelOutput):
     _setting_names: ClassVar[tuple[str, ...]] = ("output",)
 
     def __init__(self, *, output: PositionOutput = "log_prob") -> None:
-        """Store the definition of f.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
+        """Store the definition of f; any other value raises InvalidInputError."""
         self.output = one_of(("margin", "log_prob"), output=output)
         self.has_curvature = self.output == "margin"
 
@@ -99,10 +95,8 @@ def label_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return log p, or the margin, of every label ``(B, *P)``, 0 where it is ignored, and how many are not, ``(B,)``.
 
-    Logits are ``(B, *P, C)``, labels int64. In a sample without labels every entry is NaN, also its gradient.
-
-    Raises:
-        InvalidInputError: If a sample has no labelled position (when run eagerly).
+    Logits are ``(B, *P, C)``, labels int64. A sample without labels raises InvalidInputError when run eagerly; under
+    transforms its entries are NaN, and so is its gradient.
     """
     predicted = labels != ignored
     count = predicted.flatten(1).sum(1)
@@ -138,11 +132,7 @@ def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 
 
 def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """Return positional inputs, keyword inputs and labels of a batch of token sequences.
-
-    Raises:
-        InvalidInputError: If the batch has no labels, or more than two positional inputs.
-    """
+    """Return positional inputs, keyword inputs and labels of a batch of token sequences."""
     args, kwargs, labels = split_labels(batch)
     if len(args) > 2:
         raise InvalidInputError(

@@ -20,14 +20,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import ProjectionType
-from trak_lite.projectors.dense.matrices import AbstractMatrices
 from trak_lite.projectors.random.hash import Stream, key32, parameter_key
 
 logger = logging.getLogger(__name__)
@@ -47,10 +46,10 @@ _STREAMS = {ProjectionType.rademacher: Stream.RADEMACHER, ProjectionType.normal:
 
 @final
 @dataclass(frozen=True, slots=True)
-class FastJLMatrices(AbstractMatrices):
+class FastJLMatrices:
     """The extension's matrices on one device, with seeds from this package's hash for each parameter."""
 
-    has_float64 = False
+    has_float64: ClassVar[bool] = False
 
     _module: ModuleType
     """``fast_jl``, or what has its functions."""
@@ -65,8 +64,11 @@ class FastJLMatrices(AbstractMatrices):
         """Return the kind and the number of multiprocessors, which the matrices depend on."""
         return {"kind": f"fast_jl_{self._proj_type.value}", "multiprocessors": self.multiprocessors}
 
+    def clear(self) -> None:
+        """Do nothing: no matrix is kept."""
+
     def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix``; see :meth:`AbstractMatrices.add_product_`."""
+        """Add ``rows @ matrix``, as :class:`~trak_lite.projectors.dense.matrices.HashedMatrices` does."""
         key = parameter_key(seed, model_id, name, _STREAMS[self._proj_type])
         for number, start in enumerate(range(0, rows.shape[1], _MOST_ENTRIES)):
             for first in range(0, rows.shape[0], self.most_rows):

@@ -7,7 +7,6 @@ signs are computed by a Triton kernel that generates the same signs on the fly, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, ClassVar, final
@@ -39,30 +38,8 @@ _ENTRIES: dict[ProjectionType, type[AbstractEntries]] = {
 }
 
 
-class AbstractMatrices(ABC):
-    """A family of random matrices with entries of variance 1, one per (seed, model_id, parameter name)."""
-
-    has_float64: ClassVar[bool]
-    """Whether products with float64 gradients can be summed in float64."""
-
-    @abstractmethod
-    def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix`` of one parameter to ``total``, ``(b, K)`` float32 or float64.
-
-        The gradient rows ``(b, p)`` may be on any device.
-        """
-
-    @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Return ``kind``, the name of the family in the store's manifest, and what else determines the matrices."""
-
-    def clear(self) -> None:
-        """Free all matrices and workspaces; they are generated again when needed."""
-        return
-
-
 @final
-class HashedMatrices(AbstractMatrices):
+class HashedMatrices:
     """Matrices drawn from the hash, identical on every device: those of one model at a time.
 
     The first rows of each parameter's matrix stay resident, in the order in which parameters first come, until the
@@ -70,7 +47,8 @@ class HashedMatrices(AbstractMatrices):
     safe for use by several threads at once.
     """
 
-    has_float64 = True
+    has_float64: ClassVar[bool] = True
+    """Whether products with float64 gradients can be summed in float64."""
 
     def __init__(
         self, proj_type: ProjectionType, proj_dim: int, *, memory_budget: int, precision: str = "ieee"
@@ -103,7 +81,7 @@ class HashedMatrices(AbstractMatrices):
         self.clear()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the kind, and the precision if it is not that of float32."""
+        """Return ``kind``, the name of the family in the store's manifest, and the precision if it is not float32's."""
         precision = {} if self._precision == "ieee" else {"precision": self._precision}
         return {"kind": f"dense_{self._entries_type.kind}", **precision}
 
@@ -118,7 +96,10 @@ class HashedMatrices(AbstractMatrices):
         self._reserved = 0
 
     def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix``; see :meth:`AbstractMatrices.add_product_`."""
+        """Add ``rows @ matrix`` of one parameter to ``total``, ``(b, K)`` float32 or float64.
+
+        The gradient rows ``(b, p)`` may be on any device.
+        """
         key = parameter_key(seed, model_id, name, self._entries_type.stream)
         kernel = self._kernel_for(total, rows)
         if kernel is not None:  # it generates the signs on the fly, without a matrix in memory

@@ -28,8 +28,8 @@ from trak_lite.projectors._base import (
     block_rows,
 )
 from trak_lite.projectors._scratch import FeatureRows
-from trak_lite.projectors.dense.fast_jl import MOST_ROWS, fast_jl_matrices
-from trak_lite.projectors.dense.matrices import AbstractMatrices, HashedMatrices
+from trak_lite.projectors.dense.fast_jl import MOST_ROWS, FastJLMatrices, fast_jl_matrices
+from trak_lite.projectors.dense.matrices import HashedMatrices
 from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 
 DEFAULT_MEMORY_BUDGET = 1 << 30
@@ -72,7 +72,7 @@ class AbstractDenseProjector(AbstractProjector):
             extension = fast_jl_matrices(where, kind, most_rows=self._fast_jl_rows)
         if extension is not None:
             self.device = extension.device
-        self._matrices: AbstractMatrices = extension or HashedMatrices(
+        self._matrices: HashedMatrices | FastJLMatrices = extension or HashedMatrices(
             kind, proj_dim, memory_budget=memory_budget, precision=precision
         )
 
@@ -108,7 +108,7 @@ class _DenseAccumulator(AbstractFeatureAccumulator):
     """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
 
     _projector: AbstractDenseProjector
-    _matrices: AbstractMatrices
+    _matrices: HashedMatrices | FastJLMatrices
     _num_samples: int
     _model_id: int
     _parameters: ParameterShapes
