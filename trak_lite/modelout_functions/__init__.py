@@ -41,6 +41,29 @@ from trak_lite.modelout_functions.supervised import (
     TextClassificationModelOutput,
 )
 
+MODEL_OUTPUTS.update(
+    (cls.name, cls)
+    for cls in (
+        ImageClassificationModelOutput,
+        IterativeImageClassificationModelOutput,
+        TextClassificationModelOutput,
+        BinaryClassificationModelOutput,
+        MultiLabelModelOutput,
+        RegressionModelOutput,
+        CausalLanguageModelingModelOutput,
+        MaskedLanguageModelingModelOutput,
+        SequenceToSequenceModelOutput,
+        DPOModelOutput,
+        RewardModelOutput,
+        AnswerDifferenceModelOutput,
+        PolicyGradientModelOutput,
+        DenseClassificationModelOutput,
+        DiffusionModelOutput,
+        ContrastiveModelOutput,
+        CLIPModelOutput,
+    )
+)
+
 __all__ = [
     "MODEL_OUTPUTS",
     "TASK_TO_MODELOUT",
@@ -71,8 +94,3 @@ __all__ = [
     "resolve_task",
     "response_labels",
 ]
-
-# Every exported class with the name of a task.
-MODEL_OUTPUTS.update(
-    (one.name, one) for one in map(globals().__getitem__, __all__) if getattr(one, "name", "")
-)

@@ -355,22 +355,14 @@ class Turns:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Run the pass of this rank's own batch inside the block.
-
-        Raises:
-            RankError: If another rank has failed.
-        """
+        """Run the pass of this rank's own batch inside the block; raises RankError if another rank has failed."""
         self._exchange(working=True, unfinished=True)
         self._in_pass = True
         yield
         self._in_pass = False
 
     def pause(self, seconds: float) -> None:
-        """Wait for other ranks; if one has a batch, join its pass.
-
-        Raises:
-            RankError: If another rank has failed.
-        """
+        """Wait for other ranks; if one has a batch, join its pass. Raises RankError if one has failed."""
         self._idle(seconds, unfinished=True)
 
     def __enter__(self) -> Self:
