@@ -7,7 +7,7 @@ transforms; there :func:`nan_unless` makes f and the gradient of an invalid samp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trak_lite._devices import precise as widened
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -61,8 +62,7 @@ def split_labels(batch: Batch) -> Labelled:
         batch: A tuple or list ``(*inputs, labels)``, or a mapping or dataclass with ``labels`` or ``label``,
             whose other entries become keyword arguments.
 
-    Raises:
-        InvalidInputError: If there are no labels, two of them, no inputs, or labels that are not a tensor.
+    No labels, two of them, no inputs, or labels that are not a tensor raise InvalidInputError.
     """
     fields = fields_of(batch)
     if fields is not None:
@@ -96,9 +96,7 @@ def tensor_of(answer: Any, *names: str) -> Tensor:
     """Return a tensor that a model gave, in float32 or wider.
 
     It is the answer, in a mapping or object the first of the ``names`` that holds one, or the first element of a tuple.
-
-    Raises:
-        InvalidInputError: If the tensor is missing or not of a real floating point dtype.
+    A missing one, or one of a dtype that is not real floating point, raises InvalidInputError.
     """
     found = answer
     if not isinstance(answer, Tensor):
@@ -135,7 +133,7 @@ def precise(tensor: Tensor, *, what: str) -> Tensor:
     if not tensor.is_floating_point():
         raise InvalidInputError(f"{what} has dtype {tensor.dtype}. Expected a real floating point dtype.")
     # Margins are differences of close numbers and would lose most digits in half precision.
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return widened(tensor)
 
 
 def class_labels(
@@ -269,10 +267,9 @@ def columns_of(batch: Batch, needed: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def prefixed(fields: dict[str, Any], prefix: str, others: Iterable[str]) -> dict[str, Any]:
-    """Return the columns with a prefix, without it, and the columns that have none of the other prefixes."""
-    refused = (prefix, *others)
-    shared = {name: value for name, value in fields.items() if not name.startswith(refused)}
+def prefixed(fields: dict[str, Any], prefix: str, prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the columns with a prefix, without it, and the columns that have none of the prefixes."""
+    shared = {name: value for name, value in fields.items() if not name.startswith(prefixes)}
     own = {name.removeprefix(prefix): fields[name] for name in fields if name.startswith(prefix)}
     return shared | own
 

@@ -104,10 +104,7 @@ class ContrastiveModelOutput(AbstractModelOutput):
 
     def _similarities(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         """Return the similarities of query and candidates over the temperature, ``(B, 1 + n)``."""
-        query, positive, negatives = (
-            prefixed(fields, prefix, [other for other in _PREFIXES if other != prefix])
-            for prefix in _PREFIXES
-        )
+        query, positive, negatives = (prefixed(fields, prefix, _PREFIXES) for prefix in _PREFIXES)
         own = {name.removeprefix(_NEGATIVE) for name in fields if name.startswith(_NEGATIVE)}
         candidates = [positive]
         counts = {

@@ -151,9 +151,6 @@ def aligned_tokens(
 
     With ``shift`` position t of the model's logits predicts label t + 1, otherwise label t. The labels ``(B, T)``,
     named ``what`` in messages, are -100 at positions that are not predicted.
-
-    Raises:
-        InvalidInputError: If logits or labels have a wrong shape or dtype, or a label is out of range.
     """
     logits = tensor_of(answer, "logits")
     if logits.dim() != 3 or (shift and logits.shape[1] < 2):

@@ -31,10 +31,8 @@ def completed_adapter(
     """Return a complete state dict under the model's names: the saved adapter and the base weights.
 
     ``held`` is the model's state dict, and ``base`` has the weights of the base model. Adapter weights are never taken
-    from it, so that weights missing in the file are detected.
-
-    Raises:
-        CheckpointError: If the model has no adapter, or several active ones.
+    from it, so that weights missing in the file are detected. A model without one active adapter raises
+    CheckpointError.
     """
     adapter: Any = getattr(model, "active_adapter", None)
     if isinstance(adapter, list) and len(adapter) == 1:

@@ -114,11 +114,7 @@ def refuse_sharded_parts(module: nn.Module) -> None:
 
 
 def refuse_unsupported_sharding(model: nn.Module) -> None:
-    """Raise unless the model is unsharded or sharded by FSDP2 over one mesh axis, with or without replication.
-
-    Raises:
-        UnsupportedModelError: If the sharding is unsupported; the message names it.
-    """
+    """Raise unless the model is unsharded or sharded by FSDP2 over one mesh axis, with or without replication."""
     if not is_sharded(model):
         return
     from torch.distributed.tensor import Shard
@@ -181,11 +177,7 @@ class ShardedModel:
     """Access for hooks to a sharded model: the gathered parameters that its operations read, and the ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Gather each module once to find its parameters; all ranks must call this.
-
-        Raises:
-            UnsupportedModelError: If the sharding is unsupported or would change the results.
-        """
+        """Gather each module once to find its parameters, or refuse the sharding; all ranks must call this."""
         refuse_unsupported_sharding(model)
         self.lockstep = Lockstep.of(model)
         self._model = model

@@ -223,8 +223,7 @@ class RoutedAccumulator(AbstractFeatureAccumulator):
 def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
     """Return gradients by name, each ``(B, *parameter.shape)``, and B; a tensor ``(B, P)`` has an empty name.
 
-    Raises:
-        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients differ in B.
+    None at all, a missing sample axis, or several B raise InvalidInputError.
     """
     named = {"": grads} if isinstance(grads, Tensor) else dict(grads)
     if isinstance(grads, Tensor) and grads.dim() != 2:

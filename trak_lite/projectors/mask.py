@@ -299,7 +299,7 @@ def _rounds(keys: tuple[int, int], count: int, width: int, *, start: int) -> _Ro
     """
     if count <= width:
         return np.arange(start, start + width)[None], np.ones((1, width), np.float32)
-    buckets = np.array(hash_offsets(keys[0], 0, count, size=width))
+    buckets = np.array(hash_offsets(keys[0], count, size=width))
     order = np.argsort(buckets, kind="stable")
     filled = np.bincount(buckets, minlength=width)
     place = np.arange(count) - (np.cumsum(filled) - filled)[buckets[order]]

@@ -129,10 +129,7 @@ def fast_jl_matrices(
     """Return the tested extension on a device, or ``None`` where it cannot be used.
 
     The device is ``None`` for the current GPU where there is one, else the CPU. The extension is called with
-    ``most_rows`` rows at a time.
-
-    Raises:
-        InvalidInputError: If there is no function for this number of rows.
+    ``most_rows`` rows at a time, one of the numbers for which it has a function.
     """
     if most_rows not in _ROWS:
         raise InvalidInputError(

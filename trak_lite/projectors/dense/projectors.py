@@ -79,11 +79,7 @@ class AbstractDenseProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch of ``num_samples`` rows.
-
-        Raises:
-            InvalidInputError: If the parameters do not have ``grad_dim`` entries.
-        """
+        """Return a new accumulator for one batch; raise if the parameters do not have ``grad_dim`` entries."""
         entries = num_entries(parameters)
         if self.grad_dim and entries != self.grad_dim:
             raise InvalidInputError(

@@ -193,9 +193,9 @@ def _sign_bits(words: Tensor) -> Tensor:
     return bits.view(torch.float32).flatten(-2)
 
 
-def hash_offsets(key: int, start: int, count: int, *, size: int) -> list[int]:
-    """Return ``floor(h(key, i) * size / 2**32)`` for ``i = start .. start + count - 1``: numbers in ``[0, size)``."""
-    words = hash_words_(torch.empty(count, dtype=torch.int32, device="cpu"), key, start).tolist()
+def hash_offsets(key: int, count: int, *, size: int) -> list[int]:
+    """Return ``floor(h(key, i) * size / 2**32)`` for ``i = 0 .. count - 1``: numbers in ``[0, size)``."""
+    words = hash_words_(torch.empty(count, dtype=torch.int32, device="cpu"), key).tolist()
     return [((word & _WORD) * size) >> 32 for word in words]
 
 

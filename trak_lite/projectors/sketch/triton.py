@@ -34,11 +34,10 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 _TILE_ROWS = 32
 _TILE_COLUMNS = 128
-_TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
+# With twice the rows and as many warps, registers are spilled.
+_TILE = {"block_rows": _TILE_ROWS, "block_columns": _TILE_COLUMNS, "num_warps": 4}
 _MATRIX_COLUMNS = 64
-_MATRIX_WARPS = (
-    1  # few sums per program give many programs: one sum cannot be split, because its order is fixed
-)
+_MATRIX_WARPS = 1  # few sums per program: one sum cannot be split, because its order is fixed
 _MATRIX_STEPS = ((2, 16), (1, 32))
 """Samples of a program, and rows of the matrix that are read before they are added; the second for few programs."""
 _FEW_PROGRAMS = 512
@@ -266,30 +265,14 @@ def _launch_ring_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[in
     segments, num_rows, width = sums.shape
     grid = (triton.cdiv(width, _TILE_COLUMNS), segments, triton.cdiv(num_rows, _TILE_ROWS))
     rows, offsets = read
-    _ring_sums[grid](
-        rows,
-        sums,
-        offsets,
-        *numbers,
-        block_rows=_TILE_ROWS,
-        block_columns=_TILE_COLUMNS,
-        num_warps=_TILE_WARPS,
-    )
+    _ring_sums[grid](rows, sums, offsets, *numbers, **_TILE)
 
 
 @as_operation
 def _launch_tile_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
     grid = (triton.cdiv(sums.shape[1], _TILE_COLUMNS), triton.cdiv(len(sums), _TILE_ROWS))
     rows, fold_offsets = read
-    _tile_sums[grid](
-        rows,
-        sums,
-        fold_offsets,
-        *numbers,
-        block_rows=_TILE_ROWS,
-        block_columns=_TILE_COLUMNS,
-        num_warps=_TILE_WARPS,
-    )
+    _tile_sums[grid](rows, sums, fold_offsets, *numbers, **_TILE)
 
 
 # ---- matrices
@@ -467,20 +450,14 @@ class MatrixKernel:
                 start = first // self._size * across
                 stop = min(start + step * across, self._num_blocks)
                 for block in range(start, stop, _MOST_BLOCKS):
-                    parts.append(self._apart(piece, first, (block, min(block + _MOST_BLOCKS, stop))))
+                    count = min(_MOST_BLOCKS, stop - block)
+                    sums = torch.empty(count, 2, len(x), self._size, dtype=dtype, device=x.device)
+                    origin = first * piece.stride(1)
+                    self._add_(sums, piece, piece.stride(), (block, block + count), origin)
+                    parts.append(sums.sum((0, 1)))
             return functools.reduce(torch.add, parts)
 
         return in_pieces(features, inputs, output_grads, budget // band)
-
-    def _apart(self, piece: Tensor, first_row: int, parts: tuple[int, int]) -> Tensor:
-        """Return the features ``(b, K)`` of some blocks of the matrix in one launch and a sum over the blocks.
-
-        ``piece`` is ``(b, rows, d_in)``: rows of the matrix from ``first_row`` on, with all rows of these blocks.
-        """
-        shape = (parts[1] - parts[0], 2, len(piece), self._size)
-        sums = torch.empty(shape, dtype=piece.dtype, device=piece.device)
-        self._add_(sums, piece, piece.stride(), parts, origin=first_row * piece.stride(1))
-        return sums.sum((0, 1))
 
     def _add_(
         self, sums: Tensor, grads: Tensor, strides: Sequence[int], parts: tuple[int, int], origin: int = 0

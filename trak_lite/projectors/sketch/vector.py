@@ -47,10 +47,10 @@ class VectorSketch:
         blocks = min(max(1, _WIDE // proj_dim), -(-num_entries // proj_dim) or 1)
         self._width = blocks * proj_dim
         num_tiles = -(-num_entries // self._width)
-        self._offsets = hash_offsets(keys(Stream.TILE_OFFSET), 0, num_tiles, size=self._width)
+        self._offsets = hash_offsets(keys(Stream.TILE_OFFSET), num_tiles, size=self._width)
         self._sign_key = keys(Stream.TILE_SIGN)
         self._device = device
-        self._fold_offsets = hash_offsets(keys(Stream.FOLD_OFFSET), 0, blocks, size=proj_dim)
+        self._fold_offsets = hash_offsets(keys(Stream.FOLD_OFFSET), blocks, size=proj_dim)
         self._fold_key = keys(Stream.FOLD_SIGN)
         self._kernel: VectorKernel | None = None
 

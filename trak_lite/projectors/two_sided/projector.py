@@ -179,11 +179,7 @@ class TwoSidedProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch of ``num_samples`` rows.
-
-        Raises:
-            InvalidInputError: If the principal axes were fitted for other matrices.
-        """
+        """Return a new accumulator for one batch; raise if the principal axes were fitted for other matrices."""
         matrices, rest = self._divide(parameters)
         # Made even where nothing is left for it, so that it refuses blocks of unknown names.
         rest_accumulator = self.rest.accumulator(num_samples, model_id=model_id, parameters=rest)
@@ -192,19 +188,12 @@ class TwoSidedProjector(AbstractProjector):
         return _TwoSidedAccumulator(self, by_name, total, rest_accumulator, num_samples, model_id, parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment.
-
-        Raises:
-            InvalidInputError: If the principal axes were fitted for other matrices.
-        """
+        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment."""
         matrices, rest = self._divide(parameters)
         inner = self.rest.layout(rest).segments if rest else ()
-        whole = side_by_side(
-            [
-                *((matrix.name, matrix.stop - matrix.start) for matrix in matrices),
-                *(("rest" if len(inner) == 1 else f"rest.{part.name}", part.width) for part in inner),
-            ]
-        )
+        widths = [(matrix.name, matrix.stop - matrix.start) for matrix in matrices]
+        widths += [("rest" if len(inner) == 1 else f"rest.{part.name}", part.width) for part in inner]
+        whole = side_by_side(widths)
         return FeatureLayout.joint(whole.width) if self.layout_kind == "joint" and whole.width else whole
 
     def fingerprint(self) -> dict[str, Any]:
@@ -241,14 +230,14 @@ class TwoSidedProjector(AbstractProjector):
             self._made.clear()
             self._owner = (model_id, device)
         key = matrix.name, side
-        if self._axes is not None:
-            if key not in self._made:
-                self._made[key] = self._axes.axes(*key).to(device)
-            return values @ self._made[key].to(values.dtype), 1.0
         if key not in self._made:
-            seed = parameter_key(self.seed, model_id, *key)
-            self._made[key] = self._drawn(seed, size, width, device)
-        return values @ self._made[key].to(values.dtype), 1 / math.sqrt(width)
+            self._made[key] = (
+                self._axes.axes(*key).to(device)
+                if self._axes is not None
+                else self._drawn(parameter_key(self.seed, model_id, *key), size, width, device)
+            )
+        scale = 1.0 if self._axes is not None else 1 / math.sqrt(width)
+        return values @ self._made[key].to(values.dtype), scale
 
     def _drawn(self, key: int, num_rows: int, width: int, device: torch.device) -> Tensor:
         """Return the random matrix of a key, float32 ``(num_rows, width)``."""
