@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors._scratch import Scratch, in_pieces, scratch_bytes, sum_dtype
-from trak_lite.projectors.random.hash import Stream, key_grid, parameter_key
+from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import LookupBlock
 
 _KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
@@ -31,10 +31,6 @@ class Keys:
     def __call__(self, stream: Stream) -> int:
         """Return the key of a stream."""
         return parameter_key(self.seed, self.model_id, self.name, stream, self.copy)
-
-    def grid(self, stream: Stream, rows: int, columns: int) -> Tensor:
-        """Return the keys of the parts ``(i, j)`` of a stream, int32 ``(rows, columns)``."""
-        return key_grid(self(stream), rows, columns)
 
 
 def triton_kernels(rows: Tensor) -> ModuleType | None:

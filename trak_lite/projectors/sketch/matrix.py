@@ -37,7 +37,7 @@ from trak_lite.projectors._scratch import (
     scratch_bytes,
     sum_dtype,
 )
-from trak_lite.projectors.random.hash import Stream, hash_permutations, sign_table
+from trak_lite.projectors.random.hash import Stream, hash_permutations, key_grid, sign_table
 from trak_lite.projectors.sketch.base import Keys, form_tables, triton_kernels
 from trak_lite.projectors.sketch.blocks import BlockHashes, fourier_takes_less_time
 from trak_lite.types import FactoredBlock, LookupBlock
@@ -333,9 +333,9 @@ def _drawn(shape: tuple[int, int], size: int, keys: Keys) -> BlockHashes:
     """Draw the hash functions of all blocks, on the CPU."""
     grid = -(-shape[0] // size), -(-shape[1] // size)
     inside = torch.arange(grid[1] * size, device="cpu").view(grid[1], size) < shape[1]
-    shifts = hash_permutations(keys.grid(Stream.ROW_SHIFT, *grid), size)
+    shifts = hash_permutations(key_grid(keys(Stream.ROW_SHIFT), *grid), size)
     row_signs, column_signs = (
-        sign_table(keys.grid(stream, *grid), size) for stream in (Stream.ROW_SIGN, Stream.COLUMN_SIGN)
+        sign_table(key_grid(keys(stream), *grid), size) for stream in (Stream.ROW_SIGN, Stream.COLUMN_SIGN)
     )
     return BlockHashes(shape, size, shifts, row_signs, column_signs * inside)
 
