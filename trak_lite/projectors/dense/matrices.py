@@ -103,12 +103,14 @@ class HashedMatrices:
         key = parameter_key(seed, model_id, name, self._entries_type.stream)
         kernel = self._kernel_for(total, rows)
         if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
-            for start, piece in _pieces_on(rows, total.device):
+            for start, piece in _pieces(rows, total.device, rows.dtype, _COPY_BYTES):
                 kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
             return
         entries = self._prepare(model_id, total.device)
         for start, matrix in self._blocks(entries, name, key, rows.shape[1], total.dtype):
-            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
+            own = rows[:, start : start + len(matrix)]
+            for first, piece in _pieces(own, matrix.device, matrix.dtype, _CAST_BYTES):
+                total.addmm_(piece, matrix[first : first + piece.shape[1]])
 
     def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:
         """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
@@ -141,11 +143,9 @@ class HashedMatrices:
         """Yield a matrix as ``(first row, rows (n, K))``, top to bottom; rows are valid until the next call."""
         resident = self._resident_rows(entries, name, key, num_rows)
         num_resident = resident.shape[0]
-        if dtype == torch.float32 and num_resident:
-            yield 0, resident[:, : self._proj_dim]
-        elif num_resident:
-            for start in range(0, num_resident, self._num_rows):
-                yield start, self._widened(resident[start : start + self._num_rows], dtype)
+        step = max(1, num_resident) if dtype == torch.float32 else self._num_rows
+        for start in range(0, num_resident, step):
+            yield start, self._widened(resident[start : start + step], dtype)
         for start in range(num_resident, num_rows, self._num_rows):
             if self._block is None:
                 self._block = self._empty(self._num_rows, torch.float32)
@@ -182,22 +182,13 @@ def _load() -> ModuleType:
     return _triton_dense
 
 
-def _add_product_(total: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    """Add ``rows (b, n) @ matrix (n, K)`` to ``total (b, K)``; rows of another dtype are cast in pieces."""
-    if rows.dtype == matrix.dtype and rows.device == matrix.device:
-        total.addmm_(rows, matrix)
-        return
-    width = max(1, _CAST_BYTES // (matrix.element_size() * max(1, rows.shape[0])))
-    for start in range(0, rows.shape[1], width):
-        piece = rows[:, start : start + width].to(matrix.device, matrix.dtype)
-        total.addmm_(piece, matrix[start : start + width])
-
-
-def _pieces_on(rows: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` on a device, in pieces if they must be copied."""
-    if rows.device == device:
+def _pieces(
+    rows: Tensor, device: torch.device, dtype: torch.dtype, most_bytes: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` of a dtype on a device, in pieces if they are copied."""
+    if rows.dtype == dtype and rows.device == device:
         yield 0, rows
         return
-    width = max(1, _COPY_BYTES // (rows.element_size() * max(1, rows.shape[0])))
+    width = max(1, most_bytes // (dtype.itemsize * max(1, rows.shape[0])))
     for start in range(0, rows.shape[1], width):
-        yield start, rows[:, start : start + width].to(device)
+        yield start, rows[:, start : start + width].to(device, dtype)
