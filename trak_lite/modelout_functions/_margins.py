@@ -33,11 +33,9 @@ UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 
 
 def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis.
+    r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis of logits ``(..., C)``, for int64 labels.
 
-    Args:
-        logits: ``(..., C)``.
-        labels: ``(...)`` int64; a label out of range gives NaN in the margin and in its gradient.
+    A label out of range gives NaN in the margin and in its gradient.
 
     Example:
         >>> class_margins(torch.tensor([[1e4, 9998.0]]), torch.tensor([0]))

@@ -149,12 +149,8 @@ def fourier_takes_less_time(
 ) -> bool:
     """Return whether Fourier transforms are faster than the Triton kernel, which needs formed gradients.
 
-    Args:
-        shape: ``(d_out, d_in)``.
-        positions: T.
-        proj_dim: K.
-        samples: b. The fewer there are, the more a launch counts.
-        halves: Gradients are formed by products of factors of 16 bits.
+    The matrix has the shape ``(d_out, d_in)``. The fewer samples there are, the more a launch counts. With ``halves``
+    gradients are formed by products of factors of 16 bits.
 
     Example:
         >>> [fourier_takes_less_time((3072, 768), 64, proj_dim=2048, samples=samples) for samples in (2, 32)]

@@ -358,12 +358,7 @@ def has_many_pieces(shape: tuple[int, int], proj_dim: int) -> bool:
 
 
 def fourier_is_cheaper(shape: tuple[int, int], positions: int, *, proj_dim: int) -> bool:
-    """Return whether Fourier transforms are faster than forming the gradient, for the sketch of one sample.
-
-    Args:
-        shape: ``(d_out, d_in)``.
-        positions: T.
-        proj_dim: K.
+    """Return whether Fourier transforms are faster than forming the gradient ``(d_out, d_in)``, for one sample.
 
     Example:
         >>> fourier_is_cheaper((1024, 1024), 1, proj_dim=2048), fourier_is_cheaper((768, 192), 64, proj_dim=2048)

@@ -34,8 +34,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 _TILE_ROWS = 32
 _TILE_COLUMNS = 128
-# With twice the rows and as many warps, registers are spilled.
-_TILE = {"block_rows": _TILE_ROWS, "block_columns": _TILE_COLUMNS, "num_warps": 4}
+_TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
 _MATRIX_COLUMNS = 64
 _MATRIX_WARPS = 1  # few sums per program: one sum cannot be split, because its order is fixed
 _MATRIX_STEPS = ((2, 16), (1, 32))
@@ -243,13 +242,8 @@ class VectorKernel:
 def ring_sums(sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment: int, first: int = 0) -> None:
     """Write sums of rotated and signed tiles in one launch, which must have fewer than ``2**37`` entries.
 
-    Args:
-        sums: ``(number of segments, b, W)``, contiguous, overwritten.
-        rows: ``(b, n)``, with any strides.
-        offsets: Offsets of the tiles of W entries from tile ``first`` on, int32.
-        key: Key of the signs.
-        segment: Number of tiles per segment.
-        first: Number of the first tile.
+    ``sums`` is ``(segments, b, W)``, contiguous, and overwritten. ``segment`` tiles of the rows ``(b, n)``, which have
+    any strides, are a segment. The int32 ``offsets`` are those of the tiles of W entries from tile ``first`` on.
     """
     num_rows, width = sums.shape[1:]
     high = first * width >> _WORD_ENTRIES
@@ -265,14 +259,18 @@ def _launch_ring_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[in
     segments, num_rows, width = sums.shape
     grid = (triton.cdiv(width, _TILE_COLUMNS), segments, triton.cdiv(num_rows, _TILE_ROWS))
     rows, offsets = read
-    _ring_sums[grid](rows, sums, offsets, *numbers, **_TILE)
+    _ring_sums[grid](rows, sums, offsets, *numbers, **_tile())
 
 
 @as_operation
 def _launch_tile_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
     grid = (triton.cdiv(sums.shape[1], _TILE_COLUMNS), triton.cdiv(len(sums), _TILE_ROWS))
     rows, fold_offsets = read
-    _tile_sums[grid](rows, sums, fold_offsets, *numbers, **_TILE)
+    _tile_sums[grid](rows, sums, fold_offsets, *numbers, **_tile())
+
+
+def _tile() -> dict[str, int]:
+    return {"block_rows": _TILE_ROWS, "block_columns": _TILE_COLUMNS, "num_warps": _TILE_WARPS}
 
 
 # ---- matrices
@@ -294,20 +292,10 @@ def _add_rows(
 ) -> tl.tensor:
     """Add the next ``unroll`` rows of a list in order, or ``count`` rows if that is less, and return ``total``.
 
-    All rows are read before the first is added, so that many reads run at once; the compiler keeps this order.
-
-    Args:
-        total: Sums of the columns.
-        grads_ptr: ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix.
-        lists_ptr: High half: number of a row. Low half: twice its shift, plus 1 for the sign -1.
-        count: Rows that are left in the list.
-        columns: Columns of the extended sums.
-        inside: Mask of the lanes that may read.
-        signs_ptr: Signs of the block's columns.
-        width: Number of the block's columns.
-        row_stride: Entries between two rows of the matrix in memory.
-        entry_stride: Entries between two columns of the matrix in memory.
-        unroll: Rows that are read at once.
+    All rows are read before the first is added, so that many reads run at once; the compiler keeps this order. A list
+    holds the number of a row in the high half, and in the low half twice its shift, plus 1 for the sign -1.
+    ``grads_ptr`` is ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix; ``columns`` are
+    those of the extended sums, ``width`` is that of the block, and ``inside`` masks the lanes that may read.
     """
     listed: tl.tuple = ()
     for ahead in tl.static_range(unroll):
@@ -462,14 +450,10 @@ class MatrixKernel:
     def _add_(
         self, sums: Tensor, grads: Tensor, strides: Sequence[int], parts: tuple[int, int], origin: int = 0
     ) -> None:
-        """Add some blocks in one launch.
+        """Add the blocks from the first of ``parts`` to before the second in one launch.
 
-        Args:
-            sums: ``(2, b, K)``, the extended sums; or ``(blocks, 2, b, K)``, those of each block, overwritten.
-            grads: The gradient, or a piece of it that begins at entry ``origin`` of the whole matrix.
-            strides: Strides of samples, matrix rows and matrix columns.
-            parts: First block, and the block after the last.
-            origin: See ``grads``.
+        ``sums`` is ``(2, b, K)``, the extended sums, or ``(blocks, 2, b, K)``, those of each block, overwritten.
+        The gradients begin at entry ``origin`` of the matrix, with strides of samples, matrix rows and matrix columns.
         """
         read = [grads, self._lists, self._bounds, self._facts, self._signs]
         numbers = (sums.shape[-2], self._size, *strides, origin, *parts)
