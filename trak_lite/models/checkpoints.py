@@ -232,10 +232,9 @@ def _shards(index: Path) -> list[Path]:
 
 def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     content = read_content(path, weights_only=weights_only)
-    state = _unwrapped(content)
-    if state is None and isinstance(content, Mapping) and all(_is_entry(*pair) for pair in content.items()):
-        state = content or None
-    if state is not None:
+    state: Mapping[str, Tensor] = _unwrapped(content)
+    is_plain = isinstance(content, Mapping) and content and all(_is_entry(*pair) for pair in content.items())
+    if state is not content or is_plain:
         return state
     found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
@@ -257,14 +256,14 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
         ) from error
 
 
-def _unwrapped(content: Any) -> Mapping[str, Tensor] | None:
-    """Return the state dict that stands under one of ``_WRAPPERS``; ``None`` if there is none."""
+def _unwrapped(content: Any) -> Any:
+    """Return the state dict that stands under one of ``_WRAPPERS``; the content itself if there is none."""
     for key in _WRAPPERS if isinstance(content, Mapping) else ():
         inner = content.get(key)
         if isinstance(inner, Mapping):
             entries = {name: value for name, value in inner.items() if _is_entry(name, value)}
             return with_versions(entries, module_versions(inner))
-    return None
+    return content
 
 
 def _is_entry(name: Any, value: Any) -> bool:
@@ -321,9 +320,7 @@ def load_into(
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
     else:
-        content = checkpoint.load()
-        inner = _unwrapped(content)
-        state = content if inner is None else inner
+        state = _unwrapped(checkpoint.load())
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
