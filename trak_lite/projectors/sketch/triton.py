@@ -51,9 +51,8 @@ _WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the in
 def _kernel(function: Callable[..., None]) -> Any:
     """Compile one variant for all numbers; only the stride of entries selects another one, for entries in a row."""
     names = [name for name, kind in function.__annotations__.items() if kind == "tl.tensor"]
-    return jit(do_not_specialize=[n for n in names if not n.endswith("_ptr") and n != "entry_stride"])(
-        function
-    )
+    numbers = [name for name in names if not name.endswith("_ptr") and name != "entry_stride"]
+    return jit(do_not_specialize=numbers)(function)
 
 
 # ---- vectors
