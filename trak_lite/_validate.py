@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import json
 import math
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -54,6 +56,15 @@ def positive_real(
     if number == 0.0:
         raise InvalidInputError(message.format(name=name, value=value))
     return number
+
+
+def integer(**named: object) -> int:
+    """Return the one keyword value if it is an integer of any size, sign and type, as a Python integer."""
+    ((name, value),) = named.items()
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise InvalidInputError(f"{name} must be an integer, got {value!r}.")
 
 
 def one_of(allowed: Collection[str], **named: object) -> str:

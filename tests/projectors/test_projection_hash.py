@@ -157,7 +157,7 @@ def test_rows_of_tables_for_all_blocks_at_once_have_the_features_of_one_after_th
     monkeypatch.setattr("trak_lite.projectors.sketch.blocks.scratch_bytes", lambda device: budget)
     rows, projector = lookups(shape, 7), CountSketchProjector(proj_dim, seed=3)
     expected = projector.sketch(DenseBlock("w", rows.dense()), shape, 1)
-    found = MatrixSketch(shape, proj_dim, Keys(3, 1, "w"), device=CPU)._at_once.looked_up(rows)
+    found = MatrixSketch(shape, proj_dim, Keys(3, 1, "w"), device=CPU)._hashes.looked_up(rows)
     assert_close(found, expected, 1e-12)
 
 

@@ -270,14 +270,7 @@ class CallableModelOutput(AbstractModelOutput):
     has_curvature: bool = False
 
     def __init__(self, function: TaskFunction) -> None:
-        """Store the function.
-
-        Args:
-            function: Returns f of every sample, given a :class:`ModelCall` and a batch.
-
-        Raises:
-            InvalidInputError: If it cannot be called.
-        """
+        """Store the function; raise InvalidInputError if it cannot be called."""
         if not callable(function):
             raise InvalidInputError(
                 f"The model output function is a {type(function).__name__}. Expected a callable "
@@ -328,11 +321,7 @@ class LossModelOutput(AbstractModelOutput):
 
 
 def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
-    """Return a task whose output has the gradient of the log-likelihood.
-
-    Raises:
-        InvalidInputError: If the task cannot draw labels.
-    """
+    """Return a task whose output has the gradient of the log-likelihood; raise if the task cannot draw labels."""
     if not task.can_sample:
         raise InvalidInputError(
             f"method='Fisher' draws labels from the model, and {type(task).__name__} does not define their "

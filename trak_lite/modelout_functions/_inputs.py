@@ -7,7 +7,7 @@ transforms; there :func:`nan_unless` makes f and the gradient of an invalid samp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trak_lite._devices import precise as widened
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -61,8 +62,7 @@ def split_labels(batch: Batch) -> Labelled:
         batch: A tuple or list ``(*inputs, labels)``, or a mapping or dataclass with ``labels`` or ``label``,
             whose other entries become keyword arguments.
 
-    Raises:
-        InvalidInputError: If there are no labels, two of them, no inputs, or labels that are not a tensor.
+    No labels, two of them, no inputs, or labels that are not a tensor raise InvalidInputError.
     """
     fields = fields_of(batch)
     if fields is not None:
@@ -95,12 +95,8 @@ def logits_and_labels(model_call: Callable[..., Any], batch: Batch) -> tuple[Ten
 def tensor_of(answer: Any, *names: str) -> Tensor:
     """Return a tensor that a model gave, in float32 or wider.
 
-    Args:
-        answer: The tensor, a mapping or object that has it under one of the names, or a tuple with it as first element.
-        names: The names, of which the first that holds a tensor is used.
-
-    Raises:
-        InvalidInputError: If the tensor is missing or not of a real floating point dtype.
+    It is the answer, in a mapping or object the first of the ``names`` that holds one, or the first element of a tuple.
+    A missing one, or one of a dtype that is not real floating point, raises InvalidInputError.
     """
     found = answer
     if not isinstance(answer, Tensor):
@@ -133,15 +129,11 @@ def labels_tensor(labels: Any, shape: str, seen: str = "The labels are") -> Tens
 
 
 def precise(tensor: Tensor, *, what: str) -> Tensor:
-    """Return a floating point tensor in float32 or wider.
-
-    Raises:
-        InvalidInputError: If the dtype is not a real floating point one.
-    """
+    """Return a tensor in float32 or wider; raise if its dtype is not a real floating point one."""
     if not tensor.is_floating_point():
         raise InvalidInputError(f"{what} has dtype {tensor.dtype}. Expected a real floating point dtype.")
     # Margins are differences of close numbers and would lose most digits in half precision.
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return widened(tensor)
 
 
 def class_labels(
@@ -155,16 +147,10 @@ def class_labels(
 ) -> Tensor:
     """Return class labels as int64 after checking shape, dtype and (when run eagerly) every value.
 
-    Args:
-        labels: Integer class indices, one per margin.
-        shape: Required shape.
-        num_classes: Number of logits per margin, at least 2.
-        ignored: Values that mean "no label".
-        start: First checked position of the last axis; earlier positions are not used.
-        what: Name of the labels in messages.
+    ``ignored`` values mean "no label". Positions of the last axis before ``start`` are not used. ``what`` is the name
+    of the labels in messages.
 
-    Raises:
-        InvalidInputError: Names the shape, the dtype, or the first label out of range with its sample.
+    The message of the InvalidInputError names the shape, the dtype, or the first label out of range with its sample.
     """
     _check_form(labels, shape=shape, num_classes=num_classes, what=what)
     labels = labels.long()
@@ -227,14 +213,8 @@ def is_unread(tensor: Tensor) -> bool:
 def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
     """Raise for the first invalid entry; do nothing under a transform, where values cannot be read, or if deferred.
 
-    Args:
-        valid: Boolean tensor, samples on axis 0.
-        values: Tensor of the same shape, for the message.
-        expected: Description of the allowed values, for the message.
-        what: Name of ``values``.
-
-    Raises:
-        InvalidInputError: If an entry is invalid; names sample, index, value and the allowed values.
+    ``valid`` has the shape of ``values``, with samples on axis 0. The message names sample, index and value, their
+    name ``what``, and what was ``expected`` of them.
     """
     if is_unread(valid) or bool(valid.all()):
         return
@@ -272,11 +252,7 @@ def nan_unless(valid: Tensor, like: Tensor) -> Tensor:
 
 
 def columns_of(batch: Batch, needed: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of a mapping or dataclass as a new dict.
-
-    Raises:
-        InvalidInputError: If the batch is something else, or a needed column is missing.
-    """
+    """Return the columns of a mapping or dataclass as a new dict; raise if it is neither, or lacks a needed column."""
     fields = fields_of(batch)
     if fields is None:
         raise InvalidInputError(
@@ -291,10 +267,9 @@ def columns_of(batch: Batch, needed: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def prefixed(fields: dict[str, Any], prefix: str, others: Iterable[str]) -> dict[str, Any]:
-    """Return the columns with a prefix, without it, and the columns that have none of the other prefixes."""
-    refused = (prefix, *others)
-    shared = {name: value for name, value in fields.items() if not name.startswith(refused)}
+def prefixed(fields: dict[str, Any], prefix: str, prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the columns with a prefix, without it, and the columns that have none of the prefixes."""
+    shared = {name: value for name, value in fields.items() if not name.startswith(prefixes)}
     own = {name.removeprefix(prefix): fields[name] for name in fields if name.startswith(prefix)}
     return shared | own
 
@@ -302,8 +277,7 @@ def prefixed(fields: dict[str, Any], prefix: str, others: Iterable[str]) -> dict
 def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return a column ``(B,)`` of finite numbers in the dtype of ``like``, and 1 where valid and NaN elsewhere.
 
-    Raises:
-        InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number is not finite.
+    Another shape, or (when run eagerly) a number that is not finite, raises InvalidInputError.
     """
     column = _of_shape(fields, name, like.shape, "one real number per sample").to(like.dtype)
     valid = column.isfinite()
@@ -314,17 +288,10 @@ def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor
 def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Tensor) -> Tensor:
     """Return a column ``(B, T)`` of numbers per token without its first position, in the dtype of ``like``.
 
-    Positions that are not predicted become 0. Under a transform, a number that is not finite becomes NaN.
+    Positions that are not ``predicted``, ``(B, T - 1)``, become 0. Under a transform, a number that is not finite
+    becomes NaN.
 
-    Args:
-        fields: The columns of a batch.
-        name: Name of the column.
-        predicted: ``(B, T - 1)``, whether the next token is predicted.
-        like: ``(B, T - 1)``.
-
-    Raises:
-        InvalidInputError: If it is not a tensor of this shape, or (when run eagerly) a number at a predicted position
-            is not finite.
+    Another shape, or (when run eagerly) a number that is not finite at a predicted position, raises InvalidInputError.
     """
     shape = (predicted.shape[0], predicted.shape[1] + 1)
     column = _of_shape(fields, name, shape, "one number per token, aligned with the labels")

@@ -33,11 +33,9 @@ UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 
 
 def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis.
+    r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis of logits ``(..., C)``, for int64 labels.
 
-    Args:
-        logits: ``(..., C)``.
-        labels: ``(...)`` int64; a label out of range gives NaN in the margin and in its gradient.
+    A label out of range gives NaN in the margin and in its gradient.
 
     Example:
         >>> class_margins(torch.tensor([[1e4, 9998.0]]), torch.tensor([0]))
@@ -54,23 +52,13 @@ def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def two_class_margins(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Return :math:`\log(p / (1 - p))` of the label, given the logit of class 1.
-
-    Args:
-        logits: Any shape.
-        labels: Same shape, 0 or 1; any other value gives NaN.
-    """
+    r"""Return :math:`\log(p / (1 - p))` of labels 0 or 1, given logits of class 1; any other label gives NaN."""
     signs = 2 * labels.to(logits.dtype) - 1
     return logits * signs * nan_unless((labels == 0) | (labels == 1), logits)
 
 
 def margin_terms(margins: Tensor, count: Tensor | float = 1.0) -> OutputTerms:
-    r"""Return the terms of :math:`L = n \log(1 + e^{-f/n})`.
-
-    Args:
-        margins: f ``(B,)``, each the sum of n margins.
-        count: n.
-    """
+    r"""Return the terms of :math:`L = n \log(1 + e^{-f/n})` for sums f ``(B,)`` of n margins."""
     mean = margins.detach() / count
     # Two sigmoids instead of 1 - p: both p and 1 - p keep full precision close to 0.
     wrong, right = torch.sigmoid(-mean), torch.sigmoid(mean)
@@ -80,10 +68,7 @@ def margin_terms(margins: Tensor, count: Tensor | float = 1.0) -> OutputTerms:
 def multiclass_terms(logits: Tensor, labels: Tensor, *, temperature: float) -> OutputTerms:
     r"""Return the terms of a margin with :math:`q = 1 - \mathrm{softmax}(l / T)_y` (f does not use T).
 
-    Args:
-        logits: ``(B, C)``.
-        labels: ``(B,)`` int64.
-        temperature: T; the terms are consistent with one loss, cross-entropy, only for T = 1.
+    Logits are ``(B, C)``, labels int64. The terms are consistent with one loss, cross-entropy, only for T = 1.
     """
     margins = class_margins(logits, labels)
     if temperature == 1.0:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
-from trak_lite._validate import one_of, positive_int, positive_real
+from trak_lite._validate import integer, one_of, positive_int, positive_real
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating
@@ -104,10 +104,7 @@ class ContrastiveModelOutput(AbstractModelOutput):
 
     def _similarities(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         """Return the similarities of query and candidates over the temperature, ``(B, 1 + n)``."""
-        query, positive, negatives = (
-            prefixed(fields, prefix, [other for other in _PREFIXES if other != prefix])
-            for prefix in _PREFIXES
-        )
+        query, positive, negatives = (prefixed(fields, prefix, _PREFIXES) for prefix in _PREFIXES)
         own = {name.removeprefix(_NEGATIVE) for name in fields if name.startswith(_NEGATIVE)}
         candidates = [positive]
         counts = {
@@ -220,9 +217,7 @@ class CLIPModelOutput(AbstractModelOutput):
         """
         self.temperature = None if temperature is None else positive_real(temperature=temperature)
         self.simulated_batch_size = positive_int(simulated_batch_size=simulated_batch_size)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise InvalidInputError(f"seed must be an integer, got {seed!r}.")
-        self.seed = seed
+        self.seed = integer(seed=seed)
         self.input_names = None if input_names is None else tuple(input_names)
         if self.input_names is not None and len(set(self.input_names)) != 2:
             raise InvalidInputError(f"input_names is {input_names!r}. Expected two distinct names, or None.")

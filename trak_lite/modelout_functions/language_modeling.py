@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trak_lite._validate import one_of
+from trak_lite._validate import integer, one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
@@ -50,11 +50,7 @@ class PositionwiseModelOutput(AbstractModelOutput):
     _setting_names: ClassVar[tuple[str, ...]] = ("output",)
 
     def __init__(self, *, output: PositionOutput = "log_prob") -> None:
-        """Store the definition of f.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
+        """Store the definition of f; any other value raises InvalidInputError."""
         self.output = one_of(("margin", "log_prob"), output=output)
         self.has_curvature = self.output == "margin"
 
@@ -97,20 +93,10 @@ class PositionwiseModelOutput(AbstractModelOutput):
 def label_terms(
     logits: Tensor, labels: Tensor, *, ignored: int = IGNORED, output: str = "log_prob"
 ) -> tuple[Tensor, Tensor]:
-    """Return log p, or the margin, of every label and the number of labelled positions.
+    """Return log p, or the margin, of every label ``(B, *P)``, 0 where it is ignored, and how many are not, ``(B,)``.
 
-    Args:
-        logits: ``(B, *P, C)``.
-        labels: ``(B, *P)`` int64.
-        ignored: Label of positions that are not predicted.
-        output: ``"log_prob"`` or ``"margin"``.
-
-    Returns:
-        ``(B, *P)``, 0 where the label is ignored; and ``(B,)``. In a sample without labels every entry is NaN, also its
-        gradient.
-
-    Raises:
-        InvalidInputError: If a sample has no labelled position (when run eagerly).
+    Logits are ``(B, *P, C)``, labels int64. A sample without labels raises InvalidInputError when run eagerly; under
+    transforms its entries are NaN, and so is its gradient.
     """
     predicted = labels != ignored
     count = predicted.flatten(1).sum(1)
@@ -131,15 +117,9 @@ def label_terms(
 
 
 def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """Return the mean, the sum, the first or the last of states over the positions that count.
+    """Return the ``"mean"``, ``"sum"``, ``"first"`` or ``"last"`` of states ``(B, T, d)`` over positions, ``(B, d)``.
 
-    Args:
-        states: ``(B, T, d)``.
-        mask: ``(B, T)``, not 0 at positions that count; ``None`` if all do.
-        how: ``"mean"``, ``"sum"``, ``"first"`` or ``"last"``.
-
-    Returns:
-        ``(B, d)``.
+    The positions are those where the mask ``(B, T)`` is not 0; ``None`` for all.
     """
     kept = torch.ones_like(states[..., 0]) if mask is None else (mask != 0).to(states.dtype)
     if how in ("mean", "sum"):
@@ -152,11 +132,7 @@ def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 
 
 def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """Return positional inputs, keyword inputs and labels of a batch of token sequences.
-
-    Raises:
-        InvalidInputError: If the batch has no labels, or more than two positional inputs.
-    """
+    """Return positional inputs, keyword inputs and labels of a batch of token sequences."""
     args, kwargs, labels = split_labels(batch)
     if len(args) > 2:
         raise InvalidInputError(
@@ -173,14 +149,8 @@ def aligned_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return logits ``(B, T', V)`` and the int64 labels ``(B, T')`` that they predict, both checked.
 
-    Args:
-        answer: The model's output for ``(B, T)`` tokens.
-        labels: ``(B, T)`` integers, -100 at positions that are not predicted.
-        shift: Whether position t of the logits predicts label t + 1, otherwise label t.
-        what: Name of the labels in messages.
-
-    Raises:
-        InvalidInputError: If logits or labels have a wrong shape or dtype, or a label is out of range.
+    With ``shift`` position t of the model's logits predicts label t + 1, otherwise label t. The labels ``(B, T)``,
+    named ``what`` in messages, are -100 at positions that are not predicted.
     """
     logits = tensor_of(answer, "logits")
     if logits.dim() != 3 or (shift and logits.shape[1] < 2):
@@ -389,13 +359,12 @@ class DenseClassificationModelOutput(PositionwiseModelOutput):
             raise InvalidInputError(
                 f"class_axis must be 1 (images) or -1 (tokens, queries), got {class_axis!r}."
             )
-        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise InvalidInputError(f"ignore_index must be an integer, got {ignore_index!r}.")
+        self.ignore_index = integer(ignore_index=ignore_index)
         if not isinstance(upsample, bool) or (upsample and class_axis != 1):
             raise InvalidInputError(
                 f"upsample must be True or False, and True only with class_axis=1, got {upsample!r}."
             )
-        self.class_axis, self.ignore_index, self.upsample = class_axis, ignore_index, upsample
+        self.class_axis, self.upsample = class_axis, upsample
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = split_labels(batch)

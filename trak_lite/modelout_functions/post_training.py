@@ -45,7 +45,7 @@ from trak_lite.types import Batch, OutputTerms
 _CHOSEN, _REJECTED = "chosen_", "rejected_"
 _PREFERRED, _MARGIN = "preferred", "margin"
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-_SIDES = ((_CHOSEN, _REJECTED), (_REJECTED, _CHOSEN))
+_SIDES = (_CHOSEN, _REJECTED)
 
 
 class _PreferenceModelOutput(AbstractModelOutput):
@@ -158,11 +158,11 @@ class RewardModelOutput(_PreferenceModelOutput):
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = (
             one_column(
-                tensor_of(model_call(**prefixed(fields, side, [other])), "logits"),
+                tensor_of(model_call(**prefixed(fields, side, _SIDES)), "logits"),
                 "The model gave scores of shape",
                 hint=": one score per text (num_labels=1).",
             )
-            for side, other in _SIDES
+            for side in _SIDES
         )
         return chosen - rejected
 
@@ -226,8 +226,8 @@ def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[T
     """Return the summed log p of the labelled tokens of the chosen and of the rejected answers, each ``(B,)``."""
     fields = {name: value for name, value in fields.items() if name not in _REFERENCES}
     found = []
-    for side, other in _SIDES:
-        inputs = prefixed(fields, side, [other])
+    for side in _SIDES:
+        inputs = prefixed(fields, side, _SIDES)
         labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
         logits, labels = aligned_tokens(model_call(**inputs), labels, shift=True, what=f"{side}labels")
         found.append(label_terms(logits, labels)[0].sum(1))

@@ -46,14 +46,7 @@ class _Classifier(AbstractModelOutput):
     _setting_names: ClassVar[tuple[str, ...]] = ("temperature",)
 
     def __init__(self, temperature: float = 1.0) -> None:
-        """Store the settings.
-
-        Args:
-            temperature: T of the softmax in q; f does not use it.
-
-        Raises:
-            InvalidInputError: If the temperature is not a finite number above 0.
-        """
+        """Store T, the temperature of the softmax in q, a finite number above 0; f does not use it."""
         self.temperature = positive_real(temperature=temperature)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
@@ -208,14 +201,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
     _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["margin", "log_prob"] = "margin") -> None:
-        """Store the settings.
-
-        Args:
-            output: Definition of f.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
+        """Store the definition of f; any other value raises InvalidInputError."""
         self.output = one_of(("margin", "log_prob"), output=output)
         self.has_curvature = self.output == "margin"
 
@@ -249,10 +235,7 @@ class MultiLabelModelOutput(AbstractModelOutput):
 
 
 def _check_zero_one(logits: Tensor, labels: Tensor, *, expected: str) -> None:
-    """Raise if the labels' shape differs from the logits', or (when run eagerly) a label is not 0 or 1.
-
-    The message says what was ``expected`` of a label.
-    """
+    """Raise if the labels' shape differs from the logits', or (when run eagerly) a label is not what is expected."""
     if labels.shape != logits.shape:
         seen, expected = shape_texts(labels.shape, logits.shape)
         raise InvalidInputError(
@@ -278,14 +261,7 @@ class RegressionModelOutput(AbstractModelOutput):
     _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["prediction", "neg_squared_error"] = "prediction") -> None:
-        """Store the settings.
-
-        Args:
-            output: Definition of f.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
+        """Store the definition of f; any other value raises InvalidInputError."""
         self.output = one_of(("prediction", "neg_squared_error"), output=output)
         self.has_curvature = self.output == "prediction"
 

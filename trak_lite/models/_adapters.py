@@ -30,15 +30,9 @@ def completed_adapter(
 ) -> dict[str, Any]:
     """Return a complete state dict under the model's names: the saved adapter and the base weights.
 
-    Args:
-        model: A model with one active adapter (a ``peft.PeftModel``).
-        saved: State dict of the adapter file.
-        held: The model's state dict.
-        base: Weights of the base model. Adapter weights are never taken from it, so that weights missing in the file
-            are detected.
-
-    Raises:
-        CheckpointError: If the model has no adapter, or several active ones.
+    ``held`` is the model's state dict, and ``base`` has the weights of the base model. Adapter weights are never taken
+    from it, so that weights missing in the file are detected. A model without one active adapter raises
+    CheckpointError.
     """
     adapter: Any = getattr(model, "active_adapter", None)
     if isinstance(adapter, list) and len(adapter) == 1:

@@ -106,11 +106,7 @@ class BorrowedModel:
     """Undoes what passes set in attributes of the modules."""
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone.
-
-        Raises:
-            CheckpointError: If it does not fit, see :func:`~trak_lite.models.checkpoints.load_into`.
-        """
+        """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone."""
         reshard(self.model)
         self.put_back()
         state = self.model.state_dict(keep_vars=True)
@@ -130,9 +126,6 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[BorrowedMod
     attributes (modes, numbers, strings) of all modules, and the hooks by which Transformers lets embedded tokens
     require grad for gradient checkpointing. Attributes that a pass set or replaced are the objects that they were.
     The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
-
-    Yields:
-        The model, with its original values.
 
     Raises:
         UnsupportedModelError: If the model is sharded by anything other than FSDP2, or has no eval mode.

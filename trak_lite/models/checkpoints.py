@@ -35,7 +35,8 @@ from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
 logger = logging.getLogger(__name__)
 
 CheckpointSource: TypeAlias = Any
-"""``None`` (the model's current weights), a state dict, a path, a :class:`Checkpoint`, or an iterable of these.
+"""``None`` (the model's current weights), a state dict, a path to a ``.safetensors`` or ``.pt`` file or to a folder of
+such files, a :class:`Checkpoint`, or an iterable of these.
 
 A state dict may stand in a mapping beside that of the optimizer: ``{"model": ..., "optimizer": ...}``."""
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
@@ -86,12 +87,9 @@ def iterate_checkpoints(
 ) -> Iterator[Checkpoint]:
     """Yield the checkpoints of a source in order, without loading them.
 
-    Args:
-        checkpoints: ``None`` (the model's current weights), a state dict, alone or under ``"model"`` beside an
-            ``"optimizer"``, a path to a ``.safetensors`` or ``.pt`` file, a folder of such files (in natural order:
-            ``epoch-2`` before ``epoch-10``), or an iterable of these.
-            A folder saved by Hugging Face is one checkpoint, sharded or not; so is the folder of a PEFT adapter.
-        checkpoint_loader: Turns each item of the source into a state dict, for other kinds of items.
+    A folder yields its files in natural order (``epoch-2`` before ``epoch-10``). One saved by Hugging Face is one
+    checkpoint, sharded or not; so is the folder of a PEFT adapter. ``checkpoint_loader`` turns each item of the source
+    into a state dict, for other kinds of items.
 
     Raises:
         CheckpointError: If a path does not exist, or a folder holds no checkpoint, or a folder holds weights as well as
@@ -201,12 +199,9 @@ def _from_file(path: Path, name: str) -> Checkpoint:
 
 
 def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
-    """Read the state dict of a file, or of the shards that an index lists.
+    """Read the state dict of a ``.safetensors`` or ``torch.save`` file, or of the shards in a Hugging Face index.
 
-    Args:
-        path: A ``.safetensors`` file, a ``torch.save`` file, or a Hugging Face shard index.
-        weights_only: Run no code from the file. ``False`` unpickles arbitrary objects, which can run code: use it only
-            for trusted files.
+    ``weights_only=False`` unpickles arbitrary objects, which can run code: use it only for trusted files.
 
     Raises:
         CheckpointError: If the file cannot be read or holds no state dict.
@@ -237,10 +232,9 @@ def _shards(index: Path) -> list[Path]:
 
 def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     content = read_content(path, weights_only=weights_only)
-    state = _unwrapped(content)
-    if state is None and isinstance(content, Mapping) and all(_is_entry(*pair) for pair in content.items()):
-        state = content or None
-    if state is not None:
+    state: Mapping[str, Tensor] = _unwrapped(content)
+    is_plain = isinstance(content, Mapping) and content and all(_is_entry(*pair) for pair in content.items())
+    if state is not content or is_plain:
         return state
     found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
@@ -250,15 +244,7 @@ def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
 
 
 def read_content(path: Path, *, weights_only: bool = True) -> Any:
-    """Return the content of a ``.safetensors`` file or of a ``torch.save`` file, on the CPU.
-
-    Args:
-        path: The file.
-        weights_only: As for :func:`read_weights`.
-
-    Raises:
-        CheckpointError: If the file cannot be read.
-    """
+    """Return the content of a file on the CPU, see :func:`read_weights`; raise CheckpointError if it is unreadable."""
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -270,14 +256,14 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
         ) from error
 
 
-def _unwrapped(content: Any) -> Mapping[str, Tensor] | None:
-    """Return the state dict that stands under one of ``_WRAPPERS``; ``None`` if there is none."""
+def _unwrapped(content: Any) -> Any:
+    """Return the state dict that stands under one of ``_WRAPPERS``; the content itself if there is none."""
     for key in _WRAPPERS if isinstance(content, Mapping) else ():
         inner = content.get(key)
         if isinstance(inner, Mapping):
             entries = {name: value for name, value in inner.items() if _is_entry(name, value)}
             return with_versions(entries, module_versions(inner))
-    return None
+    return content
 
 
 def _is_entry(name: Any, value: Any) -> bool:
@@ -315,15 +301,15 @@ def load_into(
     own: Mapping[str, Tensor] | None = None,
     modes: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Copy a checkpoint's weights into a model.
+    """Copy a checkpoint's weights into the tensors of a model.
 
     Args:
-        model: The module; its tensors are overwritten in place.
+        model: The module.
         checkpoint: The checkpoint; ``module.`` and ``_orig_mod.`` prefixes are ignored if the names do not match.
         own: The model's original weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
             ``None`` if the model has them now.
-        modes: ``training`` of modules that override ``train``, by name, when the values were read: they are loaded in
-            these modes. Modules that are not in it are taken to be saved in train mode.
+        modes: ``training``, when the values were read, of modules that override ``train``, by name; of those that are
+            not in it ``True``. Values are loaded in these modes.
 
     Raises:
         CheckpointError: If names, shapes or the adapter do not fit; lists the first mismatches. Nothing is copied.
@@ -334,9 +320,7 @@ def load_into(
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
     else:
-        content = checkpoint.load()
-        inner = _unwrapped(content)
-        state = content if inner is None else inner
+        state = _unwrapped(checkpoint.load())
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."

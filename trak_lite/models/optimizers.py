@@ -148,14 +148,10 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
 def adam_states(
     model: nn.Module, parameters: ParameterShapes, checkpoint: Checkpoint, device: torch.device
 ) -> AdamStates:
-    """Return the states of Adam that were saved with a checkpoint.
+    """Return the states of Adam that were saved with a checkpoint, for these parameters of its model, on a device.
 
-    Args:
-        model: The model of the checkpoint.
-        parameters: The parameters whose states are returned.
-        checkpoint: The checkpoint. Its optimizer state is searched in the file of the weights, in ``optimizer.pt``
-            beside the weights of a Hugging Face folder, and in what ``checkpoint.load`` returns.
-        device: Device of the result.
+    The optimizer state is searched in the file of the weights, in ``optimizer.pt`` beside the weights of a Hugging Face
+    folder, and in what ``checkpoint.load`` returns.
 
     Raises:
         CheckpointError: If there is no optimizer state, it is not one of Adam or AdamW, or its parameters cannot be

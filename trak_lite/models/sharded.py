@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, final
@@ -24,22 +24,35 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trak_lite.errors import RankError, UnsupportedModelError
 from trak_lite.models.tree import ModelTree
 
+_FSDP, _TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 _PAUSE = 0.02  # seconds, between looks of ranks that are done
+
+
+def _imported(module: str, name: str) -> Any:
+    """Return a class of torch's, or no class if its module is not imported: nothing is sharded before that."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _is_dtensor(value: Any) -> bool:
+    return isinstance(value, _imported(_TENSOR, "DTensor"))
+
+
+def _modules_of(model: nn.Module | ModelTree, name: str) -> list[Any]:
+    """Return the modules that are of a class of FSDP, outermost first."""
+    kind = _imported(_FSDP, name)
+    if not kind or (isinstance(model, ModelTree) and not any(issubclass(own, kind) for own in model.classes)):
+        return []  # asked several times in every pass
+    modules = model.modules if isinstance(model, ModelTree) else model.modules()
+    return [module for module in modules if isinstance(module, kind)]
 
 
 def sharded_modules(model: nn.Module | ModelTree) -> list[Any]:
     """Return the modules that ``fully_shard`` was called on, outermost first."""
-    if "torch.distributed.fsdp" not in sys.modules:  # nothing is sharded before that is imported
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, ModelTree) and not any(issubclass(kind, FSDPModule) for kind in model.classes):
-        return []  # asked several times in every pass
-    return [module for module in _modules(model) if isinstance(module, FSDPModule)]
+    return _modules_of(model, "FSDPModule")
 
 
-def _modules(model: nn.Module | ModelTree) -> Iterable[nn.Module]:
-    return model.modules if isinstance(model, ModelTree) else model.modules()
+def _flat_shards(model: nn.Module | ModelTree) -> list[Any]:
+    return _modules_of(model, "FullyShardedDataParallel")
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -50,17 +63,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 def is_sharded(model: nn.Module | ModelTree) -> bool:
     """Return whether parameters of a model are sharded over devices in any way."""
-    if "torch.distributed.fsdp" not in sys.modules and "torch.distributed.tensor" not in sys.modules:
+    if _FSDP not in sys.modules and _TENSOR not in sys.modules:
         return False
-    return (
-        bool(sharded_modules(model))
-        or any(map(_is_dtensor, {type(p): p for p in _parameters(model)}.values()))
-        or _has_flat_shards(model)
-    )
-
-
-def _parameters(model: nn.Module | ModelTree) -> Iterable[nn.Parameter]:
-    return model.parameters.values() if isinstance(model, ModelTree) else model.parameters()
+    parameters = model.parameters.values() if isinstance(model, ModelTree) else model.parameters()
+    kinds = {type(p): p for p in parameters}
+    return any(map(_is_dtensor, kinds.values())) or bool(sharded_modules(model) or _flat_shards(model))
 
 
 def reshard(model: nn.Module | ModelTree) -> None:
@@ -86,16 +93,7 @@ def reset_passes(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
-    """Raise if a model is sharded, for functions that do not support sharded models.
-
-    Args:
-        model: The module.
-        what: Name of the called function.
-        instead: Advice for the user, a sentence without its full stop.
-
-    Raises:
-        UnsupportedModelError: If the model is sharded.
-    """
+    """Raise UnsupportedModelError if a model is sharded, which ``what`` does not support; ``instead`` is advice."""
     if is_sharded(model):
         raise UnsupportedModelError(
             f"{what} was called with {class_of(model).__name__}, whose parameters are sharded. Expected a model that "
@@ -104,12 +102,9 @@ def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
 
 
 def refuse_sharded_parts(module: nn.Module) -> None:
-    """Raise if submodules of a module with a gradient rule are sharded separately.
+    """Raise UnsupportedModelError if submodules of a module with a gradient rule are sharded separately.
 
     Their parameters would not be gathered when the rule needs them.
-
-    Raises:
-        UnsupportedModelError: If submodules are sharded separately.
     """
     if any(part is not module for part in sharded_modules(module)):
         raise UnsupportedModelError(
@@ -119,20 +114,19 @@ def refuse_sharded_parts(module: nn.Module) -> None:
 
 
 def refuse_unsupported_sharding(model: nn.Module) -> None:
-    """Raise unless the model is unsharded or sharded by FSDP2 over one mesh axis, with or without replication.
-
-    Raises:
-        UnsupportedModelError: If the sharding is unsupported; the message names it.
-    """
+    """Raise unless the model is unsharded or sharded by FSDP2 over one mesh axis, with or without replication."""
     if not is_sharded(model):
         return
+    from torch.distributed.tensor import Shard
+
     reshard(model)
-    if _has_flat_shards(model):
+    if _flat_shards(model):
         raise _unsupported("FullyShardedDataParallel (FSDP1) is in it")
     held = {name: p for name, p in model.named_parameters() if _is_dtensor(p)}
     managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}
     for name, p in held.items():
-        if id(p) not in managed or not _is_split_once(p):
+        *others, last = p.placements  # type: ignore[attr-defined]
+        if id(p) not in managed or type(last) is not Shard or not all(one.is_replicate() for one in others):
             raise _unsupported(
                 f"{name!r} has placements {p.placements} (tensor or expert parallelism)"  # type: ignore[attr-defined]
             )
@@ -152,30 +146,6 @@ def _unsupported(seen: str) -> UnsupportedModelError:
     )
 
 
-def _is_dtensor(value: Any) -> bool:
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
-
-
-def _is_split_once(parameter: Any) -> bool:
-    """Return whether a parameter is sharded along the last mesh axis and replicated along the others."""
-    from torch.distributed.tensor import Shard
-
-    *others, last = parameter.placements
-    return type(last) is Shard and all(placement.is_replicate() for placement in others)
-
-
-def _has_flat_shards(model: nn.Module | ModelTree) -> bool:
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in _modules(model))
-
-
 # Weights
 
 
@@ -187,9 +157,7 @@ def of_all_ranks(tensor: Tensor) -> Tensor:
 def shard_like(value: Any, held: Any) -> Any:
     """Return a checkpoint's weight in the model's form: sharded like ``held``, or whole if ``held`` is.
 
-    Args:
-        value: Weight of a checkpoint, of the same shape; if whole, identical on all ranks.
-        held: The model's weight.
+    A whole weight must be identical on all ranks.
     """
     if not _is_dtensor(held):
         return of_all_ranks(value)
@@ -209,11 +177,7 @@ class ShardedModel:
     """Access for hooks to a sharded model: the gathered parameters that its operations read, and the ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Gather each module once to find its parameters; all ranks must call this.
-
-        Raises:
-            UnsupportedModelError: If the sharding is unsupported or would change the results.
-        """
+        """Gather each module once to find its parameters, or refuse the sharding; all ranks must call this."""
         refuse_unsupported_sharding(model)
         self.lockstep = Lockstep.of(model)
         self._model = model
@@ -383,22 +347,14 @@ class Turns:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Run the pass of this rank's own batch inside the block.
-
-        Raises:
-            RankError: If another rank has failed.
-        """
+        """Run the pass of this rank's own batch inside the block; raises RankError if another rank has failed."""
         self._exchange(working=True, unfinished=True)
         self._in_pass = True
         yield
         self._in_pass = False
 
     def pause(self, seconds: float) -> None:
-        """Wait for other ranks; if one has a batch, join its pass.
-
-        Raises:
-            RankError: If another rank has failed.
-        """
+        """Wait for other ranks; if one has a batch, join its pass. Raises RankError if one has failed."""
         self._idle(seconds, unfinished=True)
 
     def __enter__(self) -> Self:

@@ -221,14 +221,9 @@ class RoutedAccumulator(AbstractFeatureAccumulator):
 
 
 def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
-    """Return gradients by name and their common number of samples B.
+    """Return gradients by name, each ``(B, *parameter.shape)``, and B; a tensor ``(B, P)`` has an empty name.
 
-    Args:
-        grads: Per-sample gradients by parameter name, each ``(B, *parameter.shape)``, or one ``(B, P)``
-            tensor, which becomes one parameter with an empty name.
-
-    Raises:
-        InvalidInputError: If there is no gradient, a sample axis is missing, or the gradients differ in B.
+    None at all, a missing sample axis, or several B raise InvalidInputError.
     """
     named = {"": grads} if isinstance(grads, Tensor) else dict(grads)
     if isinstance(grads, Tensor) and grads.dim() != 2:
@@ -260,23 +255,9 @@ def project_named(
 
 
 def block_rows(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> Tensor:
-    """Check a block and return its gradient rows.
-
-    Args:
-        block: One block of the batch.
-        num_samples: B, rows of the batch.
-        parameters: Shapes of the kept parameters by canonical name.
-
-    Returns:
-        Detached ``(b, parameter.numel())`` tensor in the block's dtype; b may be 0.
-
-    Raises:
-        InvalidInputError: As :func:`check_block`.
-    """
+    """Check a block as :func:`check_block` and return its detached rows ``(b, parameter.numel())``; b may be 0."""
     check_block(block, num_samples, parameters)
-    rows = block.grad if isinstance(block, DenseBlock) else block.dense()
-    # reshape(b, -1) fails without samples or entries, so give the size of the parameter.
-    return rows.detach().reshape(block.num_samples, math.prod(parameters[block.name]))
+    return block.dense().detach()
 
 
 def check_block(block: GradientBlock, num_samples: int, parameters: ParameterShapes) -> None:
@@ -325,20 +306,6 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
                 f"dtypes {inputs.dtype} and {output_grads.dtype}. Expected floating-point factors (b, T, d_in) and "
                 "(b, T, d_out) with the same b and T."
             )
-
-
-def check_grad_dim(grad_dim: int, parameters: ParameterShapes) -> None:
-    """Raise if the number of entries of the parameters is not ``grad_dim``; 0 accepts any number.
-
-    Raises:
-        InvalidInputError: If the numbers differ.
-    """
-    entries = num_entries(parameters)
-    if grad_dim and entries != grad_dim:
-        raise InvalidInputError(
-            f"The gradients have {entries} entries per sample, but the projector has grad_dim={grad_dim}. "
-            "Pass grad_dim = the number of entries of all parameters in grad_wrt."
-        )
 
 
 def by_module(parameters: ParameterShapes) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -78,11 +78,7 @@ class Scratch:
     def views(self, owner: int, whole: Tensor, starts: Sequence[int], width: int) -> list[Tensor]:
         """Return ``whole[:, start : start + width]`` for every start, cached: creating a view costs more than using it.
 
-        Args:
-            owner: Identifies the list of starts.
-            whole: ``(b, n)`` memory of this scratch.
-            starts: First columns.
-            width: Number of columns of each view.
+        ``whole`` is memory of this scratch, and ``owner`` a number of the list of starts.
         """
         key = (owner, len(whole), whole.dtype)
         if key not in self._views:
@@ -108,15 +104,9 @@ def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def form(output_grads: Tensor, inputs: Tensor, scratch: Scratch) -> Tensor:
-    """Return the product of two factors in scratch memory, which the next call overwrites.
+    """Return the product of factors ``(b, R, T)`` and ``(b, T, w)`` in their :func:`sum_dtype`.
 
-    Args:
-        output_grads: ``(b, R, T)``.
-        inputs: ``(b, T, w)``.
-        scratch: Scratch memory of this thread.
-
-    Returns:
-        ``(b, R, w)`` of their :func:`sum_dtype`.
+    It is in scratch memory, which the next call overwrites.
     """
     dtype = sum_dtype(inputs.dtype, output_grads.dtype)
     shape = (len(inputs), output_grads.shape[1], inputs.shape[2])

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
@@ -39,7 +39,6 @@ from trak_lite.projectors._base import (
     side_by_side,
 )
 from trak_lite.projectors._scratch import FeatureRows, sum_dtype
-from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import (
     Stream,
     hash_offsets,
@@ -89,7 +88,7 @@ class AbstractMaskProjector(AbstractProjector):
         self, proj_dim: int, *, mask_dim: int, seed: int, device: str | torch.device | None, layout: str
     ) -> None:
         device = None if device is None else torch.device(device)
-        super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), self.kind, device)
+        super().__init__(0, positive_int(proj_dim=proj_dim), integer(seed=seed), self.kind, device)
         self.mask_dim = positive_int(mask_dim=mask_dim)
         self.layout_kind = one_of(("joint", "module"), layout=layout)
         self._plan: _Plan | None = None
@@ -300,7 +299,7 @@ def _rounds(keys: tuple[int, int], count: int, width: int, *, start: int) -> _Ro
     """
     if count <= width:
         return np.arange(start, start + width)[None], np.ones((1, width), np.float32)
-    buckets = np.array(hash_offsets(keys[0], 0, count, size=width))
+    buckets = np.array(hash_offsets(keys[0], count, size=width))
     order = np.argsort(buckets, kind="stable")
     filled = np.bincount(buckets, minlength=width)
     place = np.arange(count) - (np.cumsum(filled) - filled)[buckets[order]]

@@ -20,14 +20,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import ProjectionType
-from trak_lite.projectors.dense.matrices import AbstractMatrices
 from trak_lite.projectors.random.hash import Stream, key32, parameter_key
 
 logger = logging.getLogger(__name__)
@@ -47,10 +46,10 @@ _STREAMS = {ProjectionType.rademacher: Stream.RADEMACHER, ProjectionType.normal:
 
 @final
 @dataclass(frozen=True, slots=True)
-class FastJLMatrices(AbstractMatrices):
+class FastJLMatrices:
     """The extension's matrices on one device, with seeds from this package's hash for each parameter."""
 
-    has_float64 = False
+    has_float64: ClassVar[bool] = False
 
     _module: ModuleType
     """``fast_jl``, or what has its functions."""
@@ -65,8 +64,11 @@ class FastJLMatrices(AbstractMatrices):
         """Return the kind and the number of multiprocessors, which the matrices depend on."""
         return {"kind": f"fast_jl_{self._proj_type.value}", "multiprocessors": self.multiprocessors}
 
+    def clear(self) -> None:
+        """Do nothing: no matrix is kept."""
+
     def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix``; see :meth:`AbstractMatrices.add_product_`."""
+        """Add ``rows @ matrix``, as :class:`~trak_lite.projectors.dense.matrices.HashedMatrices` does."""
         key = parameter_key(seed, model_id, name, _STREAMS[self._proj_type])
         for number, start in enumerate(range(0, rows.shape[1], _MOST_ENTRIES)):
             for first in range(0, rows.shape[0], self.most_rows):
@@ -75,14 +77,10 @@ class FastJLMatrices(AbstractMatrices):
                 total[few] += self.project(part, total.shape[1], key32(key, number))
 
     def project(self, rows: Tensor, proj_dim: int, seed: int) -> Tensor:
-        """Return the unscaled features ``(b, K)`` of gradient rows of any floating-point dtype and range, float32.
+        """Return the unscaled float32 features ``(b, K)`` of rows ``(b, n)`` of any floating-point dtype and range.
 
-        Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row.
-
-        Args:
-            rows: ``(b, n)`` on this device, b from 1 to 32, n from 1 to 2**24.
-            proj_dim: K.
-            seed: In ``[0, 2**32)``.
+        Entries keep the 11 bits of float16 down to 2**-29 times the largest of their row. There are 1 to 32 rows of at
+        most 2**24 entries, on this device, and the seed is in ``[0, 2**32)``.
         """
         largest = torch.linalg.vector_norm(rows, math.inf, dim=1).float()
         shift = (_TOP - torch.frexp(largest).exponent).clamp(-_MOST_SHIFT, _MOST_SHIFT)
@@ -130,13 +128,8 @@ def fast_jl_matrices(
 ) -> FastJLMatrices | None:
     """Return the tested extension on a device, or ``None`` where it cannot be used.
 
-    Args:
-        device: ``None`` for the current GPU where there is one, else the CPU.
-        proj_type: Distribution of the entries.
-        most_rows: Rows per call of the extension, 8, 16 or 32.
-
-    Raises:
-        InvalidInputError: If there is no function for this number of rows.
+    The device is ``None`` for the current GPU where there is one, else the CPU. The extension is called with
+    ``most_rows`` rows at a time, one of the numbers for which it has a function.
     """
     if most_rows not in _ROWS:
         raise InvalidInputError(

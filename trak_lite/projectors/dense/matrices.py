@@ -7,7 +7,6 @@ signs are computed by a Triton kernel that generates the same signs on the fly, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, ClassVar, final
@@ -39,35 +38,8 @@ _ENTRIES: dict[ProjectionType, type[AbstractEntries]] = {
 }
 
 
-class AbstractMatrices(ABC):
-    """A family of random matrices with entries of variance 1, one per (seed, model_id, parameter name)."""
-
-    has_float64: ClassVar[bool]
-    """Whether products with float64 gradients can be summed in float64."""
-
-    @abstractmethod
-    def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix`` of one parameter to ``total``.
-
-        Args:
-            total: ``(b, K)`` float32 or float64.
-            rows: ``(b, p)`` gradient rows on any device.
-            seed: Any integer.
-            model_id: The checkpoint.
-            name: Canonical parameter name.
-        """
-
-    @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Return ``kind``, the name of the family in the store's manifest, and what else determines the matrices."""
-
-    def clear(self) -> None:
-        """Free all matrices and workspaces; they are generated again when needed."""
-        return
-
-
 @final
-class HashedMatrices(AbstractMatrices):
+class HashedMatrices:
     """Matrices drawn from the hash, identical on every device: those of one model at a time.
 
     The first rows of each parameter's matrix stay resident, in the order in which parameters first come, until the
@@ -75,18 +47,16 @@ class HashedMatrices(AbstractMatrices):
     safe for use by several threads at once.
     """
 
-    has_float64 = True
+    has_float64: ClassVar[bool] = True
+    """Whether products with float64 gradients can be summed in float64."""
 
     def __init__(
         self, proj_type: ProjectionType, proj_dim: int, *, memory_budget: int, precision: str = "ieee"
     ) -> None:
         """Store the settings; nothing is drawn or allocated.
 
-        Args:
-            proj_type: Distribution of the entries.
-            proj_dim: K.
-            memory_budget: Limit of matrices and workspaces in bytes.
-            precision: ``"ieee"`` or ``"tf32"``, of the Triton kernel's products.
+        The budget limits matrices and workspaces, in bytes. ``precision``, ``"ieee"`` or ``"tf32"``, is that of the
+        Triton kernel's products.
 
         Raises:
             InvalidInputError: If the budget does not hold the scratch for a single row, or the entries have no
@@ -111,7 +81,7 @@ class HashedMatrices(AbstractMatrices):
         self.clear()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the kind, and the precision if it is not that of float32."""
+        """Return ``kind``, the name of the family in the store's manifest, and the precision if it is not float32's."""
         precision = {} if self._precision == "ieee" else {"precision": self._precision}
         return {"kind": f"dense_{self._entries_type.kind}", **precision}
 
@@ -126,16 +96,21 @@ class HashedMatrices(AbstractMatrices):
         self._reserved = 0
 
     def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
-        """Add ``rows @ matrix``; see :meth:`AbstractMatrices.add_product_`."""
+        """Add ``rows @ matrix`` of one parameter to ``total``, ``(b, K)`` float32 or float64.
+
+        The gradient rows ``(b, p)`` may be on any device.
+        """
         key = parameter_key(seed, model_id, name, self._entries_type.stream)
         kernel = self._kernel_for(total, rows)
         if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
-            for start, piece in _pieces_on(rows, total.device):
+            for start, piece in _pieces(rows, total.device, rows.dtype, _COPY_BYTES):
                 kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
             return
         entries = self._prepare(model_id, total.device)
         for start, matrix in self._blocks(entries, name, key, rows.shape[1], total.dtype):
-            _add_product_(total, rows[:, start : start + matrix.shape[0]], matrix)
+            own = rows[:, start : start + len(matrix)]
+            for first, piece in _pieces(own, matrix.device, matrix.dtype, _CAST_BYTES):
+                total.addmm_(piece, matrix[first : first + piece.shape[1]])
 
     def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:
         """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
@@ -168,11 +143,9 @@ class HashedMatrices(AbstractMatrices):
         """Yield a matrix as ``(first row, rows (n, K))``, top to bottom; rows are valid until the next call."""
         resident = self._resident_rows(entries, name, key, num_rows)
         num_resident = resident.shape[0]
-        if dtype == torch.float32 and num_resident:
-            yield 0, resident[:, : self._proj_dim]
-        elif num_resident:
-            for start in range(0, num_resident, self._num_rows):
-                yield start, self._widened(resident[start : start + self._num_rows], dtype)
+        step = max(1, num_resident) if dtype == torch.float32 else self._num_rows
+        for start in range(0, num_resident, step):
+            yield start, self._widened(resident[start : start + step], dtype)
         for start in range(num_resident, num_rows, self._num_rows):
             if self._block is None:
                 self._block = self._empty(self._num_rows, torch.float32)
@@ -209,22 +182,13 @@ def _load() -> ModuleType:
     return _triton_dense
 
 
-def _add_product_(total: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    """Add ``rows (b, n) @ matrix (n, K)`` to ``total (b, K)``; rows of another dtype are cast in pieces."""
-    if rows.dtype == matrix.dtype and rows.device == matrix.device:
-        total.addmm_(rows, matrix)
-        return
-    width = max(1, _CAST_BYTES // (matrix.element_size() * max(1, rows.shape[0])))
-    for start in range(0, rows.shape[1], width):
-        piece = rows[:, start : start + width].to(matrix.device, matrix.dtype)
-        total.addmm_(piece, matrix[start : start + width])
-
-
-def _pieces_on(rows: Tensor, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` on a device, in pieces if they must be copied."""
-    if rows.device == device:
+def _pieces(
+    rows: Tensor, device: torch.device, dtype: torch.dtype, most_bytes: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows ``(b, p)`` as ``(first entry, rows (b, n))`` of a dtype on a device, in pieces if they are copied."""
+    if rows.dtype == dtype and rows.device == device:
         yield 0, rows
         return
-    width = max(1, _COPY_BYTES // (rows.element_size() * max(1, rows.shape[0])))
+    width = max(1, most_bytes // (dtype.itemsize * max(1, rows.shape[0])))
     for start in range(0, rows.shape[1], width):
-        yield start, rows[:, start : start + width].to(device)
+        yield start, rows[:, start : start + width].to(device, dtype)

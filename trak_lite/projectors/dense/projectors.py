@@ -12,7 +12,6 @@ Numerics: float64 gradients are accumulated in float64, all others in float32.
 from __future__ import annotations
 
 import math
-import operator
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -20,36 +19,21 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
     block_rows,
-    check_grad_dim,
 )
 from trak_lite.projectors._scratch import FeatureRows
-from trak_lite.projectors.dense.fast_jl import MOST_ROWS, fast_jl_matrices
-from trak_lite.projectors.dense.matrices import AbstractMatrices, HashedMatrices
-from trak_lite.types import GradientBlock, ParameterShapes
+from trak_lite.projectors.dense.fast_jl import MOST_ROWS, FastJLMatrices, fast_jl_matrices
+from trak_lite.projectors.dense.matrices import HashedMatrices
+from trak_lite.types import GradientBlock, ParameterShapes, num_entries
 
 DEFAULT_MEMORY_BUDGET = 1 << 30
 """Memory limit of a dense projector in bytes: enough for a matrix of 512 columns and half a million rows."""
-
-
-def integer_seed(seed: object) -> int:
-    """Return the seed as a Python integer of any size and sign.
-
-    Raises:
-        InvalidInputError: If it is not an integer.
-    """
-    if not isinstance(seed, bool):
-        try:
-            return operator.index(seed)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise InvalidInputError(f"seed must be an integer, got {seed!r}.")
 
 
 class AbstractDenseProjector(AbstractProjector):
@@ -80,7 +64,7 @@ class AbstractDenseProjector(AbstractProjector):
         if dtype is not None and not dtype.is_floating_point:
             raise InvalidInputError(f"dtype must be a floating-point dtype or None, got {dtype}.")
         where = None if device is None else torch.device(device)
-        super().__init__(grad_dim, positive_int(proj_dim=proj_dim), integer_seed(seed), proj_type, where)
+        super().__init__(grad_dim, positive_int(proj_dim=proj_dim), integer(seed=seed), proj_type, where)
         self.dtype = dtype
         self.scaled = scaled
         extension = None
@@ -88,19 +72,20 @@ class AbstractDenseProjector(AbstractProjector):
             extension = fast_jl_matrices(where, kind, most_rows=self._fast_jl_rows)
         if extension is not None:
             self.device = extension.device
-        self._matrices: AbstractMatrices = extension or HashedMatrices(
+        self._matrices: HashedMatrices | FastJLMatrices = extension or HashedMatrices(
             kind, proj_dim, memory_budget=memory_budget, precision=precision
         )
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch of ``num_samples`` rows.
-
-        Raises:
-            InvalidInputError: If the parameters do not have ``grad_dim`` entries.
-        """
-        check_grad_dim(self.grad_dim, parameters)
+        """Return a new accumulator for one batch; raise if the parameters do not have ``grad_dim`` entries."""
+        entries = num_entries(parameters)
+        if self.grad_dim and entries != self.grad_dim:
+            raise InvalidInputError(
+                f"The gradients have {entries} entries per sample, but the projector has grad_dim={self.grad_dim}. "
+                "Pass grad_dim = the number of entries of all parameters in grad_wrt."
+            )
         sums = FeatureRows(num_samples, self.proj_dim, self.device)
         return _DenseAccumulator(self, self._matrices, num_samples, model_id, parameters, sums)
 
@@ -119,7 +104,7 @@ class _DenseAccumulator(AbstractFeatureAccumulator):
     """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
 
     _projector: AbstractDenseProjector
-    _matrices: AbstractMatrices
+    _matrices: HashedMatrices | FastJLMatrices
     _num_samples: int
     _model_id: int
     _parameters: ParameterShapes

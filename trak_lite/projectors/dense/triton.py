@@ -95,16 +95,10 @@ def _signed_product(
 def add_signed_product_(
     total: Tensor, rows: Tensor, key: int, start: int = 0, *, precision: str = "ieee"
 ) -> None:
-    """Add ``rows @ R[start : start + n]`` to ``total``, with R the sign matrix of ``key``.
+    """Add ``rows @ R[start : start + n]`` to ``total``, float32 ``(b, K)``, with R the sign matrix of ``key``.
 
-    Args:
-        total: float32 ``(b, K)`` on the device of ``rows``.
-        rows: ``(b, n)`` gradient entries of a dtype in :data:`DTYPES`, with any strides.
-        key: Key of the parameter, from :func:`~trak_lite.projectors.random.hash.parameter_key`.
-        start: Index in R of the first entry, below ``2**63``.
-        precision: ``"ieee"`` for float32 products, ``"tf32"`` to round gradients to 10 bits of mantissa on the
-            way to the tensor cores. float16 and bfloat16 gradients always use the tensor cores, which do not round
-            them.
+    The rows ``(b, n)`` have a dtype in :data:`DTYPES` and any strides. ``precision="tf32"`` rounds them to 10 bits of
+    mantissa on the way to the tensor cores. float16 and bfloat16 rows always use these, which do not round them.
     """
     for first in range(0, rows.shape[0], _MOST_ROWS):
         last = first + _MOST_ROWS

@@ -72,15 +72,7 @@ def mix32(word: int) -> int:
 
 
 def mix32_(words: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Scramble 32-bit words in place.
-
-    Args:
-        words: int32 tensor of any shape.
-        scratch: int32 tensor of the same shape that is overwritten; ``None`` allocates one.
-
-    Returns:
-        ``words``.
-    """
+    """Scramble int32 words of any shape in place and return them; ``scratch`` of the same shape is overwritten."""
     scratch = torch.empty_like(words) if scratch is None else scratch
     for shift, multiplier in ((16, _MULTIPLIERS[0]), (15, _MULTIPLIERS[1]), (15, None)):
         torch.bitwise_right_shift(words, shift, out=scratch)
@@ -140,14 +132,9 @@ def _words(number: int) -> Iterator[int]:
 
 
 def parameter_key(seed: int, model_id: int, name: str, stream: Stream, *parts: int) -> int:
-    """Return the key of one parameter's random words.
+    """Return the key of one parameter's random words, for any integer as seed.
 
-    Args:
-        seed: Any Python integer.
-        model_id: The checkpoint.
-        name: The parameter's canonical name; its 64-bit BLAKE2b digest enters the key.
-        stream: Purpose of the numbers; each purpose has an independent stream.
-        *parts: Further numbers, for several uses of one stream.
+    The 64-bit BLAKE2b digest of the name enters the key. Each stream is independent, and so are its ``parts``.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return key32(seed, model_id, int.from_bytes(digest, "little"), int(stream), *parts)
@@ -159,13 +146,10 @@ def hash_words_(out: Tensor, key: int, start: int = 0, *, scratch: Tensor | None
     ``h(key, i) = mix(mix(low32(i) ^ key32(key, high32(i))) + key)``, with i below ``2**63``.
 
     Args:
-        out: Contiguous int32 tensor of shape ``(n,)``.
+        out: Contiguous int32 ``(n,)``, which is returned.
         key: A 32-bit key.
         start: Index of the first word.
-        scratch: int32 tensor of shape ``(n,)`` that is overwritten; ``None`` allocates one.
-
-    Returns:
-        ``out``.
+        scratch: int32 ``(n,)`` that is overwritten; ``None`` allocates one.
 
     Example:
         >>> hash_words_(torch.empty(3, dtype=torch.int32), key32(0, 5, 0, 0)).tolist()
@@ -209,9 +193,9 @@ def _sign_bits(words: Tensor) -> Tensor:
     return bits.view(torch.float32).flatten(-2)
 
 
-def hash_offsets(key: int, start: int, count: int, *, size: int) -> list[int]:
-    """Return ``floor(h(key, i) * size / 2**32)`` for ``i = start .. start + count - 1``: numbers in ``[0, size)``."""
-    words = hash_words_(torch.empty(count, dtype=torch.int32, device="cpu"), key, start).tolist()
+def hash_offsets(key: int, count: int, *, size: int) -> list[int]:
+    """Return ``floor(h(key, i) * size / 2**32)`` for ``i = 0 .. count - 1``: numbers in ``[0, size)``."""
+    words = hash_words_(torch.empty(count, dtype=torch.int32, device="cpu"), key).tolist()
     return [((word & _WORD) * size) >> 32 for word in words]
 
 
@@ -223,12 +207,7 @@ def sign_table(keys: Tensor, count: int) -> Tensor:
 def hash_permutations(keys: Tensor, size: int) -> Tensor:
     """Return a permutation of ``0 .. size - 1`` for every key: the order of its first words, which are unsigned.
 
-    Args:
-        keys: int32 ``(...)``.
-        size: Number of elements.
-
-    Returns:
-        int64 ``(..., size)``.
+    It is int64 ``(..., size)`` for int32 keys ``(...)``.
 
     Example:
         >>> hash_permutations(key_grid(key32(0, 5), 1, 1), 3).tolist()
@@ -288,15 +267,9 @@ class AbstractEntries(ABC):
 
     @abstractmethod
     def draw_(self, out: Tensor, key: int, start: int) -> Tensor:
-        """Write rows ``start, start + 1, ...`` of the matrix of ``key``.
+        """Write rows ``start, start + 1, ...`` of the matrix of ``key`` into ``out`` and return it.
 
-        Args:
-            out: Contiguous float32 ``(n, width)``, n at most the ``num_rows`` of the constructor.
-            key: Key of the parameter, from :func:`~trak_lite.projectors.random.hash.parameter_key`.
-            start: Index of the first row.
-
-        Returns:
-            ``out``.
+        ``out`` is contiguous float32 ``(n, width)``, n at most the ``num_rows`` of the constructor.
         """
 
     def _draw_words(self, num_rows: int, key: int, start: int) -> Tensor:

@@ -22,11 +22,7 @@ _ONE = tl.constexpr(_hash._ONE)
 
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """Return Triton's decorator with a type.
-
-    Args:
-        do_not_specialize: Arguments, such as keys, whose values must not select a compiled variant.
-    """
+    """Return Triton's decorator, with a type; values of the named arguments do not select a compiled variant."""
     return triton.jit(do_not_specialize=list(do_not_specialize))  # type: ignore[no-any-return]
 
 
@@ -42,34 +38,27 @@ def mix32(word: tl.tensor) -> tl.tensor:
 
 @jit()
 def hash_word(index: tl.tensor, key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
-    """Return the words ``h(key, i)`` of ``_hash.hash_words_``.
+    """Return the words ``h(key, i)`` of ``_hash.hash_words_`` for the low 32 bits of i, uint32.
 
-    Args:
-        index: The low 32 bits of i, uint32.
-        key: The key, int32 or uint32.
-        high_key: ``key32(key, i >> 32)``, computed on the host, so a launch must not cross a multiple of 2**32.
+    ``high_key`` is ``key32(key, i >> 32)``, computed on the host, so a launch must not cross a multiple of 2**32.
     """
     return mix32(mix32(index ^ high_key.to(tl.uint32)) + key.to(tl.uint32))
 
 
 @jit()
 def rademacher_word(row_word: tl.tensor, column_word: tl.tensor) -> tl.tensor:
-    """Return the word with the signs of row i in columns ``32 j .. 32 j + 31`` (uint32).
+    """Return the words with the signs of rows, of which ``row_word`` is the ``hash_word``, in 32 columns from 32 j on.
 
-    Args:
-        row_word: ``hash_word`` of the row i.
-        column_word: The number j, uint32; must broadcast against ``row_word``.
+    ``column_word`` is the number j, uint32; it must broadcast against ``row_word``.
     """
     return mix32(row_word ^ mix32(column_word * _COLUMN_STEP))
 
 
 @jit()
 def sign_floats(words: tl.tensor, shifts: tl.tensor) -> tl.tensor:
-    """Return float32 -1 where the chosen bit is set and +1 where it is not.
+    """Return float32 -1 where the chosen bit of uint32 words is set and +1 where it is not.
 
-    Args:
-        words: uint32.
-        shifts: 31 minus the number of the bit, uint32; must broadcast against ``words``.
+    ``shifts`` is 31 minus the number of the bit, uint32; it must broadcast against ``words``.
     """
     bits = ((words << shifts) & 0x80000000) | _ONE  # the bit becomes the sign bit of 1.0
     return bits.to(tl.float32, bitcast=True)

@@ -1,11 +1,11 @@
-"""Base class of the sketches of single parameters, with hash keys and shared helpers.
+"""What the sketches of vectors and of matrices share: hash keys, the choice of kernels, embedding tables.
 
 Shapes: b rows (samples), n gradient entries of a parameter, K columns (``proj_dim``).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trak_lite.projectors._kernels import usable_kernels
 from trak_lite.projectors._scratch import Scratch, in_pieces, scratch_bytes, sum_dtype
-from trak_lite.projectors.random.hash import Stream, key_grid, parameter_key
-from trak_lite.types import FactoredBlock, LookupBlock
+from trak_lite.projectors.random.hash import Stream, parameter_key
+from trak_lite.types import LookupBlock
 
 _KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
 
@@ -32,34 +32,6 @@ class Keys:
         """Return the key of a stream."""
         return parameter_key(self.seed, self.model_id, self.name, stream, self.copy)
 
-    def grid(self, stream: Stream, rows: int, columns: int) -> Tensor:
-        """Return the keys of the parts ``(i, j)`` of a stream, int32 ``(rows, columns)``."""
-        return key_grid(self(stream), rows, columns)
-
-
-class AbstractSketch(ABC):
-    """A sparse random linear map from one parameter's gradient (n entries) to K features, entries +1 and -1.
-
-    Requirement: the features of a dense gradient row are bitwise the same on every device and in every batch. Features
-    of the same gradient as factors or table rows agree up to rounding.
-    """
-
-    @abstractmethod
-    def dense(self, rows: Tensor, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of gradient rows ``(b, n)``, in float32, or float64 for float64."""
-
-    @abstractmethod
-    def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of gradients in factors, in float32, or float64 for float64."""
-
-    @abstractmethod
-    def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
-        """Return features ``(b, K)`` of gradients of table rows, in float32, or float64 for float64."""
-
-    @abstractmethod
-    def adjoint(self, features: Tensor) -> Tensor:
-        """Return the transposed map applied to feature rows ``(m, K)``, ``(m, n)`` in their dtype."""
-
 
 def triton_kernels(rows: Tensor) -> ModuleType | None:
     """Return the module of the sketches' Triton kernels, or ``None`` if they do not support these gradients."""
@@ -75,13 +47,13 @@ def _load() -> ModuleType:
     return _triton_sketch
 
 
-def form_tables(sketch: AbstractSketch, block: LookupBlock, scratch: Scratch) -> Tensor:
+def form_tables(dense: Callable[[Tensor, Scratch], Tensor], block: LookupBlock, scratch: Scratch) -> Tensor:
     """Return features ``(b, K)`` of gradients of table rows; dense gradients are formed for a few samples at a time."""
     dtype = sum_dtype(block.values.dtype)
     entries = max(1, block.num_rows * block.values.shape[2])
 
     def features(rows: Tensor, values: Tensor) -> Tensor:
-        return sketch.dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), scratch)
+        return dense(LookupBlock(block.name, rows, values.to(dtype), block.num_rows).dense(), scratch)
 
     return in_pieces(
         features, block.rows, block.values, scratch_bytes(block.values.device) // (dtype.itemsize * entries)

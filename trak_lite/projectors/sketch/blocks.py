@@ -1,7 +1,7 @@
 """Hash functions of the blocks of a matrix sketch, and operations on all blocks of a matrix at once.
 
 A loop over blocks, positions or rows takes longer than the arithmetic: on an accelerator, where every operation is a
-launch of some microseconds, and on a CPU for small K. The functions of :class:`AllBlocks` use a fixed number of
+launch of some microseconds, and on a CPU for small K. The methods of :class:`BlockHashes` use a fixed number of
 operations for any number of blocks. The order of their sums is not part of the definition: features of the same
 gradient agree up to rounding.
 
@@ -11,7 +11,7 @@ Shapes: b rows (samples), T positions, K columns, n blocks of at most K x K of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -20,6 +20,26 @@ from torch import Tensor
 
 from trak_lite.projectors._scratch import in_pieces, scratch_bytes, sum_dtype
 from trak_lite.types import FactoredBlock, LookupBlock
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Entries of one factor that every block takes, in the order of its buckets or columns."""
+
+    index: Tensor
+    """``(n, L)`` int64 rows or columns of the matrix; 0 where there is none."""
+    signs: Tensor
+    """``(n, L)`` float32; 0 where there is none."""
+
+    def taken(self, factor: Tensor, blocks: slice, dtype: torch.dtype) -> Tensor:
+        """Return signed entries ``(b, m, T, L)`` of a factor ``(b, T, d)`` for m blocks."""
+        index, signs = self.index[blocks], self.signs[blocks].to(dtype)
+        # Taken before they are converted: a factor can be much larger than what these blocks take of it. On a CPU
+        # gather takes a fifth of the time of index_select.
+        chosen = factor.gather(2, index.flatten().expand(*factor.shape[:2], -1))
+        entries = chosen.view(*factor.shape[:2], *index.shape).transpose(1, 2)
+        signed = torch.empty(entries.shape, dtype=dtype, device=factor.device)
+        return torch.mul(entries, signs.unsqueeze(1), out=signed)
 
 
 @final
@@ -50,39 +70,27 @@ class BlockHashes:
         shifts, signs = (table[: self.shape[0]] for table in tables)
         return shifts, signs
 
+    def convolved(self, block: FactoredBlock) -> Tensor:
+        """Return features ``(b, K)`` of gradients in factors by Fourier transforms."""
+        count, positions, _ = block.inputs.shape
+        dtype, device = sum_dtype(block.inputs.dtype, block.output_grads.dtype), block.inputs.device
+        if positions == 0 or count == 0:  # some FFT backends fail for empty input
+            return torch.zeros(count, self.size, dtype=dtype, device=device)
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """Entries of one factor that every block takes, in the order of its buckets or columns."""
+        def features(inputs: Tensor, output_grads: Tensor) -> Tensor:
+            total = functools.reduce(torch.add, self._spectra(inputs, output_grads, dtype))
+            made: Tensor = torch.fft.irfft(total, n=self.size)
+            return made
 
-    index: Tensor
-    """``(n, L)`` int64 rows or columns of the matrix; 0 where there is none."""
-    signs: Tensor
-    """``(n, L)`` float32; 0 where there is none."""
+        entry_bytes = dtype.itemsize * self.size * positions  # of one factor of a sample, for one block
+        return in_pieces(
+            features, block.inputs, block.output_grads, scratch_bytes(device) // 4 // entry_bytes
+        )
 
-    def taken(self, factor: Tensor, blocks: slice, dtype: torch.dtype) -> Tensor:
-        """Return signed entries ``(b, m, T, L)`` of a factor ``(b, T, d)`` for m blocks."""
-        index, signs = self.index[blocks], self.signs[blocks].to(dtype)
-        # Taken before they are converted: a factor can be much larger than what these blocks take of it. On a CPU
-        # gather takes a fifth of the time of index_select.
-        chosen = factor.gather(2, index.flatten().expand(*factor.shape[:2], -1))
-        entries = chosen.view(*factor.shape[:2], *index.shape).transpose(1, 2)
-        signed = torch.empty(entries.shape, dtype=dtype, device=factor.device)
-        return torch.mul(entries, signs.unsqueeze(1), out=signed)
-
-
-@final
-@dataclass(eq=False)
-class AllBlocks:
-    """Sketches of factors and of table rows, computed for all blocks of a matrix together."""
-
-    _hashes: BlockHashes
-    """On the device of the gradients."""
-
-    def spectra(self, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    def _spectra(self, inputs: Tensor, output_grads: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield sums over some blocks of the Fourier transforms ``(b, K // 2 + 1)`` of factors' features."""
-        entries = inputs.shape[0] * inputs.shape[1] * self._hashes.size  # of one factor, for one block
-        step = max(1, self._budget(inputs, dtype) // max(1, entries))
+        entries = inputs.shape[0] * inputs.shape[1] * self.size  # of one factor, for one block
+        step = max(1, _budget(inputs, dtype) // max(1, entries))
         for first in range(0, len(self._outputs.index), step):
             blocks = slice(first, first + step)
             g = torch.fft.rfft(self._outputs.taken(output_grads, blocks, dtype))
@@ -91,73 +99,42 @@ class AllBlocks:
 
     def looked_up(self, block: LookupBlock) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows."""
-        dtype, size = sum_dtype(block.values.dtype), self._hashes.size
-        shifts, row_signs = self._hashes.by_row
-        column_signs = self._hashes.column_signs
+        dtype, size = sum_dtype(block.values.dtype), self.size
+        shifts, row_signs = self.by_row
+        across = self.column_signs.shape[1]
         columns = torch.arange(size, device=block.values.device)
-        step = max(
-            1, self._budget(block.values, dtype) // max(1, block.rows.shape[1] * column_signs[0].numel())
-        )
-        features = []
-        for rows, values in zip(torch.split(block.rows, step), torch.split(block.values, step), strict=True):
-            across = column_signs.shape[1]
-            wide = torch.nn.functional.pad(values.to(dtype), (0, across * size - self._hashes.shape[1]))
-            wide = wide.view(*rows.shape, across, size) * column_signs[rows // size].to(dtype)
+
+        def features(rows: Tensor, values: Tensor) -> Tensor:
+            wide = torch.nn.functional.pad(values.to(dtype), (0, across * size - self.shape[1]))
+            wide = wide.view(*rows.shape, across, size) * self.column_signs[rows // size].to(dtype)
             wide *= row_signs[rows].to(dtype).unsqueeze(3)
             places = (columns - shifts[rows].unsqueeze(3)).remainder_(size)
-            features.append(wide.gather(3, places).sum((1, 2)))
-        return torch.cat(features) if len(features) > 1 else features[0]
+            return wide.gather(3, places).sum((1, 2))
 
-    def _budget(self, values: Tensor, dtype: torch.dtype) -> int:
-        """Return how many numbers one intermediate result may have; a few exist at once."""
-        return scratch_bytes(values.device) // (4 * dtype.itemsize)
+        numbers = max(1, block.rows.shape[1] * across * size)  # of a sample
+        return in_pieces(features, block.rows, block.values, _budget(block.values, dtype) // numbers)
 
     @functools.cached_property
     def _outputs(self) -> _Side:
         """Row of the matrix in every bucket of every block."""
-        hashes = self._hashes
-        within = torch.argsort(hashes.shifts)  # the inverse permutations
-        first = torch.arange(len(within), device=within.device) * hashes.size
+        within = torch.argsort(self.shifts)  # the inverse permutations
+        first = torch.arange(len(within), device=within.device) * self.size
         rows = within + first[:, None, None]
-        signs = hashes.row_signs.gather(2, within) * (rows < hashes.shape[0])
-        return _Side(rows.clamp_(max=hashes.shape[0] - 1).flatten(0, 1), signs.flatten(0, 1))
+        signs = self.row_signs.gather(2, within) * (rows < self.shape[0])
+        return _Side(rows.clamp_(max=self.shape[0] - 1).flatten(0, 1), signs.flatten(0, 1))
 
     @functools.cached_property
     def _inputs(self) -> _Side:
         """Columns of every block."""
-        signs = self._hashes.column_signs.flatten(0, 1)
-        columns = torch.arange(self._hashes.shifts[0].numel(), device=signs.device)
-        index = columns.clamp_(max=self._hashes.shape[1] - 1).view(-1, self._hashes.size)
-        return _Side(index.repeat(len(self._hashes.shifts), 1), signs)
+        signs = self.column_signs.flatten(0, 1)
+        columns = torch.arange(self.shifts[0].numel(), device=signs.device)
+        index = columns.clamp_(max=self.shape[1] - 1).view(-1, self.size)
+        return _Side(index.repeat(len(self.shifts), 1), signs)
 
 
-def convolved(
-    block: FactoredBlock,
-    size: int,
-    spectra: Callable[[Tensor, Tensor, torch.dtype], Iterator[Tensor]],
-    budget: int,
-) -> Tensor:
-    """Return features ``(b, K)`` of factors by Fourier transforms.
-
-    Args:
-        block: The factors.
-        size: K.
-        spectra: Yields parts of the sum of features' Fourier transforms, for inputs, output gradients, a dtype.
-        budget: Bytes of one factor's entries for all positions of some samples, of one block.
-    """
-    count, positions, _ = block.inputs.shape
-    dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
-    if positions == 0 or count == 0:  # some FFT backends fail for empty input
-        return torch.zeros(count, size, dtype=dtype, device=block.inputs.device)
-
-    def features(inputs: Tensor, output_grads: Tensor) -> Tensor:
-        total = functools.reduce(torch.add, spectra(inputs, output_grads, dtype))
-        made: Tensor = torch.fft.irfft(total, n=size)
-        return made
-
-    return in_pieces(
-        features, block.inputs, block.output_grads, budget // (dtype.itemsize * size * positions)
-    )
+def _budget(values: Tensor, dtype: torch.dtype) -> int:
+    """Return how many numbers one intermediate result may have; a few exist at once."""
+    return scratch_bytes(values.device) // (4 * dtype.itemsize)
 
 
 # Estimates for a GPU of the H100's class, from flops and bytes; only their ratios matter.
@@ -172,12 +149,8 @@ def fourier_takes_less_time(
 ) -> bool:
     """Return whether Fourier transforms are faster than the Triton kernel, which needs formed gradients.
 
-    Args:
-        shape: ``(d_out, d_in)``.
-        positions: T.
-        proj_dim: K.
-        samples: b. The fewer there are, the more a launch counts.
-        halves: Gradients are formed by products of factors of 16 bits.
+    The matrix has the shape ``(d_out, d_in)``. The fewer samples there are, the more a launch counts. With ``halves``
+    gradients are formed by products of factors of 16 bits.
 
     Example:
         >>> [fourier_takes_less_time((3072, 768), 64, proj_dim=2048, samples=samples) for samples in (2, 32)]

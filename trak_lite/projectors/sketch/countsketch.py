@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import integer, one_of, positive_int
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
@@ -30,8 +30,7 @@ from trak_lite.projectors._base import (
     check_block,
 )
 from trak_lite.projectors._scratch import FeatureRows, Scratch
-from trak_lite.projectors.dense.projectors import integer_seed
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys
+from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import FactorMethod, MatrixSketch
 from trak_lite.projectors.sketch.vector import VectorSketch
 from trak_lite.types import FactoredBlock, GradientBlock, LookupBlock, ParameterShapes, SingleBlock
@@ -79,11 +78,11 @@ class CountSketchProjector(AbstractProjector):
             InvalidInputError: If a setting is not allowed.
         """
         kind = ProjectionType.rademacher
-        super().__init__(0, positive_int(proj_dim=proj_dim), integer_seed(seed), kind, device)
+        super().__init__(0, positive_int(proj_dim=proj_dim), integer(seed=seed), kind, device)
         self.copies = positive_int(copies=copies)
         self._factors: FactorMethod = one_of(("auto", "form", "fourier"), factors=factors)  # type: ignore[assignment]
         self._scratch = Scratch()
-        self._sketches: dict[tuple[str, tuple[int, ...]], list[AbstractSketch]] = {}
+        self._sketches: dict[tuple[str, tuple[int, ...]], list[VectorSketch | MatrixSketch]] = {}
         self._drawn_for: tuple[int, torch.device] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,13 +115,7 @@ class CountSketchProjector(AbstractProjector):
         self._scratch = Scratch()
 
     def sketch(self, block: GradientBlock, shape: tuple[int, ...], model_id: int) -> Tensor:
-        """Return the features ``(b, K)`` of one block, not yet scaled.
-
-        Args:
-            block: Gradients of b samples of one parameter.
-            shape: Shape of the parameter.
-            model_id: The checkpoint.
-        """
+        """Return the features ``(b, K)`` of the block of a parameter with this shape, not yet scaled."""
         if len(block.parts) > 1:
             return functools.reduce(torch.add, (self.sketch(part, shape, model_id) for part in block.parts))
         single: SingleBlock = block.parts[0].moved(self.device)
@@ -140,7 +133,7 @@ class CountSketchProjector(AbstractProjector):
 
     def _sketches_of(
         self, name: str, shape: tuple[int, ...], model_id: int, device: torch.device
-    ) -> list[AbstractSketch]:
+    ) -> list[VectorSketch | MatrixSketch]:
         """Return the sketches of a parameter, one per copy, drawn at the first call."""
         if self._drawn_for != (model_id, device):
             self._sketches.clear()

@@ -37,9 +37,9 @@ from trak_lite.projectors._scratch import (
     scratch_bytes,
     sum_dtype,
 )
-from trak_lite.projectors.random.hash import Stream, hash_permutations, sign_table
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
-from trak_lite.projectors.sketch.blocks import AllBlocks, BlockHashes, convolved, fourier_takes_less_time
+from trak_lite.projectors.random.hash import Stream, hash_permutations, key_grid, sign_table
+from trak_lite.projectors.sketch.base import Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.blocks import BlockHashes, fourier_takes_less_time
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ _NUMBERS = itertools.count()
 
 
 @final
-class MatrixSketch(AbstractSketch):
-    """Sketch of a matrix parameter; the weight of a convolution is reshaped to ``(out_channels, -1)``."""
+class MatrixSketch:
+    """Sketch of a matrix parameter; the weight of a convolution is reshaped to ``(out_channels, -1)``.
+
+    Features are summed in float32, or in float64 for float64 gradients.
+    """
 
     def __init__(
         self,
@@ -66,18 +69,11 @@ class MatrixSketch(AbstractSketch):
         device: torch.device,
         method: FactorMethod = "auto",
     ) -> None:
-        """Draw the hash functions.
-
-        Args:
-            shape: Shape of the parameter.
-            proj_dim: K.
-            keys: Hash keys of this parameter.
-            device: Device of the gradients.
-            method: How factors are sketched; ``"auto"`` uses the cheaper method for the number of positions.
-        """
+        """Draw the hash functions of a parameter; ``method`` says how gradients in factors are sketched."""
         self.shape = (shape[0], math.prod(shape[1:]))
         self._proj_dim = proj_dim
         self._method = method
+        self._most_columns = min(self.shape[1], proj_dim)
         self._drawn = _drawn(self.shape, proj_dim, keys)  # on the CPU: lists are made from it
         self._hashes = self._drawn if device.type == "cpu" else self._drawn.to(device)
         self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -99,11 +95,9 @@ class MatrixSketch(AbstractSketch):
 
     def factored(self, block: FactoredBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients in factors."""
-        device = block.inputs.device
         kernels = triton_kernels(block.inputs)
         if self._uses_fourier(block, triton=kernels is not None):
-            budget = scratch_bytes(device) // 4
-            return convolved(block, self._proj_dim, self._at_once.spectra, budget)
+            return self._hashes.convolved(block)
         if kernels is not None:
             return self._made_by(kernels).formed(block.inputs, block.output_grads, scratch)
         formed = self._formed_pieces if has_many_pieces(self.shape, self._proj_dim) else self._formed
@@ -127,18 +121,13 @@ class MatrixSketch(AbstractSketch):
         samples, halves = len(block.inputs), multiplies_halves(block.output_grads, block.inputs)
         return fourier_takes_less_time(self.shape, positions, proj_dim=size, samples=samples, halves=halves)
 
-    @functools.cached_property
-    def _at_once(self) -> AllBlocks:
-        """Operations on all blocks together."""
-        return AllBlocks(self._hashes)
-
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows; on a CPU, added position by position."""
         count, positions = block.rows.shape
         if block.values.device.type != "cpu" and positions:
-            return self._at_once.looked_up(block)
+            return self._hashes.looked_up(block)
         if positions >= self.shape[0]:
-            return form_tables(self, block, scratch)
+            return form_tables(self.dense, block, scratch)
         dtype, size = sum_dtype(block.values.dtype), self._proj_dim
         total = self._zeros(scratch, count, dtype, block.values.device)
         step = max(1, scratch_bytes(total.device) // (dtype.itemsize * max(1, count) * self._most_columns))
@@ -172,10 +161,6 @@ class MatrixSketch(AbstractSketch):
             rows.copy_(features[:, places] * signs.to(features.dtype))
         return found.flatten(1)
 
-    @property
-    def _most_columns(self) -> int:
-        return min(self.shape[1], self._proj_dim)
-
     @functools.cached_property
     def _lists(self) -> list[list[_Block]]:
         """Shifts and signs of the rows of every block as lists, by row of blocks."""
@@ -190,13 +175,9 @@ class MatrixSketch(AbstractSketch):
         return lists
 
     def _add_rows(self, total: Tensor, rows: Tensor, first: int, scratch: Scratch) -> None:
-        """Add consecutive rows of one row of blocks, block by block.
+        """Add consecutive rows ``(b, r, d_in)`` of one row of blocks, from row ``first`` of the matrix on, by blocks.
 
-        Args:
-            total: ``(b, K + w - 1)``, from :meth:`_zeros`.
-            rows: ``(b, r, d_in)``.
-            first: Number of the first of them in the matrix.
-            scratch: Scratch memory of this thread, of which ``total`` is a part.
+        ``total`` is ``(b, K + w - 1)`` from :meth:`_zeros`, and part of ``scratch``.
         """
         number, start = divmod(first, self._proj_dim)
         some = slice(start, start + rows.shape[1])
@@ -307,12 +288,7 @@ class MatrixSketch(AbstractSketch):
     def _pieces_by_shift(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the pieces of K entries of some rows in the order of their shifts, and where each shift begins.
 
-        Args:
-            first: Number of the first row.
-            count: Number of rows.
-
-        Returns:
-            ``(count * across,)`` and ``(K,)``, int32.
+        They are int32 ``(count * across,)`` and ``(K,)``, for ``count`` rows from row ``first`` on.
         """
         if (first, count) not in self._slots:
             shifts = self._hashes.by_row[0][first : first + count].flatten()
@@ -357,9 +333,9 @@ def _drawn(shape: tuple[int, int], size: int, keys: Keys) -> BlockHashes:
     """Draw the hash functions of all blocks, on the CPU."""
     grid = -(-shape[0] // size), -(-shape[1] // size)
     inside = torch.arange(grid[1] * size, device="cpu").view(grid[1], size) < shape[1]
-    shifts = hash_permutations(keys.grid(Stream.ROW_SHIFT, *grid), size)
+    shifts = hash_permutations(key_grid(keys(Stream.ROW_SHIFT), *grid), size)
     row_signs, column_signs = (
-        sign_table(keys.grid(stream, *grid), size) for stream in (Stream.ROW_SIGN, Stream.COLUMN_SIGN)
+        sign_table(key_grid(keys(stream), *grid), size) for stream in (Stream.ROW_SIGN, Stream.COLUMN_SIGN)
     )
     return BlockHashes(shape, size, shifts, row_signs, column_signs * inside)
 
@@ -382,12 +358,7 @@ def has_many_pieces(shape: tuple[int, int], proj_dim: int) -> bool:
 
 
 def fourier_is_cheaper(shape: tuple[int, int], positions: int, *, proj_dim: int) -> bool:
-    """Return whether Fourier transforms are faster than forming the gradient, for the sketch of one sample.
-
-    Args:
-        shape: ``(d_out, d_in)``.
-        positions: T.
-        proj_dim: K.
+    """Return whether Fourier transforms are faster than forming the gradient ``(d_out, d_in)``, for one sample.
 
     Example:
         >>> fourier_is_cheaper((1024, 1024), 1, proj_dim=2048), fourier_is_cheaper((768, 192), 64, proj_dim=2048)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 import triton
@@ -35,9 +36,7 @@ _TILE_ROWS = 32
 _TILE_COLUMNS = 128
 _TILE_WARPS = 4  # with twice the rows and as many warps, registers are spilled
 _MATRIX_COLUMNS = 64
-_MATRIX_WARPS = (
-    1  # few sums per program give many programs: one sum cannot be split, because its order is fixed
-)
+_MATRIX_WARPS = 1  # few sums per program: one sum cannot be split, because its order is fixed
 _MATRIX_STEPS = ((2, 16), (1, 32))
 """Samples of a program, and rows of the matrix that are read before they are added; the second for few programs."""
 _FEW_PROGRAMS = 512
@@ -46,9 +45,14 @@ _MOST_BLOCKS = 65535
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 224}
 """Registers per thread: without this option, NVIDIA's assembler uses fewer registers and delays the reads. AMD's
 compiler does not have the option."""
-_GROUPS = 1
-"""Groups of rows that the lists of a block are cut into."""
 _WORD_ENTRIES = 37  # log2 of the number of entries with one high half of the index of their sign words
+
+
+def _kernel(function: Callable[..., None]) -> Any:
+    """Compile one variant for all numbers; only the stride of entries selects another one, for entries in a row."""
+    names = [name for name, kind in function.__annotations__.items() if kind == "tl.tensor"]
+    numbers = [name for name in names if not name.endswith("_ptr") and name != "entry_stride"]
+    return jit(do_not_specialize=numbers)(function)
 
 
 # ---- vectors
@@ -64,21 +68,7 @@ def _entry_signs(
     return sign_floats(words, (31 - (entries & 31)).to(tl.uint32))
 
 
-@jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_entries",
-        "width",
-        "row_stride",
-        "first_tile",
-        "num_tiles",
-        "segment_tiles",
-        "key",
-        "high_key",
-        "next_high_key",
-        "crossing",
-    ]
-)
+@_kernel
 def _ring_sums(
     rows_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -129,22 +119,7 @@ def _ring_sums(
     )
 
 
-@jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_entries",
-        "width",
-        "size",
-        "row_stride",
-        "offset",
-        "blocks",
-        "key",
-        "high_key",
-        "fold_key",
-        "fold_high_key",
-        "crossing",
-    ]
-)
+@_kernel
 def _tile_sums(
     rows_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -195,61 +170,53 @@ def _tile_sums(
 
 
 @final
+@dataclass(eq=False)
 class VectorKernel:
     """Triton implementation of a :class:`~trak_lite.projectors.sketch.vector.VectorSketch`."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        segment: int,
-        offsets: Sequence[int],
-        sign_key: int,
-        fold_offsets: Sequence[int],
-        fold_key: int,
-        device: torch.device,
-    ) -> None:
-        """Copy the offsets to the device.
+    width: int
+    """W, length of the ring and of a tile."""
+    segment: int
+    """Number of tiles per segment."""
+    offsets: Sequence[int]
+    """Offset of every tile."""
+    sign_key: int
+    """Key of the signs of the entries."""
+    fold_offsets: Sequence[int]
+    """Offset of every block of K numbers of the ring."""
+    fold_key: int
+    """Key of the signs of the ring."""
+    device: torch.device
 
-        Args:
-            width: W, length of the ring and of a tile.
-            segment: Number of tiles per segment.
-            offsets: Offset of every tile.
-            sign_key: Key of the signs of the entries.
-            fold_offsets: Offset of every block of K numbers of the ring.
-            fold_key: Key of the signs of the ring.
-            device: Device of the gradients.
-        """
-        self._width = width
-        self._segment = segment
-        self._offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
-        self._first_offset = offsets[0] if len(offsets) == 1 else None
-        self._sign_key = sign_key
-        self._fold_offsets = torch.tensor(fold_offsets, dtype=torch.int32, device=device)
-        self._fold_key = fold_key
+    def __post_init__(self) -> None:
+        """Copy the offsets to the device."""
+        self._offsets, self._fold_offsets = (
+            torch.tensor(offsets, dtype=torch.int32, device=self.device)
+            for offsets in (self.offsets, self.fold_offsets)
+        )
 
     @torch.no_grad()
     def __call__(self, rows: Tensor) -> Tensor:
         """Return features ``(b, K)`` of gradient rows ``(b, n)`` of a dtype in :data:`DTYPES`, with any strides."""
         blocks = len(self._fold_offsets)
-        if self._first_offset is not None and blocks > 1:
-            return self._one_tile(rows, self._first_offset)
+        if len(self.offsets) == 1 and blocks > 1:
+            return self._one_tile(rows, self.offsets[0])
         ring = self._ring(rows)
         if blocks == 1:
             return ring
-        folded = ring.new_empty(1, len(ring), self._width // blocks)
-        ring_sums(folded, ring, self._fold_offsets, self._fold_key, segment=blocks)
+        folded = ring.new_empty(1, len(ring), self.width // blocks)
+        ring_sums(folded, ring, self._fold_offsets, self.fold_key, segment=blocks)
         return folded[0]
 
     def _one_tile(self, rows: Tensor, offset: int) -> Tensor:
         """Return the features of vectors that are one tile, in one launch; the bits are those of two."""
         blocks = len(self._fold_offsets)
-        size = self._width // blocks
+        size = self.width // blocks
         sums = torch.empty(len(rows), size, dtype=sum_dtype(rows.dtype), device=rows.device)
         numbers = (
-            *(*rows.shape, self._width, size, *rows.stride(), offset, blocks),
-            *(wrap32(self._sign_key), wrap32(key32(self._sign_key, 0))),
-            *(wrap32(self._fold_key), wrap32(key32(self._fold_key, 0))),
+            *(*rows.shape, self.width, size, *rows.stride(), offset, blocks),
+            *(wrap32(self.sign_key), wrap32(key32(self.sign_key, 0))),
+            *(wrap32(self.fold_key), wrap32(key32(self.fold_key, 0))),
             1 << _WORD_ENTRIES,
         )
         _launch_tile_sums(sums, [rows, self._fold_offsets], numbers)
@@ -257,15 +224,15 @@ class VectorKernel:
 
     def _ring(self, rows: Tensor) -> Tensor:
         """Return the ring ``(b, W)``: the sum of all segments in order."""
-        shape, dtype = (len(rows), self._width), sum_dtype(rows.dtype)
-        row_bytes = max(1, len(rows)) * self._width * dtype.itemsize
-        step = self._segment * max(1, scratch_bytes(rows.device) // row_bytes)
+        shape, dtype = (len(rows), self.width), sum_dtype(rows.dtype)
+        row_bytes = max(1, len(rows)) * self.width * dtype.itemsize
+        step = self.segment * max(1, scratch_bytes(rows.device) // row_bytes)
         ring: Tensor | None = None
         for first in range(0, len(self._offsets), step):
             offsets = self._offsets[first : first + step]
-            segments = -(-len(offsets) // self._segment)
+            segments = -(-len(offsets) // self.segment)
             sums = torch.empty(segments, *shape, dtype=dtype, device=rows.device)
-            ring_sums(sums, rows, offsets, self._sign_key, first=first, segment=self._segment)
+            ring_sums(sums, rows, offsets, self.sign_key, first=first, segment=self.segment)
             for segment in sums:
                 ring = segment if ring is None else ring + segment
         return torch.zeros(shape, dtype=dtype, device=rows.device) if ring is None else ring
@@ -274,13 +241,8 @@ class VectorKernel:
 def ring_sums(sums: Tensor, rows: Tensor, offsets: Tensor, key: int, *, segment: int, first: int = 0) -> None:
     """Write sums of rotated and signed tiles in one launch, which must have fewer than ``2**37`` entries.
 
-    Args:
-        sums: ``(number of segments, b, W)``, contiguous, overwritten.
-        rows: ``(b, n)``, with any strides.
-        offsets: Offsets of the tiles of W entries from tile ``first`` on, int32.
-        key: Key of the signs.
-        segment: Number of tiles per segment.
-        first: Number of the first tile.
+    ``sums`` is ``(segments, b, W)``, contiguous, and overwritten. ``segment`` tiles of the rows ``(b, n)``, which have
+    any strides, are a segment. The int32 ``offsets`` are those of the tiles of W entries from tile ``first`` on.
     """
     num_rows, width = sums.shape[1:]
     high = first * width >> _WORD_ENTRIES
@@ -296,65 +258,21 @@ def _launch_ring_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[in
     segments, num_rows, width = sums.shape
     grid = (triton.cdiv(width, _TILE_COLUMNS), segments, triton.cdiv(num_rows, _TILE_ROWS))
     rows, offsets = read
-    _ring_sums[grid](
-        rows,
-        sums,
-        offsets,
-        *numbers,
-        block_rows=_TILE_ROWS,
-        block_columns=_TILE_COLUMNS,
-        num_warps=_TILE_WARPS,
-    )
+    _ring_sums[grid](rows, sums, offsets, *numbers, **_tile())
 
 
 @as_operation
 def _launch_tile_sums(sums: Tensor, read: Sequence[Tensor], numbers: Sequence[int]) -> None:
     grid = (triton.cdiv(sums.shape[1], _TILE_COLUMNS), triton.cdiv(len(sums), _TILE_ROWS))
     rows, fold_offsets = read
-    _tile_sums[grid](
-        rows,
-        sums,
-        fold_offsets,
-        *numbers,
-        block_rows=_TILE_ROWS,
-        block_columns=_TILE_COLUMNS,
-        num_warps=_TILE_WARPS,
-    )
+    _tile_sums[grid](rows, sums, fold_offsets, *numbers, **_tile())
+
+
+def _tile() -> dict[str, int]:
+    return {"block_rows": _TILE_ROWS, "block_columns": _TILE_COLUMNS, "num_warps": _TILE_WARPS}
 
 
 # ---- matrices
-
-
-@jit()
-def _row_terms(
-    grads_ptr: tl.tensor,
-    listed: tl.tensor,
-    columns: tl.tensor,
-    inside: tl.tensor,
-    signs_ptr: tl.tensor,
-    width: tl.tensor,
-    row_stride: tl.tensor,
-    entry_stride: tl.tensor,
-) -> tl.tuple:
-    """Return the entries of one row of a block that belong to the columns, and their signs.
-
-    Args:
-        grads_ptr: ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix.
-        listed: High half: number of the row. Low half: twice its shift, plus 1 for the sign -1.
-        columns: Columns of the extended sums.
-        inside: Mask of the lanes that may read.
-        signs_ptr: Signs of the block's columns.
-        width: Number of the block's columns.
-        row_stride: Entries between two rows of the matrix in memory.
-        entry_stride: Entries between two columns of the matrix in memory.
-    """
-    code = listed.to(tl.uint32)
-    places = columns - (code >> 1).to(tl.int32)
-    within = (places >= 0) & (places < width)
-    signs = tl.load(signs_ptr + places, mask=within, other=0.0)
-    entries = (listed >> 32) * row_stride + places.to(tl.int64) * entry_stride
-    grads = tl.load(grads_ptr + entries[None, :], mask=inside & within[None, :], other=0.0)
-    return grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))
 
 
 @jit()
@@ -373,36 +291,31 @@ def _add_rows(
 ) -> tl.tensor:
     """Add the next ``unroll`` rows of a list in order, or ``count`` rows if that is less, and return ``total``.
 
-    All rows are read before the first is added, so that many reads run at once; the compiler keeps this order.
+    All rows are read before the first is added, so that many reads run at once; the compiler keeps this order. A list
+    holds the number of a row in the high half, and in the low half twice its shift, plus 1 for the sign -1.
+    ``grads_ptr`` is ``(block_rows, 1)``, the first entry of the block's columns in row 0 of the matrix; ``columns`` are
+    those of the extended sums, ``width`` is that of the block, and ``inside`` masks the lanes that may read.
     """
     listed: tl.tuple = ()
     for ahead in tl.static_range(unroll):
         listed = listed + (tl.load(lists_ptr + ahead, mask=ahead < count, other=0),)  # noqa: RUF005 - no * in Triton
     terms: tl.tuple = ()
     for ahead in tl.static_range(unroll):
-        read = inside & (ahead < count)
-        row = listed[ahead]
-        term = _row_terms(grads_ptr, row, columns, read, signs_ptr, width, row_stride, entry_stride)
-        terms = terms + (term,)  # noqa: RUF005
+        code = listed[ahead].to(tl.uint32)
+        places = columns - (code >> 1).to(tl.int32)
+        within = (places >= 0) & (places < width)
+        signs = tl.load(signs_ptr + places, mask=within, other=0.0)
+        entries = (listed[ahead] >> 32) * row_stride + places.to(tl.int64) * entry_stride
+        read = inside & (ahead < count) & within[None, :]
+        grads = tl.load(grads_ptr + entries[None, :], mask=read, other=0.0)
+        terms = terms + ((grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))),)  # noqa: RUF005
     for ahead in tl.static_range(unroll):
         grads, signs = terms[ahead]
         total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
     return total
 
 
-@jit(
-    do_not_specialize=[
-        "num_rows",
-        "size",
-        "sample_stride",
-        "row_stride",
-        "origin",
-        "first_part",
-        "stop_part",
-        "first_group",
-        "stop_group",
-    ]
-)
+@_kernel
 def _matrix_sums(
     grads_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -418,8 +331,6 @@ def _matrix_sums(
     origin: tl.tensor,
     first_part: tl.tensor,
     stop_part: tl.tensor,
-    first_group: tl.tensor,
-    stop_group: tl.tensor,
     unroll: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -448,14 +359,13 @@ def _matrix_sums(
             total = tl.load(sum_ptrs, mask=inside, other=0.0)
         part = first_part
         while part < stop_part:
-            facts = facts_ptr + part * 5
-            groups = tl.load(facts + 1)
-            bounds = bounds_ptr + tl.load(facts) + (half * tl.num_programs(0) + tl.program_id(0)) * groups
-            place = tl.load(bounds + tl.minimum(first_group, groups))
-            stop = tl.load(bounds + tl.minimum(stop_group, groups))
-            part_ptrs = sample_ptrs + tl.load(facts + 2) * entry_stride
-            width = tl.load(facts + 3).to(tl.int32)
-            part_signs = signs_ptr + tl.load(facts + 4)
+            facts = facts_ptr + part * 4
+            bounds = bounds_ptr + tl.load(facts) + half * tl.num_programs(0) + tl.program_id(0)
+            place = tl.load(bounds)
+            stop = tl.load(bounds + 1)
+            part_ptrs = sample_ptrs + tl.load(facts + 1) * entry_stride
+            width = tl.load(facts + 2).to(tl.int32)
+            part_signs = signs_ptr + tl.load(facts + 3)
             extended = columns + half * size
             while place < stop:
                 rows = lists_ptr + place
@@ -484,9 +394,8 @@ class MatrixKernel:
     def __init__(self, hashes: BlockHashes, column_signs: Tensor) -> None:
         """Create lists of the rows that have entries in each block of columns of the sums.
 
-        Args:
-            hashes: Hash functions of the blocks, on the CPU: reading them from a device would wait for it.
-            column_signs: Their column signs, on the device of the gradients.
+        The hash functions are on the CPU, as reading them from a device would wait for it, and the column signs on the
+        device of the gradients.
         """
         device = column_signs.device
         self._num_columns = hashes.shape[1]
@@ -511,12 +420,8 @@ class MatrixKernel:
         """Return features ``(b, K)`` of factored gradients: whole rows of blocks are formed by one product.
 
         The blocks are summed by programs of their own and then added, so that few samples keep the device busy. The
-        features equal those of the dense gradient up to rounding.
-
-        Args:
-            inputs: ``(b, T, d_in)``.
-            output_grads: ``(b, T, d_out)``.
-            scratch: Scratch memory for the pieces.
+        features equal those of the dense gradient up to rounding. Inputs are ``(b, T, d_in)``, output gradients
+        ``(b, T, d_out)``.
         """
         dtype = sum_dtype(inputs.dtype, output_grads.dtype)
         across = -(-self._num_columns // self._size)
@@ -532,38 +437,25 @@ class MatrixKernel:
                 start = first // self._size * across
                 stop = min(start + step * across, self._num_blocks)
                 for block in range(start, stop, _MOST_BLOCKS):
-                    parts.append(self._apart(piece, first, (block, min(block + _MOST_BLOCKS, stop))))
+                    count = min(_MOST_BLOCKS, stop - block)
+                    sums = torch.empty(count, 2, len(x), self._size, dtype=dtype, device=x.device)
+                    origin = first * piece.stride(1)
+                    self._add_(sums, piece, piece.stride(), (block, block + count), origin)
+                    parts.append(sums.sum((0, 1)))
             return functools.reduce(torch.add, parts)
 
         return in_pieces(features, inputs, output_grads, budget // band)
 
-    def _apart(self, piece: Tensor, first_row: int, parts: tuple[int, int]) -> Tensor:
-        """Return the features ``(b, K)`` of some blocks of the matrix in one launch and a sum over the blocks.
-
-        Args:
-            piece: ``(b, rows, d_in)``, consecutive rows of the matrix, with all rows of these blocks.
-            first_row: Number of the first of them in the matrix.
-            parts: First block, and the block after the last.
-        """
-        shape = (parts[1] - parts[0], 2, len(piece), self._size)
-        sums = torch.empty(shape, dtype=piece.dtype, device=piece.device)
-        self._add_(sums, piece, piece.stride(), parts, origin=first_row * piece.stride(1))
-        return sums.sum((0, 1))
-
     def _add_(
         self, sums: Tensor, grads: Tensor, strides: Sequence[int], parts: tuple[int, int], origin: int = 0
     ) -> None:
-        """Add some blocks in one launch.
+        """Add the blocks from the first of ``parts`` to before the second in one launch.
 
-        Args:
-            sums: ``(2, b, K)``, the extended sums; or ``(blocks, 2, b, K)``, those of each block, overwritten.
-            grads: The gradient, or a piece of it.
-            strides: Strides of samples, matrix rows and matrix columns.
-            parts: First block, and the block after the last.
-            origin: Index in the whole matrix of the first entry of ``grads``.
+        ``sums`` is ``(2, b, K)``, the extended sums, or ``(blocks, 2, b, K)``, those of each block, overwritten.
+        The gradients begin at entry ``origin`` of the matrix, with strides of samples, matrix rows and matrix columns.
         """
         read = [grads, self._lists, self._bounds, self._facts, self._signs]
-        numbers = (sums.shape[-2], self._size, *strides, origin, *parts, 0, _GROUPS)
+        numbers = (sums.shape[-2], self._size, *strides, origin, *parts)
         _launch_matrix_sums(sums, read, numbers)
 
 
@@ -598,8 +490,8 @@ def _row_lists(hashes: BlockHashes) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of matrix blocks with entries in each block of columns of the extended sums, in order.
 
     Returns:
-        The concatenated lists of all blocks, encoded for :func:`_row_terms`; the start of each list, and the end of the
-        last; and for every block its first list, groups of rows, first column, width and first sign.
+        The concatenated lists of all blocks, encoded for :func:`_add_rows`; the start of each list, and the end of the
+        last; and for every block its first list, first column, width and first sign.
     """
     (d_out, d_in), size = hashes.shape, hashes.size
     down, across, _ = hashes.shifts.shape
@@ -617,7 +509,7 @@ def _row_lists(hashes: BlockHashes) -> tuple[Tensor, Tensor, Tensor]:
     block, _, row = has_entries.nonzero(as_tuple=True)
     lists = (first_rows[block] + row << 32) + 2 * shifts[block, row] + (signs[block, row] < 0).long()
     counts = has_entries.sum(2).flatten()
-    facts = (blocks * len(starts), torch.full_like(blocks, _GROUPS), first_columns, widths, blocks * size)
+    facts = (blocks * len(starts), first_columns, widths, blocks * size)
     return lists, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.stack(facts, 1)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import Stream, hash_offsets, hash_signs
-from trak_lite.projectors.sketch.base import AbstractSketch, Keys, form_tables, triton_kernels
+from trak_lite.projectors.sketch.base import Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
@@ -34,27 +34,23 @@ _SEGMENT = 64
 
 
 @final
-class VectorSketch(AbstractSketch):
-    """Sketch of a parameter that is not a matrix or is a small matrix."""
+class VectorSketch:
+    """Sketch of a parameter that is not a matrix or is a small matrix.
+
+    Features are summed in float32, or in float64 for float64 gradients.
+    """
 
     def __init__(self, num_entries: int, proj_dim: int, keys: Keys, *, device: torch.device) -> None:
-        """Draw the offsets; signs are drawn when they are needed.
-
-        Args:
-            num_entries: n.
-            proj_dim: K.
-            keys: Hash keys of this parameter.
-            device: Device of the gradients.
-        """
+        """Draw the offsets for a parameter on a device; signs are drawn when they are needed."""
         self._proj_dim = proj_dim
         self._num_entries = num_entries
         blocks = min(max(1, _WIDE // proj_dim), -(-num_entries // proj_dim) or 1)
         self._width = blocks * proj_dim
         num_tiles = -(-num_entries // self._width)
-        self._offsets = hash_offsets(keys(Stream.TILE_OFFSET), 0, num_tiles, size=self._width)
+        self._offsets = hash_offsets(keys(Stream.TILE_OFFSET), num_tiles, size=self._width)
         self._sign_key = keys(Stream.TILE_SIGN)
         self._device = device
-        self._fold_offsets = hash_offsets(keys(Stream.FOLD_OFFSET), 0, blocks, size=proj_dim)
+        self._fold_offsets = hash_offsets(keys(Stream.FOLD_OFFSET), blocks, size=proj_dim)
         self._fold_key = keys(Stream.FOLD_SIGN)
         self._kernel: VectorKernel | None = None
 
@@ -87,7 +83,7 @@ class VectorSketch(AbstractSketch):
 
     def looked_up(self, block: LookupBlock, scratch: Scratch) -> Tensor:
         """Return features ``(b, K)`` of gradients of table rows, which are formed for a few samples at a time."""
-        return form_tables(self, block, scratch)
+        return form_tables(self.dense, block, scratch)
 
     def adjoint(self, features: Tensor) -> Tensor:
         """Return the transposed map applied to feature rows ``(m, K)``, ``(m, n)``."""

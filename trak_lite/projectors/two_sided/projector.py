@@ -19,7 +19,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite._validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
@@ -30,7 +30,6 @@ from trak_lite.projectors._base import (
     side_by_side,
 )
 from trak_lite.projectors._scratch import FeatureRows, empty_buffer, sum_dtype
-from trak_lite.projectors.dense.projectors import integer_seed
 from trak_lite.projectors.random.hash import (
     AbstractEntries,
     GaussianEntries,
@@ -71,6 +70,10 @@ class _Matrix:
     @property
     def stop(self) -> int:
         return self.start + self.k_out * self.k_in
+
+    def width(self, side: Stream) -> int:
+        """Return k of a side."""
+        return self.k_in if side == Stream.TWO_SIDED_IN else self.k_out
 
 
 @final
@@ -135,7 +138,7 @@ class TwoSidedProjector(AbstractProjector):
                 "with."
             )
         device = None if device is None else torch.device(device)
-        super().__init__(0, self.k_in * self.k_out, integer_seed(seed), kind, device)
+        super().__init__(0, self.k_in * self.k_out, integer(seed=seed), kind, device)
         if rest is not None and rest_dim is not None:
             raise InvalidInputError(
                 f"Both rest and rest_dim={rest_dim} were given. Give the projector of the rest its own width, and "
@@ -176,11 +179,7 @@ class TwoSidedProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch of ``num_samples`` rows.
-
-        Raises:
-            InvalidInputError: If the principal axes were fitted for other matrices.
-        """
+        """Return a new accumulator for one batch; raise if the principal axes were fitted for other matrices."""
         matrices, rest = self._divide(parameters)
         # Made even where nothing is left for it, so that it refuses blocks of unknown names.
         rest_accumulator = self.rest.accumulator(num_samples, model_id=model_id, parameters=rest)
@@ -189,19 +188,12 @@ class TwoSidedProjector(AbstractProjector):
         return _TwoSidedAccumulator(self, by_name, total, rest_accumulator, num_samples, model_id, parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment.
-
-        Raises:
-            InvalidInputError: If the principal axes were fitted for other matrices.
-        """
+        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment."""
         matrices, rest = self._divide(parameters)
         inner = self.rest.layout(rest).segments if rest else ()
-        whole = side_by_side(
-            [
-                *((matrix.name, matrix.stop - matrix.start) for matrix in matrices),
-                *(("rest" if len(inner) == 1 else f"rest.{part.name}", part.width) for part in inner),
-            ]
-        )
+        widths = [(matrix.name, matrix.stop - matrix.start) for matrix in matrices]
+        widths += [("rest" if len(inner) == 1 else f"rest.{part.name}", part.width) for part in inner]
+        whole = side_by_side(widths)
         return FeatureLayout.joint(whole.width) if self.layout_kind == "joint" and whole.width else whole
 
     def fingerprint(self) -> dict[str, Any]:
@@ -224,29 +216,28 @@ class TwoSidedProjector(AbstractProjector):
         self.rest.free_memory()
 
     def side_product(
-        self, values: Tensor, name: str, side: Stream, width: int, *, model_id: int
+        self, values: Tensor, matrix: _Matrix, side: Stream, model_id: int
     ) -> tuple[Tensor, float]:
         """Return ``values (b, n, d) @ side matrix (d, k)``, unscaled, and the scale.
 
         The matrices of one model and device at a time are kept. A side with d = k is kept whole. Random matrices are
         scaled by 1/sqrt(k): then P^T P is the identity in expectation. Axes are orthonormal and not scaled.
         """
-        if values.shape[2] == width:
+        width, size, device = matrix.width(side), values.shape[2], values.device
+        if size == width:
             return values, 1.0
-        if self._owner != (model_id, values.device):
+        if self._owner != (model_id, device):
             self._made.clear()
-            self._owner = (model_id, values.device)
-        matrix = self._made.get((name, side))
-        if matrix is None:
-            matrix = (
-                self._axes.axes(name, side).to(values.device)
+            self._owner = (model_id, device)
+        key = matrix.name, side
+        if key not in self._made:
+            self._made[key] = (
+                self._axes.axes(*key).to(device)
                 if self._axes is not None
-                else self._drawn(
-                    parameter_key(self.seed, model_id, name, side), values.shape[2], width, values.device
-                )
+                else self._drawn(parameter_key(self.seed, model_id, *key), size, width, device)
             )
-            self._made[name, side] = matrix
-        return values @ matrix.to(values.dtype), 1.0 if self._axes is not None else 1 / math.sqrt(width)
+        scale = 1.0 if self._axes is not None else 1 / math.sqrt(width)
+        return values @ self._made[key].to(values.dtype), scale
 
     def _drawn(self, key: int, num_rows: int, width: int, device: torch.device) -> Tensor:
         """Return the random matrix of a key, float32 ``(num_rows, width)``."""
@@ -310,25 +301,23 @@ class _TwoSidedAccumulator(AbstractFeatureAccumulator):
         check_block(block, self._num_samples, self._parameters)
         inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
         total = self._total.of(sum_dtype(inputs.dtype, output_grads.dtype), inputs.device)
-        positions = inputs.shape[1]
+        product, positions = self._projector.side_product, inputs.shape[1]
         for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
-            x, in_scale = self._side_product(matrix, Stream.TWO_SIDED_IN, inputs[piece].to(total))
-            g, out_scale = self._side_product(matrix, Stream.TWO_SIDED_OUT, output_grads[piece].to(total))
+            x, in_scale = product(inputs[piece].to(total), matrix, Stream.TWO_SIDED_IN, self._model_id)
+            g, out_scale = product(
+                output_grads[piece].to(total), matrix, Stream.TWO_SIDED_OUT, self._model_id
+            )
             _add(total, matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
 
     def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
         """Add ``P_out^T G P_in`` of formed gradients."""
         rows = block_rows(block, self._num_samples, self._parameters)
-        total = self._total.of(sum_dtype(rows.dtype), rows.device)
+        total, product = self._total.of(sum_dtype(rows.dtype), rows.device), self._projector.side_product
         for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
             grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
-            x, in_scale = self._side_product(matrix, Stream.TWO_SIDED_IN, grads)
-            g, out_scale = self._side_product(matrix, Stream.TWO_SIDED_OUT, x.transpose(1, 2))
+            x, in_scale = product(grads, matrix, Stream.TWO_SIDED_IN, self._model_id)
+            g, out_scale = product(x.transpose(1, 2), matrix, Stream.TWO_SIDED_OUT, self._model_id)
             _add(total, matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
-
-    def _side_product(self, matrix: _Matrix, side: Stream, values: Tensor) -> tuple[Tensor, float]:
-        width = matrix.k_in if side == Stream.TWO_SIDED_IN else matrix.k_out
-        return self._projector.side_product(values, matrix.name, side, width, model_id=self._model_id)
 
 
 def _add(total: Tensor, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
