@@ -29,6 +29,7 @@ from trak_lite.gradient_computers.parameters import (
     select_parameters,
 )
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
+from trak_lite.gradient_computers.reference import fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheckError, compare, draws_masks
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -69,7 +70,9 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     If rows are selected, sorted or moved by values (routed experts, masks, sorted or ragged samples), additional
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
-    refused. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none.
+    refused. f of every batch is compared with f of its two halves, since an expert with a capacity drops samples of
+    some batches (in 16 bits: on the schedule of the self-check, and only if a float64 copy of the model fits). An index
+    into an axis that does not grow with the batch (a label's logit, the last token) needs none of this.
 
     In :meth:`run`, which the package's own loops use, the torch operations of a batch are recorded and replayed for
     later ones of the same shape, without hooks, rules and autograd's graph, if enough batches follow for this to save
@@ -357,13 +360,21 @@ class HookGradientComputer(AbstractStreamingComputer):
             seen = {name: p for name, p in kept.items() if name not in plan.escaped}
             if seen and positions:
                 compare(self, part.batch, seen, samples, list(plan.dtypes))
-            if positions and self.checks.is_due(key, size) and plan.may_mix:
+            if positions and self._compares_halves(plan, is_due=self.checks.is_due(key, size)):
                 self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)
         return OutputTerms(*(term.detach() for term in terms))
 
     def _halves_may_differ(self) -> bool:
-        return self._sharded is None and any(plan.may_mix for plan in self._plans.values())
+        plans = self._plans.values()
+        return self._sharded is None and any(self._compares_halves(plan, is_due=True) for plan in plans)
+
+    def _compares_halves(self, plan: Plan, *, is_due: bool) -> bool:
+        if not plan.may_mix:
+            return False
+        # In 16 bits rounding may send a row to another expert, which takes a pass in float64 to tell.
+        narrow = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in plan.dtypes)
+        return not narrow or (is_due and fits_in_float64(self.model))
 
     def _look_at_mixing(self) -> None:
         try:
