@@ -91,10 +91,6 @@ class Job:
         """Train if the recipe defines ``train`` and there is no checkpoint; return the number of checkpoints written.
 
         The checkpoints are moved to their path after the training, so that an interrupted training leaves none there.
-
-        Raises:
-            CheckpointError: If there is no checkpoint and the path comes from the record of a store.
-            InvalidInputError: If the training returned no weights.
         """
         folder = self.config.values["checkpoints"]
         train = self.recipe.bound("train", self.config.recipe_arguments)
@@ -127,12 +123,7 @@ class Job:
         return number
 
     def featurize(self) -> FeaturizeSummary:
-        """Featurize the train rows for every checkpoint.
-
-        Raises:
-            CheckpointError: If there is no checkpoint at the path.
-            CorruptStoreError: If a checkpoint that :meth:`train` wrote is damaged.
-        """
+        """Featurize the train rows for every checkpoint."""
         checkpoints = self.config.values["checkpoints"]
         if isinstance(checkpoints, str) and not _has_entries(checkpoints):
             raise CheckpointError(
@@ -191,11 +182,7 @@ class Job:
         return partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
 
     def unroll(self) -> Scores:
-        """Train so that the training can be replayed, and return the derivatives of the targets through it.
-
-        Raises:
-            InvalidInputError: If the recipe does not define ``training``, or it returns something else.
-        """
+        """Train so that the training can be replayed, and return the derivatives of the targets through it."""
         training = self.recipe.bound("training", self.config.recipe_arguments)
         made = None if training is None else training()
         if not isinstance(made, unrolled.Recipe):
@@ -219,11 +206,7 @@ class Job:
         )
 
     def check_columns(self) -> None:
-        """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed.
-
-        Raises:
-            UnknownNameError: If the recipe and the store have no such column.
-        """
+        """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed."""
         names = [*(self.where or ()), *([] if self.by is None else [self.by])]
         if not names:
             return
@@ -325,9 +308,6 @@ def conditions(texts: Sequence[str]) -> dict[str, list[str]] | None:
 
     Several values of a column are alternatives.
 
-    Raises:
-        InvalidInputError: If a text has no ``=``.
-
     Example:
         >>> conditions(["source=web", "source=book", "year=2024"])
         {'source': ['web', 'book'], 'year': ['2024']}
@@ -354,12 +334,7 @@ def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> 
 
 
 def scores_of(config: RunConfig) -> Scores:
-    """Return the scores that a config names, of a store that is read without model and data.
-
-    Raises:
-        StateError: If there are no such scores.
-        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
-    """
+    """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
         settings = StoredSettings.of(
             store.manifest, device=resolve_device(config.values["device"]), where=str(config.path)
@@ -384,10 +359,6 @@ def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | 
         config: Names the store and the scores.
         out: Path of the page; with ``None``, the page is written beside the store.
         where: Values by column that the train rows of the page have.
-
-    Raises:
-        StateError: If there are no such scores.
-        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
     """
     from trak_lite.report import write_report  # imported late: no other command needs it
 
@@ -411,9 +382,6 @@ def effects(
         options: ``remove``: row numbers and ranges, such as ``3,8-11``. ``target`` and ``goal``: find the set instead.
             ``out``: file to write the result to, as JSON.
         where: Values by column of the rows that go, instead of ``remove``.
-
-    Raises:
-        InvalidInputError: If not exactly one set is asked about, or a number cannot be read.
     """
     removed, target, goal, out = (options[name] for name in ("remove", "target", "goal", "out"))
     if (target is None) != (goal is None) or [removed, where, target].count(None) != 2:

@@ -92,10 +92,6 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
         source: Path of the YAML file, or the record of a run.
         options: Names and texts of the options of the command line.
         runs: Whether the command needs model and data; without them the recipe is optional.
-
-    Raises:
-        InvalidInputError: If the file cannot be read, a key is unknown, a value is missing or has the wrong type, the
-            recipe cannot be executed, or the source is a record and the command line names no recipe.
     """
     typed = dict(options)
     if isinstance(source, RunRecord):

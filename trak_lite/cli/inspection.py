@@ -36,10 +36,6 @@ def inspection(place: str | RemotePlace, *, every: bool = False) -> str:
     Args:
         place: The path or address.
         every: List every table and entry. By default, those of more than eight checkpoints are summed up.
-
-    Raises:
-        MissingStoreError: If there is no store.
-        StoreError: If it cannot be read.
     """
     with open_store(place) as store:
         made_with, fingerprint = dict(store.manifest.made_with), dict(store.manifest.fingerprint)

@@ -52,9 +52,6 @@ def keys_of(function: Callable[..., Any], *, section: str = "", without: Collect
         function: Function with annotations or defaults, and a docstring in Google style.
         section: Prefix of the names: ``score`` gives ``score.method``.
         without: Names of arguments to leave out.
-
-    Raises:
-        InvalidInputError: If an annotation cannot be evaluated.
     """
     try:
         signature = inspect.signature(function, eval_str=True)

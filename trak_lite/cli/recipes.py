@@ -106,10 +106,6 @@ def load_recipe(path: Path) -> Recipe:
 
     Args:
         path: Path of the Python file.
-
-    Raises:
-        InvalidInputError: If there is no such file, it does not compile, a module that it imports is not installed,
-            or a function is missing.
     """
     path = Path(os.path.abspath(path))
     try:
@@ -134,11 +130,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) -> dict[str, Column]:
-    """Return the columns of the train data that a recipe returns, of the rows that the config selects.
-
-    Raises:
-        InvalidInputError: If they are no mapping of names to one label per sample of the train data.
-    """
+    """Return the columns of the train data that a recipe returns, of the rows that the config selects."""
     columns = recipe.bound("columns", arguments)
     found = {} if columns is None else columns()
     if not isinstance(found, dict):
@@ -154,9 +146,6 @@ def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
 
     Args:
         trained: A module, its state dict, or an iterable of these.
-
-    Raises:
-        InvalidInputError: If it has another type.
     """
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
@@ -177,11 +166,7 @@ def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def last_trained(train: Callable[..., Any], indices: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
-    """Train on the given rows and return the final weights.
-
-    Raises:
-        InvalidInputError: If ``train`` returned no weights.
-    """
+    """Train on the given rows and return the final weights."""
     last: dict[str, Tensor] = {}
     for last in trained_states(train(indices, seed)):  # noqa: B007  # only the last one is used
         pass

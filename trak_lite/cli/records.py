@@ -83,11 +83,7 @@ def store_record_of_run(place: str | RemotePlace, record: RunRecord) -> None:
 
 
 def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
-    """Return the records of a store, the oldest first.
-
-    Raises:
-        CorruptStoreError: If they cannot be read.
-    """
+    """Return the records of a store, the oldest first."""
     stored = store.entry(_NAME, _KEY)
     if stored is None:
         return []
@@ -100,12 +96,7 @@ def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
 
 
 def last_record(place: str | RemotePlace) -> RunRecord | None:
-    """Return the last record of a store, with the present path of the store; ``None`` if there is no record.
-
-    Raises:
-        MissingStoreError: If there is no store.
-        CorruptStoreError: If the records cannot be read.
-    """
+    """Return the last record of a store, with the present path of the store; ``None`` if there is no record."""
     with open_store(place) as store:
         records = stored_records(store)
     # A store may have been moved since the run.

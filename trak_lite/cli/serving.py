@@ -39,11 +39,6 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
     Args:
         config: Names the store; with a recipe, texts can be scored and rows are rendered.
         port: The port, 0 for a free one; ``None`` is 8765.
-
-    Raises:
-        MissingPackageError: If a package of the extra ``serve`` is not installed.
-        InvalidInputError: If the port is not a free port.
-        ManifestMismatchError: If the recipe's train data are not those of the store.
     """
     require_packages("starlette", "uvicorn", "jinja2", extra="serve")
     from trak_lite.serve.app import application  # imported late: no other command needs Starlette
@@ -68,13 +63,7 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
 
 
 def pages_of(config: RunConfig) -> Pages:
-    """Return the pages of the store that a config names.
-
-    Raises:
-        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
-        ManifestMismatchError: If the recipe's train data are not those of the store.
-        CheckpointError: If the recipe's model or its checkpoints are not those of the store.
-    """
+    """Return the pages of the store that a config names."""
     place, method = config.path, config.values["score"]["method"]
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)

@@ -124,9 +124,6 @@ class ColumnMarks:
         Args:
             batch: B samples.
             alone: Returns the first sample as a batch of its own, if there is one to compare with.
-
-        Raises:
-            InvalidInputError: If all samples share a tensor that has as many entries as the batch has samples.
         """
         leaves, sized = flatten_batch(batch)[0], _sized(batch)
         size = len(leaves[0]) if leaves else 0
@@ -210,11 +207,7 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
 
 
 def batch_size(batch: Batch) -> int:
-    """Return B, the common number of samples of all tensors in the batch.
-
-    Raises:
-        InvalidInputError: If the batch holds no tensor with a sample axis, or its tensors disagree on B.
-    """
+    """Return B, the common number of samples of all tensors in the batch."""
     leaves, _ = flatten_batch(batch)
     if not leaves:
         raise InvalidInputError(

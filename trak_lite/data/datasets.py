@@ -430,11 +430,7 @@ def _are_columns(dataset: Any) -> bool:
 
 
 def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -> RowNumbers:
-    """Return indices into a dataset as an array.
-
-    Raises:
-        InvalidInputError: If they are not integers from 0 to ``size`` - 1.
-    """
+    """Return indices into a dataset as an array."""
     given = np.asarray(indices)
     if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidInputError(

@@ -223,11 +223,6 @@ def _encoded(array: NDArray[Any], what: str) -> dict[str, Any]:
     Args:
         array: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels; the last axis is tried first.
         what: Name of the row in messages, and the alternative text.
-
-    Raises:
-        InvalidInputError: If it has another shape, or its values are not real numbers.
-        NonFiniteError: If a value is NaN or infinite.
-        MissingPackageError: If Pillow is not installed.
     """
     require_packages("PIL", extra="report")
     from PIL.Image import fromarray

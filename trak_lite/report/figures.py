@@ -72,11 +72,7 @@ _Drawing: TypeAlias = tuple[str, str]
 def drawn_figures(
     scores: ReportedScores, histogram: Histogram, names: Sequence[str]
 ) -> Iterator[tuple[str, str | None, str]]:
-    """Yield title, SVG and caption of some of ``FIGURES``; where the SVG is ``None``, the caption is the reason.
-
-    Raises:
-        MissingPackageError: If matplotlib is not installed.
-    """
+    """Yield title, SVG and caption of some of ``FIGURES``; where the SVG is ``None``, the caption is the reason."""
     makers: dict[str, tuple[str, Callable[[], _Drawing]]] = {
         "histogram": ("Scores", lambda: _histogram(histogram)),
         "damping": ("Damping path", lambda: _damping(scores)),
@@ -100,9 +96,6 @@ def chart(plot: Callable[[Axes], None], label: str, below: str, beside: str) -> 
         label: Description for screen readers; differs between the charts of a page.
         below: Label of the x axis.
         beside: Label of the y axis.
-
-    Raises:
-        MissingPackageError: If matplotlib is not installed.
     """
     require_packages("matplotlib", extra="report")
     from matplotlib import style

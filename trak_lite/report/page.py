@@ -135,9 +135,6 @@ def notebook_summary(scores: ReportedScores) -> str:
     """Return sizes, settings, verdict and the top rows of the first targets as HTML.
 
     Scores that are many, or not in the store, are not read: their summary has no top rows.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
     """
     place, top = scores.location or "memory", None
     if scores.stored and scores.shape[0] * scores.shape[1] <= _SUMMARY_SCORES:
@@ -165,11 +162,7 @@ def notebook_table(
     settings: Mapping[str, Any],
     note: str = "",
 ) -> str:
-    """Return a heading, a table, settings and a note as HTML; long texts are cut.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
-    """
+    """Return a heading, a table, settings and a note as HTML; long texts are cut."""
     return fragment(
         "table.html",
         title=title,
@@ -237,11 +230,7 @@ def _which(shown: int, num_targets: int, where: Where | None) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """Return the Jinja2 environment of the templates.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
-    """
+    """Return the Jinja2 environment of the templates."""
     require_packages("jinja2", extra="report")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -269,10 +258,6 @@ def _write_page(path: str | PathLike[str], template: str, **values: Any) -> Path
     """Write a page piece by piece and return its path; an existing file is replaced when the new one is complete.
 
     Iterators among the values of the template are consumed while the page is written.
-
-    Raises:
-        InvalidInputError: If the path is a folder.
-        MissingPackageError: If Jinja2 is not installed.
     """
     out = Path(path)
     if out.is_dir():

@@ -25,11 +25,7 @@ _SMALLEST: Final = 2.0**-149
 
 
 def chosen_targets(scores: ReportedScores, targets: Sequence[int] | None) -> list[int]:
-    """Return the selected targets, by default the first ones.
-
-    Raises:
-        InvalidInputError: If the selection is empty, has a target twice, or has one that does not exist.
-    """
+    """Return the selected targets, by default the first ones."""
     count = scores.shape[1]
     if targets is None:
         return list(range(min(count, MOST_TARGETS)))
@@ -58,11 +54,7 @@ class Histogram:
     _counts: NDArray[np.int64] = field(init=False, default_factory=lambda: np.zeros(2 * _HALF, np.int64))
 
     def add(self, values: NDArray[Any]) -> None:
-        """Count numbers of any shape.
-
-        Raises:
-            NonFiniteError: If one is NaN or infinite.
-        """
+        """Count numbers of any shape."""
         values = values.astype(np.float64)
         if not values.size:
             return
@@ -109,14 +101,7 @@ class Survey:
     def of(
         cls, scores: ReportedScores, targets: Sequence[int] | None, *, k: int, where: Where | None = None
     ) -> Self:
-        """Read the scores once; arguments as in :func:`write_report`. Memory: one tile, ``4 k`` numbers per target.
-
-        Raises:
-            InvalidInputError: If ``k`` is not a positive integer, a target does not exist, or no row satisfies
-                ``where``.
-            UnknownNameError: If no such column is stored.
-            NonFiniteError: If a score is NaN or infinite.
-        """
+        """Read the scores once; arguments as in :func:`write_report`. Memory: one tile, ``4 k`` numbers per target."""
         columns = scores.columns if isinstance(where, Mapping) else {}
         wanted = None if where is None else wanted_rows(where, columns, scores.shape[0])
         shown = chosen_targets(scores, targets)

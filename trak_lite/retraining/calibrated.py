@@ -271,11 +271,7 @@ def _calibrated_targets(
 
 
 def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np.float32]:
-    """Return the scores with the calibrated kernel, ``(N, M)``.
-
-    Raises:
-        StateError: If the calibrated kernel was not better, so that it was not stored.
-    """
+    """Return the scores with the calibrated kernel, ``(N, M)``."""
     if calibration.checkpoints != tuple(rows.digests):
         raise InvalidInputError(
             "The weights were fitted to scores of other checkpoints. Calibrate these scores."

@@ -355,11 +355,7 @@ def _plan(
 
 
 def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progress: bool | None) -> Retrained:
-    """Return the outputs of a store that holds one training, and train what is missing.
-
-    Raises:
-        ManifestMismatchError: If the store holds another training.
-    """
+    """Return the outputs of a store that holds one training, and train what is missing."""
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
         is_same, compared = _compared(workspace, OUTPUTS, plan)

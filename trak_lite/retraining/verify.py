@@ -178,11 +178,7 @@ class OpenedTargets:
 
 @contextmanager
 def opened_targets(scores: Scores, rows: Rows) -> Iterator[OpenedTargets]:
-    """Open the store of scores for writing, inside the block.
-
-    Raises:
-        ManifestMismatchError: If ``rows`` are not the targets that were scored.
-    """
+    """Open the store of scores for writing, inside the block."""
     run = scores.run
     identity = run.target_identity(rows)
     path = score_path(scores.name, scores.method, run.settings.method)
@@ -236,12 +232,7 @@ def evaluate(
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
     confidence: float,
 ) -> Verdict:
-    """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models.
-
-    Raises:
-        InvalidInputError: If there are too few subsets, the outputs of all targets are constant, or there is not one
-            text per row and target.
-    """
+    """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models."""
     outputs = retrained.mean
     predicted = summed_over(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)

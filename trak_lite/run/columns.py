@@ -31,12 +31,7 @@ _NUMBERS: Final[dict[str, Any]] = {"b": np.bool_, "i": np.int64, "u": np.uint64,
 
 
 def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) -> None:
-    """Store columns of the train rows. A column of the same name is replaced; damaged ones are removed.
-
-    Raises:
-        InvalidInputError: If a column does not have one label per train row, or its texts are too many or too long.
-        ReadOnlyStoreError: If the store was opened for reading.
-    """
+    """Store columns of the train rows. A column of the same name is replaced; damaged ones are removed."""
     num_rows = num_train_rows(store.manifest)
     wrong = {name: len(column.places) for name, column in columns.items() if len(column.places) != num_rows}
     if wrong:
@@ -57,11 +52,7 @@ def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) ->
 
 
 def stored_columns(store: AbstractFeatureStore) -> dict[str, Column]:
-    """Return the stored columns of the present train rows by name, sorted.
-
-    Raises:
-        CorruptStoreError: If a stored entry does not hold a column of the train rows.
-    """
+    """Return the stored columns of the present train rows by name, sorted."""
     found: dict[str, Column] = {}
     for path in store.entry_names(COLUMNS):
         found |= _stored(store, path)

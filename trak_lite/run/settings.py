@@ -103,14 +103,7 @@ class AttributorSettings:
         layout: Literal["auto", "joint", "module"],
         method: Method,
     ) -> None:
-        """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`.
-
-        Raises:
-            InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
-            UnknownTaskError: If the task is unknown.
-            UnsupportedModelError: If the model is sharded by anything but FSDP2, or the gradient computer or
-                ``normalize`` does not support sharded models.
-        """
+        """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`."""
         self.device = resolve_device(device, model)
         refuse_unsupported_sharding(model)
         self._model = model
@@ -171,10 +164,6 @@ class AttributorSettings:
 
         The train rows, their fits and the manifest stay those of the featurized task. The name is empty if the task is
         that of the train rows (or adds questions to it), so that targets are evaluated as they are.
-
-        Raises:
-            UnknownTaskError: If the task is unknown.
-            InvalidInputError: If it has questions and its train rows are of another task.
         """
         given = resolve_task(task)
         is_same = describe_task(given) == describe_task(self.task)
@@ -235,9 +224,6 @@ class AttributorSettings:
 
         Args:
             of_drawn_labels: For gradients of the log-likelihood of labels that are drawn from the model.
-
-        Raises:
-            InvalidInputError: If labels cannot be drawn, or the rows are normalised.
         """
         more: dict[str, Any] = {} if self._is_own_computer else {"float32_products": self._products}
         return (self._make_computer or FunctionalGradientComputer)(
@@ -312,11 +298,7 @@ class AttributorSettings:
     # ---------------------------------------------------------------- manifest, tables and fingerprints
 
     def manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
-        """Return the manifest of these settings; without a dataset, its fingerprint has no ``dataset`` entry.
-
-        Raises:
-            InvalidInputError: If the gradient computer and ``normalize`` would both normalise.
-        """
+        """Return the manifest of these settings; without a dataset, its fingerprint has no ``dataset`` entry."""
         products, computed = self._computed()
         normalized = self.normalization.fingerprint()
         if computed.keys() & normalized.keys():
@@ -365,11 +347,7 @@ class AttributorSettings:
     # ---------------------------------------------------------------- methods
 
     def scored_by(self, method: Method | None) -> AbstractMethod:
-        """Return the method of one call, with every default resolved; ``None`` is the attributor's.
-
-        Raises:
-            InvalidInputError: If the method is unknown, or the task does not support it.
-        """
+        """Return the method of one call, with every default resolved; ``None`` is the attributor's."""
         if method is None:
             return self.method
         decided = as_method(method).decided(self.layout)
@@ -405,12 +383,7 @@ class StoredSettings:
 
     @classmethod
     def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
-        """Return the settings in a manifest; ``where`` is the name of the store in messages.
-
-        Raises:
-            ManifestMismatchError: If an older version of trak_lite wrote it.
-            CorruptStoreError: If the layout or the method is missing or invalid.
-        """
+        """Return the settings in a manifest; ``where`` is the name of the store in messages."""
         _refuse_older(manifest, where)
         try:
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
@@ -424,11 +397,7 @@ class StoredSettings:
         return cls(layout, method, device, kind)
 
     def scored_by(self, method: Method | None) -> AbstractMethod:
-        """Return the method of one call; see :meth:`AttributorSettings.scored_by`.
-
-        Raises:
-            InvalidInputError: If the method is unknown, or the normalisation of the rows does not support it.
-        """
+        """Return the method of one call; see :meth:`AttributorSettings.scored_by`."""
         if method is None:
             return self.method
         decided = as_method(method).decided(self.layout)
@@ -451,11 +420,6 @@ def stored_arguments(
         task: The user's task; ``None`` uses the stored one.
         overrides: Keyword arguments that replace stored ones; those that are ``None`` are left out.
         where: Name of the store in messages.
-
-    Raises:
-        InvalidInputError: If the store was made with a custom object that was not passed.
-        ManifestMismatchError: If an older version of trak_lite wrote the store.
-        CorruptStoreError: If the stored settings are invalid.
     """
     _refuse_older(manifest, where)
     try:

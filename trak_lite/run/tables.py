@@ -241,9 +241,6 @@ def complete_tables(
 
     ``tables`` is the result of :func:`checkpoint_tables`, if the caller has it. The store is listed again if a digest
     is not among them: another process, or an iterable of the caller, may have featurized it meanwhile.
-
-    Raises:
-        StateError: If there is none, a digest has no table, or rows are pending.
     """
     if tables is None or not tables.keys() >= set(digests or ()):
         tables = checkpoint_tables(store)
@@ -278,11 +275,6 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     Args:
         store: Open for writing.
         name: Name of the checkpoint when it was featurized or captured, or its table: ``ckpt-0``.
-
-    Raises:
-        InvalidInputError: If no checkpoint, or more than one, has this name.
-        BusyError: If another process writes rows of it.
-        ReadOnlyStoreError: If the store cannot be written.
     """
     paths = {weights: table_path(table) for weights, table in checkpoint_tables(store).items()}
     names = {path: store.attributes(path).get("name") for path in paths.values()}

@@ -95,9 +95,6 @@ class Workspace:
             manifest: The present settings.
             appended_to: Returns the identity of the first rows of the data. If these are the rows of the store, the
                 manifest is updated to the longer data, and each table grows when it is opened for writing.
-
-        Raises:
-            ManifestMismatchError: If the store was made with other settings; names every difference.
         """
         self._manifest = manifest
         self._store = self._open()
@@ -129,11 +126,7 @@ class Workspace:
         return self._store is not None
 
     def store(self) -> AbstractFeatureStore:
-        """Return the open store.
-
-        Raises:
-            StateError: If the store does not exist yet.
-        """
+        """Return the open store."""
         if self._store is None:
             raise StateError(
                 f"There is no store at {self.path}. Call featurize(train_data, ...) first."
@@ -152,12 +145,7 @@ class Workspace:
         return self._store
 
     def reader(self) -> AbstractFeatureStore:
-        """Return the store, opened for reading.
-
-        Raises:
-            StateError: If the store is in memory and has no rows yet.
-            MissingStoreError: If there is no store at the path.
-        """
+        """Return the store, opened for reading."""
         if self.place is not None:
             return open_store(self.place, "r")
         if self._memory is None:
@@ -176,11 +164,7 @@ class Workspace:
     def lazy_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> LazyTable:
-        """Return a table that is created when its first rows are put, with the store if it does not exist.
-
-        Raises:
-            ManifestMismatchError: If it exists with another shape or fingerprint.
-        """
+        """Return a table that is created when its first rows are put, with the store if it does not exist."""
         existing = self.table(path)
         if existing is not None:
             compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
@@ -299,9 +283,6 @@ def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, AbstractRo
 
     Yields:
         The train tables by the digest of the checkpoint's weights.
-
-    Raises:
-        StateError: If the block fails, and checkpoints that were in the store before are missing now.
     """
     known = checkpoint_tables(store)
     try:

@@ -55,9 +55,6 @@ def greedy(
         features: ``(P, K)`` of each checkpoint.
         k: Number of rows, at most P.
         diversity: alpha.
-
-    Raises:
-        NonFiniteError: If a feature is NaN or infinite.
     """
     units = [_unit_rows(rows) for rows in features]
     own = np.mean([np.einsum("pk,pk->p", rows, rows) for rows in units], axis=0)

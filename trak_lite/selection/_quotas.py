@@ -24,9 +24,6 @@ def quotas_of(groups: Column, k: int, quotas: str | Mapping[Any, int]) -> NDArra
         k: Number of rows to take, at most N.
         quotas: ``"equal"``, ``"proportional"``, or a number per label.
 
-    Raises:
-        InvalidInputError: If a mapping has an unknown label, more rows than a label has, or does not add up to k.
-
     Example:
         >>> groups = Column.of(list("aaaaab"), 6, "groups")
         >>> quotas_of(groups, 4, "equal").tolist()

@@ -78,11 +78,7 @@ class Candidates(NamedTuple):
 
 
 def shape_of(scores: Scores | ArrayLike) -> tuple[int, int]:
-    """Return ``(N, M)``.
-
-    Raises:
-        InvalidInputError: If an array has another number of dimensions, is empty, or is not of real numbers.
-    """
+    """Return ``(N, M)``."""
     if isinstance(scores, Scores):
         return scores.shape
     array = np.asarray(scores)
@@ -111,9 +107,6 @@ def best_rows(
         quotas: ``(G,)`` number of rows to keep of each label; they add up to k.
         places: ``(N,)`` index of each row's label; ``None`` gives all rows the label 0.
         wanted: ``(N,)`` rows to choose from; tiles without one are not read. ``None`` chooses from all.
-
-    Raises:
-        NonFiniteError: If a score is NaN or infinite.
     """
     best = _BestOfLabels(quotas)
     for rows, tile in _parts(scores, RowChoice(wanted)):

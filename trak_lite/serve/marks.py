@@ -49,11 +49,7 @@ class Mark:
     """The right label of a row to flip; empty if it is not known."""
 
     def __post_init__(self) -> None:
-        """Check both values.
-
-        Raises:
-            InvalidInputError: If the mark is unknown or the label is no short text.
-        """
+        """Check both values."""
         one_of(MARKS, mark=self.mark)
         if not isinstance(self.label, str) or len(self.label) > _LABEL_LENGTH:
             raise InvalidInputError(f"A label must be a text of at most {_LABEL_LENGTH} characters.")
@@ -81,13 +77,7 @@ class MarksFile:
         self._num_rows = num_rows
 
     def read(self) -> dict[int, Mark]:
-        """Return the marks by row, in the order of rows.
-
-        Raises:
-            ManifestMismatchError: If the file holds marks of other train data.
-            CorruptStoreError: If the file does not hold marks of existing rows, or is no plain file.
-            StoreError: If the file cannot be read.
-        """
+        """Return the marks by row, in the order of rows."""
         content = b""
         with named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
             content = read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
@@ -112,12 +102,7 @@ class MarksFile:
         return dict(sorted(marks.items()))
 
     def put(self, row: int, mark: Mark | None) -> None:
-        """Store the mark of a row, or remove it with ``None``.
-
-        Raises:
-            InvalidInputError: If there is no such row.
-            StoreError: If the file cannot be written; it is then unchanged.
-        """
+        """Store the mark of a row, or remove it with ``None``."""
         if not 0 <= row < self._num_rows:
             raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self._num_rows - 1}.")
         path = str(self.path)

@@ -120,11 +120,7 @@ class Pages:
             yield
 
     def start(self, params: Params) -> str:
-        """Return the page of a target with its strongest train rows, or of a choice of targets.
-
-        Raises:
-            InvalidInputError: If a parameter is invalid.
-        """
+        """Return the page of a target with its strongest train rows, or of a choice of targets."""
         with self._turn(long=bool(params.get("tokens"))):
             if params.get("text"):
                 return self._text_page(params)
@@ -134,11 +130,7 @@ class Pages:
             return self._choice(name, params)
 
     def ask(self, params: Params) -> str:
-        """Score a text, store its features, and return the address of its page.
-
-        Raises:
-            InvalidInputError: If there is no text, or the recipe makes no sample of it.
-        """
+        """Score a text, store its features, and return the address of its page."""
         text = _text(params)
         with self._turn(long=True):
             live = self._live()
@@ -148,11 +140,7 @@ class Pages:
         return _address("/", {"text": text, "k": str(_rows(params))})
 
     def review(self, params: Params) -> str:
-        """Return a page of the train rows by self-influence, with their marks.
-
-        Raises:
-            InvalidInputError: If a parameter is invalid.
-        """
+        """Return a page of the train rows by self-influence, with their marks."""
         with self._turn():
             name = self.sets.chosen(params.get("set", ""))
             show = one_of(_SHOWN, show=params.get("show") or "all")
@@ -183,12 +171,7 @@ class Pages:
             )
 
     def mark(self, params: Params) -> str:
-        """Store the mark of a row; return the address of the review page that the form was on.
-
-        Raises:
-            InvalidInputError: If the row or the mark does not exist.
-            StoreError: If the marks cannot be written.
-        """
+        """Store the mark of a row; return the address of the review page that the form was on."""
         row = _number(params, "row", None, 0, self.sets.num_rows - 1)
         chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
         if chosen == "flip" and "label" not in self.sets.columns:

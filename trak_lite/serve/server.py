@@ -34,9 +34,6 @@ def listener(port: int) -> socket.socket:
 
     Args:
         port: The port; 0 takes a free one.
-
-    Raises:
-        InvalidInputError: If the port is taken or does not exist.
     """
     try:
         return socket.create_server((ADDRESS, port))

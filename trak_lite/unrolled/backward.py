@@ -132,11 +132,7 @@ class Replay:
         return found
 
     def block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
-        """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file.
-
-        Raises:
-            NonFiniteError: If one is NaN or infinite.
-        """
+        """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file."""
         failures = naming_failures(self._run.program.model, "differentiate a training step of")
         with repeatable(self._run.device), failures:
             columns = self._block(places, file, done)

@@ -288,12 +288,7 @@ class Program:
         return update(state, total) if self.recipe.optimizer.elementwise else vmap(update)(state, total)
 
     def check(self, state: State, frozen: Frozen, part: Part) -> None:
-        """Run the loss once, and raise if the training could not be repeated or differentiated.
-
-        Raises:
-            InvalidInputError: If the loss does not return one number per row.
-            UnsupportedModelError: If the model changes buffers or draws random numbers other than dropout masks.
-        """
+        """Run the loss once, and raise if the training could not be repeated or differentiated."""
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
         parameters = {name: p.clone() for name, p in (*frozen.parameters.items(), *state.parameters.items())}
         for name in state.parameters:

@@ -133,11 +133,7 @@ def trained_alone(
 
 
 def trained_model(recipe: TrainingSettings, seed: int, first: nn.Module, state: State) -> nn.Module:
-    """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode.
-
-    Raises:
-        InvalidInputError: If the two models share a module or a parameter.
-    """
+    """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode."""
     model = recipe.model(seed)
     known = {id(thing) for thing in (*first.modules(), *first.parameters())}
     for name, thing in (*model.named_modules(), *model.named_parameters()):
