@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shlex
@@ -26,8 +25,6 @@ from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
-from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.trials import Trials
 from trak_lite.methods import as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
@@ -125,15 +122,17 @@ class Job:
     def featurize(self) -> FeaturizeSummary:
         """Featurize the train rows for every checkpoint."""
         checkpoints = self.config.values["checkpoints"]
-        if isinstance(checkpoints, str) and not _has_entries(checkpoints):
-            raise CheckpointError(
-                f"There is no checkpoint at {checkpoints}. Put the model's .safetensors or .pt files there, name "
-                "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that defines "
-                "train(indices, seed)."
-            )
-        own = glob.glob(f"{glob.escape(str(checkpoints))}/checkpoint-*.safetensors")
-        for file in own if isinstance(checkpoints, str) else ():  # those of the user have no checksum
-            sealed_content(os.path.realpath(file), os.path.basename(file), required=False)
+        if isinstance(checkpoints, str):
+            if not _has_entries(checkpoints):
+                raise CheckpointError(
+                    f"There is no checkpoint at {checkpoints}. Put the model's .safetensors or .pt files there, name "
+                    "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that "
+                    "defines train(indices, seed)."
+                )
+            for file in Path(checkpoints).glob(
+                "checkpoint-*.safetensors"
+            ):  # those of the user have no checksum
+                sealed_content(os.path.realpath(file), file.name, required=False)
         columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
         return self.attributor.featurize(
@@ -148,30 +147,10 @@ class Job:
             self.featurize()  # gives the attributor the train data, to which the method is fitted
         return self.attributor.score(self.target_rows, **arguments)
 
-    def verify(self) -> Verdict:
-        """Test the scores against models that the recipe retrains on random subsets.
-
-        Raises:
-            InvalidInputError: If the recipe does not define ``train``.
-        """
-        return verify(self._scored(), self._train_fn(), self.target_rows, **self.config.values["verify"])
-
-    def try_removals(self) -> Trials:
-        """Measure the removal of sets of train rows with models that the recipe retrains.
-
-        Raises:
-            InvalidInputError: If the recipe does not define ``train``.
-        """
-        return try_removals(
-            self._scored(), self._train_fn(), self.target_rows, **self.config.values["trials"]
-        )
-
-    def _scored(self) -> Scores:
+    def to_retrain(self) -> tuple[Scores, TrainFunction, Rows]:
+        """Return the scores, the recipe's training of rows that are numbered as in these, and the targets."""
         score = self.config.values["score"]
-        return self.attributor.scores(score["name"], method=score["method"], task=score["task"])
-
-    def _train_fn(self) -> TrainFunction:
-        """Return the recipe's training, of rows that are numbered as in the scores."""
+        scores = self.attributor.scores(score["name"], method=score["method"], task=score["task"])
         train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None:
             raise InvalidInputError(
@@ -179,7 +158,9 @@ class Job:
                 "subset. Add it; it returns the trained module or its state dict."
             )
         rows = self.config.values["train_data"]["indices"]
-        return partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
+        if rows is not None:
+            train = partial(_chosen, tuple(rows), train)
+        return scores, partial(last_trained, train), self.target_rows
 
     def unroll(self) -> Scores:
         """Train so that the training can be replayed, and return the derivatives of the targets through it."""
@@ -196,14 +177,11 @@ class Job:
             )
         arguments = dict(self.config.values["unroll"])
         folder, progress = arguments.pop("path"), self.config.values["progress"]
-        if folder is None:
-            folder = beside(self.config, ".run")
-        run = made.train(folder, progress=progress)
+        run = made.train(beside(self.config, ".run") if folder is None else folder, progress=progress)
         score = self.config.values["score"]
         task = self.attributor.task if score["task"] is None else score["task"]
-        return unrolled.unrolled(
-            run, self.target_rows, task, name=score["name"], progress=progress, **arguments
-        )
+        arguments |= {"name": score["name"], "progress": progress}
+        return unrolled.unrolled(run, self.target_rows, task, **arguments)
 
     def check_columns(self) -> None:
         """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed."""
@@ -238,8 +216,7 @@ class Job:
         if command == "plan":
             yield
             return
-        config = self.config
-        time = datetime.now(UTC).isoformat(timespec="seconds")
+        config, time = self.config, datetime.now(UTC).isoformat(timespec="seconds")
         made_with = versions(self.attributor.device)
         record = RunRecord(command, time, config.values, self.recipe.digest, made_with)
         accepted = not _is_store(config.path)
@@ -296,8 +273,8 @@ COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
     "run": run,
     "featurize": featurize,
     "score": score,
-    "verify": lambda job: [str(job.verify())],
-    "trials": lambda job: [str(job.try_removals())],
+    "verify": lambda job: [str(verify(*job.to_retrain(), **job.config.values["verify"]))],
+    "trials": lambda job: [str(try_removals(*job.to_retrain(), **job.config.values["trials"]))],
     "unroll": lambda job: job.shown(job.unroll()),
 }
 """The commands that need model and data; each returns the lines to print."""
@@ -351,22 +328,19 @@ def scores_of(config: RunConfig) -> Scores:
 
 
 def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | None) -> Iterator[str]:
-    """Write the scores of a store as one page of HTML. Yield the lines to print.
+    """Write the scores of a store as one page of HTML, ``None`` beside the store. Yield the lines to print.
 
     The store is read without model and data. The page shows a row by the recipe's ``render``, or else by its number.
-
-    Args:
-        config: Names the store and the scores.
-        out: Path of the page; with ``None``, the page is written beside the store.
-        where: Values by column that the train rows of the page have.
     """
     from trak_lite.report import write_report  # imported late: no other command needs it
 
     scores = scores_of(config)
-    recipe = config.recipe
     render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
-    if recipe is None and (scores.verdict, scores.one_run_verdict):  # damaged ones raise before the note
+    if config.recipe is None and (
+        scores.verdict,
+        scores.one_run_verdict,
+    ):  # damaged ones raise before the note
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
     page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"
@@ -446,11 +420,8 @@ def renders(config: RunConfig) -> tuple[Render | None, Render | None]:
         render = None if config.recipe is None else config.recipe.bound(function, config.recipe_arguments)
         return render if render is None or indices is None else lambda row: render(indices[row])
 
-    values = config.values
-    return (
-        of_rows("render", values["train_data"]["indices"]),
-        of_rows("render_target", values["target_data"]["indices"]),
-    )
+    train, target = (config.values[section]["indices"] for section in ("train_data", "target_data"))
+    return of_rows("render", train), of_rows("render_target", target)
 
 
 def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:

@@ -102,11 +102,7 @@ class Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Execute a recipe and return its functions. The recipe can import modules from its folder.
-
-    Args:
-        path: Path of the Python file.
-    """
+    """Execute the Python file of a recipe and return its functions. It can import modules from its folder."""
     path = Path(os.path.abspath(path))
     try:
         content = path.read_bytes()
@@ -142,18 +138,11 @@ def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) ->
 
 
 def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of the weights that ``train`` returned or yields: the checkpoints of a run.
-
-    Args:
-        trained: A module, its state dict, or an iterable of these.
-    """
+    """Yield copies of the weights in a module, its state dict, or an iterable of these: the checkpoints of a run."""
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        copies = {
-            name: value.detach().cpu().contiguous().clone()
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         yield with_versions(copies, module_versions(state))
     elif isinstance(state, Iterable) and not isinstance(state, str | bytes | Tensor):
         for one in state:

@@ -49,12 +49,7 @@ class RunRecord:
             raise TypeError("a value of a record has the wrong type")
 
     def other_recipe(self, path: str, digest: str) -> str:
-        """Return a line if the recipe differs from a recorded one in any byte, else an empty text.
-
-        Args:
-            path: Path of the recipe that the user named.
-            digest: SHA-256 of its bytes.
-        """
+        """Return a line if the recipe at a path differs from a recorded one in any byte, else an empty text."""
         if self.recipe_digest in (digest, ""):
             return ""
         return (

@@ -34,12 +34,7 @@ _PORT = "8765"
 
 
 def serve(config: RunConfig, port: str | None) -> Iterator[str]:
-    """Serve the pages of a store on 127.0.0.1 until Ctrl-C. Yield the line to print.
-
-    Args:
-        config: Names the store; with a recipe, texts can be scored and rows are rendered.
-        port: The port, 0 for a free one; ``None`` is 8765.
-    """
+    """Serve the pages of a store on a port of 127.0.0.1 (0 is a free one) until Ctrl-C. Yield the line to print."""
     require_packages("starlette", "uvicorn", "jinja2", extra="serve")
     from trak_lite.serve.app import application  # imported late: no other command needs Starlette
     from trak_lite.serve.server import ADDRESS, listener, server
@@ -73,9 +68,8 @@ def pages_of(config: RunConfig) -> Pages:
     file = beside(config, ".marks.json", "marks.json")
     marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
     names = partial(_names, config)
-    title = PurePosixPath(
-        str(place)
-    ).name  # a path would name folders and users of this machine on every page
+    # A path would name folders and users of this machine on every page.
+    title = PurePosixPath(str(place)).name
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))
     if config.recipe is None:
         device = resolve_device(config.values["device"])

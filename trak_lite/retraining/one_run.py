@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task
 from trak_lite.scoring.scores import Scores
 from trak_lite.store.disk.files import refuse_links
-from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.store.manifest import Manifest, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
 _SHARES: Final = (0.01, 0.05, 0.1, 0.5)
@@ -79,7 +78,7 @@ def verify_run(
             "targets."
         )
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(asked), "budget": budget}
-    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    digest = Manifest(identity).digest()
     _require_scored(scores, run, identity)
     folder = None if run.path is None else run.path / "left-out" / digest[:16]
     if folder is not None:

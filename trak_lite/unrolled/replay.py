@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import warnings
@@ -31,7 +30,7 @@ from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
-from trak_lite.run.tables import SCORES, score_path, score_table_spec
+from trak_lite.run.tables import SCORES, path_of, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
@@ -207,9 +206,9 @@ class _SharedBlocks:
     ) -> None:
         """Find the blocks for a table of scores; those of another task are removed."""
         assert run.path is not None  # the scores are stored
-        name = hashlib.sha256(canonical_json(spec.fingerprint).encode()).hexdigest()[:16]
-        self._workspace, self._scores, self._spec, self._now = workspace, scores, spec, now
-        self._path, self._folder = f"replays/{name}", run.path / "replays" / name
+        self._run, self._workspace, self._scores, self._spec, self._now = run, workspace, scores, spec, now
+        self._path = path_of("replays", identity=spec.fingerprint)
+        self._folder = run.path / self._path
         if not _has_outputs(workspace, self._path, now, run.recipe.train_id):
             logger.info("The replay starts again, because f of the targets has changed.")
             with contextlib.suppress(MissingStoreError):  # another process was first
@@ -243,7 +242,7 @@ class _SharedBlocks:
         if existing is None:
             self._forget_files()
         columns = (Column(SCORES, self._spec.num_rows, "float32"),)
-        spec = TableSpec(replay.shape[1], columns, size, self._spec.fingerprint)
+        spec = TableSpec(len(self._now[_OUTPUTS]), columns, size, self._spec.fingerprint)
         table = store.create_table(self._path, spec, self._now)
         try:
             with replay.progress(table.num_chunks) as done:
@@ -261,7 +260,7 @@ class _SharedBlocks:
         def count_others() -> None:
             others = set(table.committed_chunks()) - counted
             counted.update(others)
-            done.advance(len(others) * replay.num_steps)
+            done.advance(len(others) * self._run.num_steps)
 
         count_others()
         size = table.spec.chunk_rows

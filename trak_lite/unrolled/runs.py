@@ -123,6 +123,12 @@ class TrainingRun:
         with naming_failures(self.program.model, "train"):
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
 
+    def steps(self, state: State, first: int, stop: int) -> State:
+        """Return the state after the steps from ``first`` up to ``stop``."""
+        for number in range(first, stop):
+            state = self.step(state, number)
+        return state
+
     def _record(self) -> dict[str, Any]:
         """Return JSON values that are stored with the run beside its states; none before it begins."""
         if self.path is None:
@@ -211,11 +217,8 @@ class TrainingRun:
 
     def _repeated(self, first: int, last: int, number: int) -> State:
         """Return the state ``last``, repeated from a stored one for the first (0) or second time (1)."""
-        state = self.states.get(first)
         with repeatable(self.device):
-            for step in range(first, last):
-                state = self.step(state, step)
-        return state
+            return self.steps(self.states.get(first), first, last)
 
     def _distance(self, first: int, last: int) -> Callable[[State, State], float]:
         """Return the distance of states in units of the change from one stored state to another."""
@@ -273,10 +276,9 @@ class TrainingRun:
         self.require_same()  # the value of a random or of another training would mislead
         if usual and stored is not None:
             return float(stored)
-        direction = torch.randn(
-            len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
-        )
-        weights = torch.stack([self.weights + k * h * direction.to(self.weights) for k in range(3)])
+        generator = torch.Generator().manual_seed(seed)
+        direction = torch.randn(len(self.weights), generator=generator, device="cpu").to(self.weights)
+        weights = torch.stack([self.weights + k * h * direction for k in range(3)])
         everything, seeds = [np.arange(len(self.weights))] * 3, [self.recipe.seed] * 3
         try:
             models = trained_side_by_side(self.recipe, weights, everything, seeds)
@@ -492,16 +494,13 @@ def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
 
 def _modules_digest(model: nn.Module) -> str:
     """Return the SHA-256 of classes, modes and plain settings of all modules, which weights do not tell apart."""
-    classes: dict[type, Any] = {}
+    classes = {cls: describe_source(cls) for cls in set(map(type, model.modules()))}
     described = []
     for name, module in model.named_modules():
-        cls = type(module)
-        if cls not in classes:
-            classes[cls] = describe_source(cls)
         settings = {
             key: describe_source(value)
             for key, value in vars(module).items()
             if not key.startswith("_") and isinstance(value, _SETTINGS)
         }
-        described.append([name, classes[cls], settings])
+        described.append([name, classes[type(module)], settings])
     return hashlib.sha256(canonical_json(described).encode()).hexdigest()
