@@ -351,11 +351,8 @@ def effects(
 ) -> Iterator[str]:
     """Predict what changes if a set of train rows goes, or find one that changes a target. Yield the lines to print.
 
-    Args:
-        config: Names the store and the scores.
-        options: ``remove``: row numbers and ranges, such as ``3,8-11``. ``target`` and ``goal``: find the set instead.
-            ``out``: file to write the result to, as JSON.
-        where: Values by column of the rows that go, instead of ``remove``.
+    ``options`` are ``remove`` (row numbers and ranges, such as ``3,8-11``), ``target`` and ``goal`` (which find the set
+    instead), and ``out``, a file for the result as JSON. The rows that go may be given by ``where``, too.
     """
     removed, target, goal, out = (options[name] for name in ("remove", "target", "goal", "out"))
     if (target is None) != (goal is None) or [removed, where, target].count(None) != 2:

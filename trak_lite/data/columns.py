@@ -173,13 +173,7 @@ def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> N
 
 
 def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.float64]:
-    """Return a weight per row, ``(N,)``.
-
-    Args:
-        weights: The weights, or the name of a column.
-        columns: Known columns by name.
-        num_rows: N.
-    """
+    """Return a weight per row, ``(N,)``: the given ones, or those in the column of a name."""
     if isinstance(weights, str):
         require_columns([weights], columns)
     given = columns[weights].values if isinstance(weights, str) else np.asarray(weights)

@@ -254,13 +254,9 @@ class Rows(_AsTheyAre):
 
 
 def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Collate | None = None) -> Rows:
-    """Return new :class:`Rows` of a dataset, with its current length.
+    """Return new :class:`Rows` of a dataset, a ``DataLoader`` or :class:`Rows`, with its current length.
 
-    Args:
-        data: A dataset, a ``DataLoader`` or :class:`Rows`.
-        what: Name of the data in messages.
-        batch_size: Samples per pass, if neither ``Rows`` nor a loader defines it.
-        collate: Turns samples into a batch, if ``Rows`` does not define it.
+    ``batch_size`` and ``collate`` count where the data define none.
     """
     given, indices, own_size, own_collate = (
         data._given if isinstance(data, Rows) else (data, None, None, None)

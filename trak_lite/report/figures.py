@@ -91,11 +91,7 @@ def drawn_figures(
 def chart(plot: Callable[[Axes], None], label: str, below: str, beside: str) -> str:
     """Return what ``plot`` draws as an ``svg`` element of 360 units in width, in the colours of the page.
 
-    Args:
-        plot: Draws on the axes, in the colours above.
-        label: Description for screen readers; differs between the charts of a page.
-        below: Label of the x axis.
-        beside: Label of the y axis.
+    The label, for screen readers, differs between the charts of a page. ``below`` and ``beside`` name the axes.
     """
     require_packages("matplotlib", extra="report")
     from matplotlib import style

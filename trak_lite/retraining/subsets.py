@@ -96,6 +96,9 @@ class _Job:
     seed: int
     indices: NDArray[np.int64]
 
+    def __str__(self) -> str:
+        return f"subset {self.subset}, seed {self.seed} ({len(self.indices)} rows)"
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -367,11 +370,7 @@ def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progres
 
 
 def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
-    """Return whether stored outputs are those of this training, and how this is known; no text without stored ones.
-
-    Raises:
-        ManifestMismatchError: If the table was made with other masks, seeds or functions.
-    """
+    """Return whether stored outputs are those of this training, and how this is known; no text without stored ones."""
     table = workspace.table(path)
     if table is None:
         return True, ""
@@ -397,7 +396,7 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
         # Other processes, perhaps on other machines, may have trained the rows after the first. Conditions are those
         # after the repetition: the GPU is known when a training has used it.
         found = replace(found, exact=row == 0 and made == conditions(models_at_once=1))
-        place = _place(next(plan.jobs([row])))
+        place = str(next(plan.jobs([row])))
         if found.is_random:
             warnings.warn(
                 "The training is not deterministic: two runs with the same rows and seed give different outputs (for "
@@ -460,7 +459,7 @@ def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
     width = lazy.spec.columns[0].width
     if len(outputs) != width:
         raise InvalidInputError(
-            f"output_fn returned {len(outputs)} numbers for {_place(job)}, and {width} before. Return one per target."
+            f"output_fn returned {len(outputs)} numbers for {job}, and {width} before. Return one per target."
         )
 
 
@@ -486,24 +485,20 @@ def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
     values = np.asarray(plain, dtype=np.float64)
     if values.ndim != 1 or not values.size:
         raise InvalidInputError(
-            f"output_fn returned shape {values.shape} for {_place(job)}. Expected one number per target, (M,)."
+            f"output_fn returned shape {values.shape} for {job}. Expected one number per target, (M,)."
         )
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise NonFiniteError(
-            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {_place(job)}, the first for target "
+            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {job}, the first for target "
             f"{bad[0]}. The training may have diverged; lower its learning rate."
         )
     return values
 
 
 def _failed(jobs: list[_Job], error: BaseException) -> RetrainingError:
-    where = "; ".join(map(_place, jobs))
+    where = "; ".join(map(str, jobs))
     return RetrainingError(
         f"Training for {where} failed ({type(error).__name__}: {error}). The outputs of finished trainings are stored. "
         "Make the same call again to continue."
     )
-
-
-def _place(job: _Job) -> str:
-    return f"subset {job.subset}, seed {job.seed} ({len(job.indices)} rows)"

@@ -65,12 +65,9 @@ class Effects:
     def __str__(self) -> str:
         """Return the change, the targets that change most, and the basis, on a few lines."""
         lines = [f"{self.name}, {self.change}"]
-        for word, order in (("fall", np.argsort(self.predicted)), ("rise", np.argsort(-self.predicted))):
-            chosen = [
-                int(i)
-                for i in order[:_SHOWN]
-                if (self.predicted[i] < 0) == (word == "fall") and self.predicted[i]
-            ]
+        for word, sign in (("fall", 1.0), ("rise", -1.0)):
+            signed = sign * self.predicted
+            chosen = [int(i) for i in np.argsort(signed)[:_SHOWN] if signed[i] < 0]
             if chosen:
                 lines.append(f"largest {word}s: " + "; ".join(map(self._shown, chosen)))
         if self.lower is not None and self.upper is not None:

@@ -220,11 +220,7 @@ class AttributorSettings:
         return str(name) if reason is None else f"{name} ({reason})"
 
     def computer(self, *, of_drawn_labels: bool = False) -> AbstractGradientComputer:
-        """Return a gradient computer with the model's current weights.
-
-        Args:
-            of_drawn_labels: For gradients of the log-likelihood of labels that are drawn from the model.
-        """
+        """Return a gradient computer with the model's current weights; for drawn labels, of their log-likelihood."""
         more: dict[str, Any] = {} if self._is_own_computer else {"float32_products": self._products}
         return (self._make_computer or FunctionalGradientComputer)(
             model=self._model,
@@ -415,11 +411,8 @@ def stored_arguments(
 ) -> tuple[Task, dict[str, Any]]:
     """Return the task and the keyword arguments of the attributor that a store was made with.
 
-    Args:
-        manifest: Manifest of the store.
-        task: The user's task; ``None`` uses the stored one.
-        overrides: Keyword arguments that replace stored ones; those that are ``None`` are left out.
-        where: Name of the store in messages.
+    The user's task and overrides replace stored values; those that are ``None`` are left out. ``where`` is the name of
+    the store in messages.
     """
     _refuse_older(manifest, where)
     try:

@@ -52,12 +52,7 @@ class Workspace:
     """A store on disk, in an object store or in memory; it may not exist yet."""
 
     def __init__(self, path: str | RemotePlace | None) -> None:
-        """Store the address; nothing is opened.
-
-        Args:
-            path: Folder of the store, or its place in an object store; ``None`` keeps the store in memory, for the
-                lifetime of this object.
-        """
+        """Take a folder or a place in an object store, which is not opened; ``None`` keeps the store in memory."""
         self.path = path
         self.place = os.path.abspath(path) if isinstance(path, str) else path
         """Absolute path, so a later change of the current folder has no effect; messages use ``path``."""
@@ -89,12 +84,10 @@ class Workspace:
             self.close()
 
     def open(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> None:
-        """Open the store for writing, if there is one, and compare its manifest.
+        """Open the store for writing, if there is one, and compare its manifest with that of the present settings.
 
-        Args:
-            manifest: The present settings.
-            appended_to: Returns the identity of the first rows of the data. If these are the rows of the store, the
-                manifest is updated to the longer data, and each table grows when it is opened for writing.
+        If the data begin with the rows of the store, whose identity ``appended_to`` returns, the manifest is updated to
+        the longer data, and each table grows when it is opened for writing.
         """
         self._manifest = manifest
         self._store = self._open()
@@ -279,11 +272,7 @@ def _other_settings(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 @contextmanager
 def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, AbstractRowTable]]:
-    """Raise an error that names the checkpoints that another process drops while the block reads their rows.
-
-    Yields:
-        The train tables by the digest of the checkpoint's weights.
-    """
+    """Yield the train tables by weights digest; an error in the block names checkpoints that were dropped meanwhile."""
     known = checkpoint_tables(store)
     try:
         yield known

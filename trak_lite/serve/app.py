@@ -35,13 +35,10 @@ Application: TypeAlias = Callable[[MutableMapping[str, Any], Any, Any], Awaitabl
 
 
 def application(pages: Pages, *, patience: float = PATIENCE) -> Application:
-    """Return the ASGI application of some pages. Pages are made in worker threads.
+    """Return the ASGI application of some pages, which are made in worker threads.
 
-    No part of a path is used: what a page shows is in the parameters of its URL.
-
-    Args:
-        pages: The pages.
-        patience: Seconds for a client to send the body of a request.
+    No part of a path is used: what a page shows is in the parameters of its URL. A client has ``patience`` seconds to
+    send the body of a request.
     """
     routes = [
         Route("/", _page(pages.start)),

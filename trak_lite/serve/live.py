@@ -209,11 +209,7 @@ class LiveModel:
             return target_names(store)
 
     def warm(self, scores: Scores) -> Iterator[None]:
-        """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones.
-
-        Args:
-            scores: Scores of a stored set.
-        """
+        """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones."""
         run = scores.run
         self._hold_computers(scores)
         # Texts are samples of the train rows' task, which targets of another task are not.

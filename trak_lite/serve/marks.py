@@ -64,12 +64,9 @@ class MarksFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], dataset: Mapping[str, Any], num_rows: int) -> None:
-        """Store the arguments; nothing is read.
+        """Take a file, which is created with the first mark, the identity of the train data and their number of rows.
 
-        Args:
-            path: The file. It is created with the first mark. A link, a pipe or a folder is refused.
-            dataset: JSON values that identify the train data, as in the manifest of the store.
-            num_rows: Number of train rows.
+        Nothing is read. A link, a pipe or a folder in place of the file is refused.
         """
         path = Path(os.path.abspath(path))
         self.path = path.parent.resolve() / path.name  # the links of the folder are the user's
@@ -134,13 +131,9 @@ class MarksFile:
 
 
 def relabelling(marks: Mapping[int, Mark], labels: Sequence[str] | None) -> str:
-    """Return marks as CSV with the columns ``row``, ``mark``, ``label`` and ``new_label``.
+    """Return marks as CSV with the columns ``row``, ``mark``, ``label`` (if they are given) and ``new_label``.
 
     A cell that a spreadsheet would execute as a formula begins with an apostrophe.
-
-    Args:
-        marks: Marks by row.
-        labels: The label of every train row; ``None`` leaves the column empty.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")

@@ -88,10 +88,8 @@ class Pages:
     def warm(self, stopped: Event) -> None:
         """Compute what the first questions would wait for, in steps, each while no request has come for a moment.
 
-        A step that fails ends it: the page that needs its result shows why.
-
-        Args:
-            stopped: Ends it after the step under way.
+        A step that fails ends it: the page that needs its result shows why. ``stopped`` ends it after the step under
+        way.
         """
         steps = self._steps()
         try:

@@ -214,15 +214,9 @@ class Program:
     def gradient(
         self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
     ) -> Named:
-        """Return the gradient of the weighted losses of some rows, divided by the number of rows of the step.
+        """Return the gradient of the losses of some rows, weighted ``(b,)`` and divided by the ``size`` of the step.
 
-        Args:
-            parameters: The trained parameters.
-            weights: Row weights ``(b,)``.
-            frozen: The other tensors of the model.
-            batch: The samples.
-            key: Key of the dropout masks.
-            size: B, the rows of the step.
+        It can be differentiated again by the parameters and the weights. ``key`` is that of the dropout masks.
         """
         found: Named = grad(lambda values: _total(self._losses(values, frozen, batch, key), weights, size))(
             parameters
@@ -262,13 +256,8 @@ class Program:
     ) -> State:
         """Return the state after step ``number``, of one model or of R models side by side.
 
-        Args:
-            state: Parameters and the optimizer's averages; R is the first axis of all tensors of R models.
-            frozen: The other tensors of the model.
-            parts: The samples of the step.
-            weights: Row weights ``(N,)`` or ``(R, N)``.
-            number: Number of the step, from 0.
-            seed: Seed of the run, for the dropout masks, or seeds ``(R,)``.
+        R is the first axis of all tensors of R models, whose row weights are ``(R, N)`` instead of ``(N,)``, and of
+        their seeds ``(R,)``. A seed draws the dropout masks.
         """
         many = isinstance(seed, Tensor)
         losses = vmap(self._losses) if many else self._losses

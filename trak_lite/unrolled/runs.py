@@ -155,11 +155,7 @@ class TrainingRun:
             seal(str(partial), RUN)
 
     def _finish(self, wanted: set[int], progress: bool | None) -> None:
-        """Train from the last stored state on, and store the states with these numbers.
-
-        Raises:
-            NonFiniteError: If a parameter becomes NaN or infinite; names the step.
-        """
+        """Train from the last stored state on, and store the states with these numbers."""
         stored = self.states.numbers()
         first = last = max(stored, default=0)
         state = self.states.get(first) if stored else self._first
