@@ -129,15 +129,13 @@ class Job:
                     "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that "
                     "defines train(indices, seed)."
                 )
-            for file in Path(checkpoints).glob(
-                "checkpoint-*.safetensors"
-            ):  # those of the user have no checksum
+            # Those of the user have no checksum.
+            for file in Path(checkpoints).glob("checkpoint-*.safetensors"):
                 sealed_content(os.path.realpath(file), file.name, required=False)
         columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
-        return self.attributor.featurize(
-            self.train_rows, checkpoints, columns=values, **self.config.values["featurize"]
-        )
+        more = self.config.values["featurize"]
+        return self.attributor.featurize(self.train_rows, checkpoints, columns=values, **more)
 
     def score(self) -> Scores:
         """Score the targets. A method that must be fitted is fitted to the recipe's train data."""
@@ -200,9 +198,8 @@ class Job:
         for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
             for sign in ("helpful", "harmful"):
                 top = scores.top(_SHOWN_ROWS, target=target, sign=sign, where=self.where)
-                rows = "  ".join(
-                    f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
-                )
+                pairs = zip(top.indices, top.scores, strict=True)
+                rows = "  ".join(f"{row} ({value:+.2e})" for row, value in pairs)
                 lines.append(f"target {target}, most {sign} rows: {rows}")
         return lines if self.by is None else [*lines, *_grouped(scores, self.by, self.where)]
 
@@ -312,10 +309,9 @@ def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> 
 
 def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
+    device = resolve_device(config.values["device"])
     with open_store(config.path) as store:
-        settings = StoredSettings.of(
-            store.manifest, device=resolve_device(config.values["device"]), where=str(config.path)
-        )
+        settings = StoredSettings.of(store.manifest, device=device, where=str(config.path))
         known = scored_names(store)
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation._arrays import boolean_masks, coverage, finite_array, finite_matrix
+from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
 
 
@@ -134,13 +134,15 @@ def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
         >>> summed_scores([[1.0], [2.0], [4.0]], np.array([[True, False, True]])).tolist()
         [[5.0]]
     """
-    values, members = finite_matrix(scores, "scores"), boolean_masks(masks)
-    if len(values) != members.shape[1]:
-        hint = (
-            " If the scores are summed over subsets already, pass masks=None."
-            if len(values) == len(members)
-            else ""
+    values, members = finite_matrix(scores, "scores"), np.asarray(masks)
+    if members.dtype != np.bool_ or members.ndim != 2 or not members.size:
+        raise InvalidInputError(
+            f"masks must be a boolean matrix (subsets, train rows), got {members.dtype} of shape {members.shape}. "
+            "Make them with trak_lite.evaluation.subset_masks."
         )
+    if len(values) != members.shape[1]:
+        summed = len(values) == len(members)
+        hint = " If the scores are summed over subsets already, pass masks=None." if summed else ""
         raise InvalidInputError(
             f"scores have {len(values)} train rows, masks {members.shape[1]}; they must agree.{hint}"
         )

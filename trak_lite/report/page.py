@@ -140,9 +140,8 @@ def notebook_summary(scores: ReportedScores) -> str:
     if scores.stored and scores.shape[0] * scores.shape[1] <= _SUMMARY_SCORES:
         # Scores of some rows of every target hold no others.
         held = [int(scores.settings[name]) for name in ("k", "candidates") if name in scores.settings]
-        helpful, harmful = (
-            scores.top(min([_SUMMARY_ROWS, *held]), sign=sign) for sign in ("helpful", "harmful")
-        )
+        k = min([_SUMMARY_ROWS, *held])
+        helpful, harmful = scores.top(k, sign="helpful"), scores.top(k, sign="harmful")
         shown = range(min(scores.shape[1], _SUMMARY_TARGETS))
         top = [(target, _listed(helpful, target), _listed(harmful, target)) for target in shown]
     return fragment(
@@ -177,14 +176,10 @@ def _cards(survey: Survey, renders: Renders) -> Iterator[dict[str, Any]]:
     """Yield the values of the macro ``card`` in ``parts.html``, one target at a time."""
     ends = (("Most helpful", "high", survey.helpful), ("Most harmful", "low", survey.harmful))
     for place, target in enumerate(survey.targets):
-        shown = [
-            (
-                title,
-                side,
-                [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, place)],
-            )
-            for title, side, top in ends
-        ]
+        shown = []
+        for title, side, top in ends:
+            rows = [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, place)]
+            shown.append((title, side, rows))
         yield {"target": target, "content": renders.of_target(target), "ends": shown}
 
 

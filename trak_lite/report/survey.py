@@ -56,9 +56,7 @@ class Histogram:
     def add(self, values: NDArray[Any]) -> None:
         """Count numbers of any shape."""
         values = values.astype(np.float64)
-        if not values.size:
-            return
-        largest = max(float(values.max()), -float(values.min()))
+        largest = float(np.abs(values).max(initial=0.0))
         if not np.isfinite(largest):
             raise NonFiniteError("A score is NaN or infinite. Check the features and the kernel.")
         while largest >= self._half_range:

@@ -93,9 +93,8 @@ def verify_run(
             path=None if folder is None else folder / f"{masks[0].sum()}-{subset_seed}.zarr",
             digest=digest,
         )
-        lds = linear_datamodeling_score(
-            summed_over(scores, masks), None, retrained.mean, confidence=confidence
-        )
+        predicted = summed_over(scores, masks)
+        lds = linear_datamodeling_score(predicted, None, retrained.mean, confidence=confidence)
         found.append((share, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)

@@ -52,12 +52,9 @@ class Repair:
 
     def __str__(self) -> str:
         """Return the set, its effect on the target, and the largest changes of other targets, on a few lines."""
-        of, target = self.effects, self.target
-        interval = (
-            ""
-            if of.lower is None or of.upper is None
-            else f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
-        )
+        of, target, interval = self.effects, self.target, ""
+        if of.lower is not None and of.upper is not None:
+            interval = f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
         lines = [
             f"target {target}, goal {self.goal:+.3g}, {'predicted' if self.reached else 'NOT predicted'} to be reached",
             f"{of.change}: change {of.predicted[target]:+.3g}{interval}",
@@ -148,9 +145,8 @@ def repair(
     found = _smallest(SummedEffects(scores), order, number, float(goal), 2.0 * chance - 1.0)
     if train_fn is None:
         return found
-    return replace(
-        found, measured=_measured(scores, found.rows, train_fn, targets, budget, first_seed, train_id)
-    )
+    measured = _measured(scores, found.rows, train_fn, targets, budget, first_seed, train_id)
+    return replace(found, measured=measured)
 
 
 def _smallest(
@@ -198,10 +194,9 @@ def _measured(
 
     def measure() -> NDArray[np.float64]:
         with opened_targets(scores, of_targets) as opened:
-            outputs = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id).outputs.astype(
-                np.float64
-            )
-        changes: NDArray[np.float64] = outputs[1] - outputs[0]
+            retrained = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
+        with_all, without = retrained.outputs.astype(np.float64)
+        changes: NDArray[np.float64] = without - with_all
         return changes
 
     # Rank 0 retrains; the other ranks wait and receive the changes.

@@ -122,9 +122,7 @@ def verify(
                 require_kernel(source)
             masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
             retrained = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
-            verdict = evaluate(
-                scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
-            )
+            verdict = evaluate(scores, source, retrained, confidence, calibrate=calibrate, texts=texts)
             some = every_nth(scores.shape[1], _KEPT_TARGETS)
             pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
             opened.entries.put(verdict, pairs)
@@ -227,10 +225,10 @@ def evaluate(
     scores: Scores,
     rows: ScoreSource,
     retrained: Retrained,
+    confidence: float,
     *,
     calibrate: bool,
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
-    confidence: float,
 ) -> Verdict:
     """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models."""
     outputs = retrained.mean

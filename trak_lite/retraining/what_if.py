@@ -269,10 +269,9 @@ def try_removals(
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
+        everything = np.ones((1, num_rows), np.bool_)
         with opened_targets(scores, rows) as opened:
-            of_all = opened.retrain(
-                train_fn, np.ones((1, num_rows), np.bool_), seeds=base_seeds, train_id=train_id
-            )
+            of_all = opened.retrain(train_fn, everything, seeds=base_seeds, train_id=train_id)
             without = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
             effects = SummedEffects(scores)
             predicted = np.stack([-effects.sum(members) for members in sets])

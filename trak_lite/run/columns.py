@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trak_lite._validate import parse_json
-from trak_lite.data.columns import MOST_TEXT_BYTES, Column, label_text, short_texts, size_of_texts
+from trak_lite.data.columns import MOST_TEXT_BYTES, Column, short_texts, size_of_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.run.tables import COLUMNS, column_path, num_train_rows
 from trak_lite.store import AbstractFeatureStore, Manifest
@@ -96,18 +96,14 @@ def _column(arrays: Mapping[str, NDArray[Any]], path: str, num_rows: int) -> dic
 def _content(name: str, column: Column) -> NDArray[np.uint8]:
     """Return a column as the bytes of its entry."""
     # Booleans as such, numbers as int64, uint64 or float64, and others as texts.
-    kind = column.labels.dtype.kind
-    labels = (
-        column.labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else list(map(label_text, column.labels))
-    )
+    kind, labels = column.labels.dtype.kind, column.labels
     try:
-        if isinstance(labels, list):
-            _check_size(labels)
-        arrays = {
-            _NAME: _as_bytes(name),
-            _LABELS: _as_bytes(labels) if isinstance(labels, list) else labels,
-            _PLACES: column.places.astype(np.uint32),
-        }
+        if kind in _NUMBERS:
+            labels = labels.astype(_NUMBERS[kind])
+        else:
+            _check_size(column.texts)
+            labels = _as_bytes(column.texts)
+        arrays = {_NAME: _as_bytes(name), _LABELS: labels, _PLACES: column.places.astype(np.uint32)}
     except ValueError as error:
         raise InvalidInputError(
             f"The column {name!r:.80} has too many or too long texts to be stored ({error}). Leave it out, or pass "

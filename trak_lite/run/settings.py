@@ -109,9 +109,8 @@ class AttributorSettings:
         self._model = model
         self.task = resolve_task(task)
         self.dtype = one_of(DTYPES, dtype=dtype)
-        self.parameters: ParameterShapes = {
-            name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
-        }
+        chosen = select_parameters(model, grad_wrt)
+        self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in chosen.items()}
         if one_of(("auto", "joint", "module"), layout=layout) == "auto" and isinstance(projector, str):
             layout = "module"  # instances of projectors set their own layout
         self.projector = select_projector(
@@ -235,11 +234,9 @@ class AttributorSettings:
     def num_fit_rows(self, num_rows: int) -> int:
         """Return the number of gradients that ``featurize`` computes for the fit of a checkpoint; 0 without a fit."""
         fisher: Fisher | None = self.method.fisher_fit
-        return (
-            0
-            if fisher is None
-            else math.prod(fisher.num_draws(num_rows, self.layout, self.projector.proj_dim))
-        )
+        if fisher is None:
+            return 0
+        return math.prod(fisher.num_draws(num_rows, self.layout, self.projector.proj_dim))
 
     @property
     def _is_normalised(self) -> bool:

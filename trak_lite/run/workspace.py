@@ -213,16 +213,14 @@ class Workspace:
                 "been made. Featurize the longer data into another path."
             )
         store.replace_fingerprint(stored, given)
-        logger.info(
-            "Appended %d rows to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows
-        )
+        added = given["dataset"]["num_rows"] - num_rows
+        logger.info("Appended %d rows to the %d train rows.", added, num_rows)
 
     def _compare(self, stored: Manifest) -> None:
         """Compare the given settings with the stored ones; without a dataset, only the settings."""
-        given = self._manifest.fingerprint
-        compared = {
-            key: value for key, value in stored.fingerprint.items() if "dataset" in given or key != "dataset"
-        }
+        given, compared = self._manifest.fingerprint, dict(stored.fingerprint)
+        if "dataset" not in given:
+            compared.pop("dataset", None)
         try:
             compare_fingerprints(compared, given, where=str(self.path or "the store in memory"))
         except ManifestMismatchError as error:

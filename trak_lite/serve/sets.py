@@ -89,9 +89,8 @@ class Sets:
         def read() -> NDArray[np.float32]:
             return np.concatenate([np.array(tile[:, place]) for _, tile in scores.tiles()])
 
-        return _held(
-            self._read, (name, place), read, most=max(1, min(_MOST_HELD, _HELD_BYTES // (4 * self.num_rows)))
-        )
+        most = max(1, min(_MOST_HELD, _HELD_BYTES // (4 * self.num_rows)))
+        return _held(self._read, (name, place), read, most=most)
 
     def by_self_influence(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the self-influence of all train rows ``(N,)``, and the rows from the largest to the smallest."""
