@@ -258,9 +258,8 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
 
     ``batch_size`` and ``collate`` count where the data define none.
     """
-    given, indices, own_size, own_collate = (
-        data._given if isinstance(data, Rows) else (data, None, None, None)
-    )
+    is_rows = isinstance(data, Rows)
+    given, indices, own_size, own_collate = data._given if is_rows else (data, None, None, None)
     if own_size is None and not isinstance(given, DataLoader):
         own_size = batch_size
     return Rows(
@@ -268,7 +267,7 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
         indices=indices,
         batch_size=own_size,
         collate=own_collate or collate,
-        name=data.name if isinstance(data, Rows) else None,
+        name=data.name if is_rows else None,
         what=what,
     )
 

@@ -70,15 +70,12 @@ class Selection:
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        rows = "".join(
-            "\n  "
-            + ", ".join(f"{name} {_text(value)}" for name, value in zip(self._columns(), row, strict=True))
-            for row in self._first()
-        )
-        more = f"\n  ... {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
-        return printable(
-            f"Selection({len(self)} of {self.num_rows} train rows)\n  made with {settings}{rows}{more}"
-        )
+        lines = [f"Selection({len(self)} of {self.num_rows} train rows)", f"made with {settings}"]
+        for row in self._first():
+            named = zip(self._columns(), row, strict=True)
+            lines.append(", ".join(f"{name} {_text(value)}" for name, value in named))
+        more = [f"... {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
+        return printable("\n  ".join([*lines, *more]))
 
     def _repr_html_(self) -> str:
         return notebook_table(
@@ -146,13 +143,8 @@ class Selection:
                 f"{len(self)} rows are too many for JSON (at most {_JSON_ROWS}). Use to_parquet(path)."
             )
         columns = {name: values.tolist() for name, values in self._columns().items()}
-        content = {
-            SEAL: BLANK,
-            "version": _VERSION,
-            "num_rows": self.num_rows,
-            "settings": self.settings,
-            "columns": columns,
-        }
+        content = {SEAL: BLANK, "version": _VERSION, "num_rows": self.num_rows}
+        content |= {"settings": self.settings, "columns": columns}
         out = Path(path)
         out.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
         seal(str(out.resolve()), _SEALED_AS)
@@ -181,9 +173,8 @@ class Selection:
     @classmethod
     def _of(cls, content: Any) -> Self:
         """Return the selection in the content of a file; raise ``ValueError`` if it contradicts itself."""
-        columns = {
-            name: np.array(values, dtype=_TYPES.get(name)) for name, values in content["columns"].items()
-        }
+        given = content["columns"].items()
+        columns = {name: np.array(values, dtype=_TYPES.get(name)) for name, values in given}
         rows, num_rows = columns["row"], int(content["num_rows"])
         if content["version"] not in (_UNSEALED, _VERSION):
             raise ValueError(f"version {content['version']!r} instead of {_VERSION}")

@@ -193,10 +193,8 @@ class Program:
     def start(self, model: nn.Module) -> tuple[State, Frozen]:
         """Return copies of a model's tensors: the state before the first step, and what stays."""
         # Contiguous, as states that are read from files: bits depend on strides.
-        contiguous = torch.contiguous_format
-        parameters = {
-            name: p.detach().clone(memory_format=contiguous) for name, p in model.named_parameters()
-        }
+        contiguous, named = torch.contiguous_format, model.named_parameters()
+        parameters = {name: p.detach().clone(memory_format=contiguous) for name, p in named}
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         trained = {name: parameters.pop(name) for name in self.names}
         return self.recipe.optimizer.start(trained), Frozen(parameters, buffers)
@@ -205,11 +203,10 @@ class Program:
         """Return the samples of a batch of rows ``(b,)`` or ``(R, b)``, in as many parts as the recipe asks for."""
         pieces = np.array_split(rows, min(self.recipe.accumulate, rows.shape[-1]), axis=-1)
         found = self.recipe.rows.batches([piece.reshape(-1) for piece in pieces])
-        parts = []
-        for piece, (_, batch) in zip(pieces, found, strict=True):
-            moved = move_batch(batch, self.device)
-            parts.append(Part(piece, _shaped(moved, piece.shape)))
-        return parts
+        return [
+            Part(piece, _shaped(move_batch(batch, self.device), piece.shape))
+            for piece, (_, batch) in zip(pieces, found, strict=True)
+        ]
 
     def gradient(
         self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
@@ -218,9 +215,11 @@ class Program:
 
         It can be differentiated again by the parameters and the weights. ``key`` is that of the dropout masks.
         """
-        found: Named = grad(lambda values: _total(self._losses(values, frozen, batch, key), weights, size))(
-            parameters
-        )
+
+        def total(values: Named) -> Tensor:
+            return _total(self._losses(values, frozen, batch, key), weights, size)
+
+        found: Named = grad(total)(parameters)
         return found
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
@@ -350,9 +349,8 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
 def _refuse_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         # Without running statistics, those of the batch are used in eval mode too.
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_batch_norm and (module.training or module.running_mean is None):
             raise UnsupportedModelError(
                 f"{name or 'The model'} ({type(module).__name__}) normalises with the statistics of the batch, so the "
                 "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode and "

@@ -241,9 +241,7 @@ class TrainingRun:
         """Return what makes this training smoother: what its first step, model and settings leave to change."""
         with repeatable(self.device), Operations() as used:
             self.step(self.states.get(0), 0)
-        kinks = [
-            advice for advice, names in _KINKS.items() if any(one.startswith(names) for one in used.names)
-        ]
+        kinks = [kink for kink, names in _KINKS.items() if any(one.startswith(names) for one in used.names)]
         batches = ["larger batches"] if self.recipe.batch_size < len(self.weights) else []
         root = ["a larger eps_root"] if isinstance(self.recipe.optimizer, Adam) else []
         return f"Smoother are: {', '.join([*kinks, 'a smaller learning rate', *batches, *root])}."

@@ -47,9 +47,8 @@ class SubsetTraining:
         """
         subset = self._checked(rows)
         weights = self._weights([subset])[0]
-        return trained_alone(
-            self.recipe, weights, np.arange(len(weights)) if self.keep_order else subset, seed
-        )
+        trained_on = np.arange(len(weights)) if self.keep_order else subset
+        return trained_alone(self.recipe, weights, trained_on, seed)
 
     def train_many(self, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]) -> list[nn.Module]:
         """Return one trained model per subset and seed, in eval mode; all subsets have one size.
