@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import (
@@ -109,7 +109,8 @@ class _Plan:
     seeds: tuple[int, ...]
     fingerprint: dict[str, Any]
     train_id: str | None
-    train_group: Callable[[list[_Job]], Sequence[Any]]
+    train_fn: Any
+    """A function, or what trains several models side by side."""
     output_fn: OutputFunction
     at_once: int | None = None
     """Number of models that are trained side by side; ``None`` trains one after the other."""
@@ -136,7 +137,7 @@ class _Plan:
         """Train the models of some rows of the table, and yield each with its outputs."""
         for group in self._groups(self.jobs(rows)):
             try:
-                models = self.train_group(group)
+                models = self._trained(group)
             except _FAILURES as error:
                 if self.at_once is not None and isinstance(error, UnsupportedModelError):
                     raise
@@ -151,6 +152,13 @@ class _Plan:
                 except _FAILURES as error:
                     raise _failed([job], error) from error
                 yield job, _checked(outputs, job)
+
+    def _trained(self, group: list[_Job]) -> Sequence[Any]:
+        rows, seeds = [job.indices for job in group], [job.seed for job in group]
+        if self.at_once is None:
+            return list(map(self.train_fn, rows, seeds))
+        found: Sequence[Any] = self.train_fn.train_many(rows, seeds)
+        return found
 
     def _groups(self, jobs: Iterable[_Job]) -> Iterable[list[_Job]]:
         """Return models that are trained together: their subsets have one size."""
@@ -171,14 +179,6 @@ class _Plan:
             ((_, outputs),) = self.train([row])
             self._repeated[row, number] = outputs.astype(np.float32)
         return self._repeated[row, number]
-
-    def side_by_side(self, training: SubsetTraining, at_once: int) -> _Plan:
-        """Return the plan that trains several models at once."""
-
-        def train_group(group: list[_Job]) -> list[nn.Module]:
-            return training.train_many([job.indices for job in group], [job.seed for job in group])
-
-        return replace(self, train_group=train_group, at_once=positive_int(models_at_once=at_once))
 
 
 def retrain(
@@ -260,8 +260,10 @@ def retrain_many(
         NonFiniteError: If an output is NaN or infinite; names subset and seed.
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
-    plan = _plan(training, masks, output_fn, seeds, train_id)
-    return _filled(path, plan.side_by_side(training, models_at_once), progress)
+    at_once = positive_int(models_at_once=models_at_once)
+    return _filled(
+        path, replace(_plan(training, masks, output_fn, seeds, train_id), at_once=at_once), progress
+    )
 
 
 def retrain_run(
@@ -279,7 +281,7 @@ def retrain_run(
     recipe = training.recipe
     plan = replace(_plan(training, masks, output_fn, (recipe.seed,), digest), train_id=recipe.train_id)
     try:
-        return _filled(path, plan.side_by_side(training, _REPETITIONS_AT_ONCE), None)
+        return _filled(path, replace(plan, at_once=_REPETITIONS_AT_ONCE), None)
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
     return _filled(path, plan, None)
@@ -350,11 +352,7 @@ def _plan(
         "training": training,
         **(settings or {}),
     }
-
-    def train_one(group: list[_Job]) -> list[Any]:
-        return [train_fn(job.indices, job.seed) for job in group]
-
-    return _Plan(array, numbers, fingerprint, train_id, train_one, output_fn)
+    return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn)
 
 
 def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progress: bool | None) -> Retrained:
