@@ -166,20 +166,19 @@ class AttributorSettings:
         """
         given = resolve_task(task)
         is_same = describe_task(given) == describe_task(self.task)
-        if is_same and not isinstance(given, QuestionsModelOutput):
+        has_questions = isinstance(given, QuestionsModelOutput)
+        if is_same and not has_questions:
             return self, ""
-        if isinstance(given, QuestionsModelOutput) and not is_same:
+        if has_questions and not is_same:
             raise InvalidInputError(
                 "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task of "
                 "the train rows, questions), or the question itself."
             )
-        base = self.task
-        known = base.questions if isinstance(base, QuestionsModelOutput) else {}
-        base = base.task if isinstance(base, QuestionsModelOutput) else base
-        asked = copy.copy(self)
+        asked, own = copy.copy(self), self.task
         if is_same:
             asked.task = given
             return asked, ""
+        base, known = (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
         asked.task = QuestionsModelOutput(base, {**known, _ASKED: given})
         return asked, _ASKED
 

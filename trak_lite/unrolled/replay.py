@@ -6,8 +6,9 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import rows_in_batches
-from trak_lite.data.datasets import rows_of
+from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import (
     BusyError,
     InvalidInputError,
@@ -97,17 +98,16 @@ def unrolled(
     given = list(runs) if isinstance(runs, Sequence) else [runs]
     if not all(isinstance(run, TrainingRun) for run in given):
         raise InvalidInputError(f"unrolled takes finished runs, recipe.train(path), got {runs!r:.100}.")
-    data = [canonical_json(run.fingerprint["data"]) for run in given]
-    if not given or len(set(data)) > 1 or len({run.digest for run in given}) < len(given):
+    trained_on = {canonical_json(run.fingerprint["data"]) for run in given}
+    if len(trained_on) != 1 or len({run.digest for run in given}) < len(given):
         raise InvalidInputError("Pass one run, or different runs (with other seeds) on the same train data.")
     positive_int(max_bytes=max_bytes)
     if block is not None:
         positive_int(block=block)
     check_name(name, what="target set")
-    found = [
-        _scores_of_run(run, targets, task, name=name, block=block, max_bytes=max_bytes, progress=progress)
-        for run in given
-    ]
+    data, resolved = rows_of(targets, what="the targets"), resolve_task(task)
+    replay = partial(Replay, task=resolved, targets=data, max_bytes=max_bytes, progress=progress)
+    found = [_scores_of_run(run, data, resolved, replay, name, block) for run in given]
     if len(found) == 1:
         return found[0]
     method = Unrolled(*given)
@@ -123,17 +123,12 @@ def unrolled(
 
 def _scores_of_run(
     run: TrainingRun,
-    targets: Any,
-    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
-    *,
+    data: Rows,
+    task: AbstractModelOutput,
+    replay: Callable[[TrainingRun], Replay],
     name: str,
     block: int | None,
-    max_bytes: int,
-    progress: bool | None,
 ) -> Scores:
-    run.require_finished()
-    data = rows_of(targets, what="the targets")
-    resolved = resolve_task(task)
     smoothness = run.metasmoothness()
     if smoothness < SMOOTH:
         warnings.warn(
@@ -143,22 +138,18 @@ def _scores_of_run(
             stacklevel=4,
         )
     method = Unrolled(run)
-    fingerprint = {"targets": data.identity(), "task": describe_task(resolved)}
+    fingerprint = {"targets": data.identity(), "task": describe_task(task)}
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
     manifest = Manifest({**made.fingerprint, **fingerprint})
-    record = ScoreRecord(name, method, manifest, settings, task=resolved)
-
-    def replay() -> Replay:
-        return Replay(run, resolved, data, max_bytes=max_bytes, progress=progress)
-
+    record = ScoreRecord(name, method, manifest, settings, task=task)
     if run.path is None:
-        return Scores(HeldMatrix(replay().scores(block)), record)
+        return Scores(HeldMatrix(replay(run).scores(block)), record)
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
     path = score_path(name, method, method)
     spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
-    outputs = outputs_of_model(run.model(), resolved, data, run.device)
+    outputs = outputs_of_model(run.model(), task, data, run.device)
     now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
     with workspace.opened(made):
         lazy = workspace.lazy_table(path, spec, now)
@@ -169,7 +160,7 @@ def _scores_of_run(
             )
         blocks = _SharedBlocks(run, workspace, path, spec, now)
         if lazy.table is None or not lazy.table.complete:
-            found = blocks.scores(replay(), block)
+            found = blocks.scores(replay(run), block)
             if found is not None:
                 with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
