@@ -184,7 +184,6 @@ def _cards(survey: Survey, renders: Renders) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(top: TopRows, place: int) -> Iterator[tuple[int, float]]:
-    """Return the strongest rows of one target with their scores."""
     return zip(top.indices[place].tolist(), top.scores[place].tolist(), strict=True)
 
 

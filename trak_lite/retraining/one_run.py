@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import linear_datamodeling_score, subset_masks
@@ -85,7 +82,12 @@ def verify_run(
         refuse_links(str(folder))
     found = []
     for share in _SHARES:
-        masks = _masks(num_rows, share, budget, subset_seed)
+        left_out = max(1, round(share * num_rows))
+        if left_out >= num_rows:
+            raise InvalidInputError(
+                f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
+            )
+        masks = ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=subset_seed)
         retrained = retrain_run(
             run.leave_out_fn,
             masks,
@@ -141,13 +143,3 @@ def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any
         where=f"The run of the scores {scores.name!r}",
         remedy="Pass the run that was replayed, or one of the same model on the same train data.",
     )
-
-
-def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bool_]:
-    """Return the rows that each repetition keeps, ``(S, N)``."""
-    left_out = max(1, round(share * num_rows))
-    if not 0 < left_out < num_rows:
-        raise InvalidInputError(
-            f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
-        )
-    return ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=seed)

@@ -51,7 +51,6 @@ class Repair:
         return bool(np.sign(self.goal) * (self.measured[:, self.target].mean() - self.goal) >= 0)
 
     def __str__(self) -> str:
-        """Return the set, its effect on the target, and the largest changes of other targets, on a few lines."""
         of, target, interval = self.effects, self.target, ""
         if of.lower is not None and of.upper is not None:
             interval = f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"

@@ -122,7 +122,6 @@ class _Plan:
         return len(self.masks) * len(self.seeds)
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
-        """Yield the models of some rows of the table."""
         for row in rows:
             subset, place = divmod(row, len(self.seeds))
             yield _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
@@ -134,7 +133,6 @@ class _Plan:
         return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
 
     def train(self, rows: Iterable[int]) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
-        """Train the models of some rows of the table, and yield each with its outputs."""
         for group in self._groups(self.jobs(rows)):
             try:
                 models = self._trained(group)

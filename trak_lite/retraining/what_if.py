@@ -63,7 +63,6 @@ class Effects:
     """Which retrainings the intervals come from, or why there are none."""
 
     def __str__(self) -> str:
-        """Return the change, the targets that change most, and the basis, on a few lines."""
         lines = [f"{self.name}, {self.change}"]
         for word, sign in (("fall", 1.0), ("rise", -1.0)):
             signed = sign * self.predicted
@@ -322,7 +321,6 @@ def _trial_sets(
 
 
 def _groups(scores: Scores, groups: ArrayLike | str | None) -> NDArray[np.int64] | None:
-    """Return the number of each row's group."""
     if groups is None:
         return None
     if isinstance(groups, str):

@@ -127,5 +127,4 @@ def _as_bytes(value: str | list[str]) -> NDArray[np.uint8]:
 
 
 def _key(store: AbstractFeatureStore) -> str:
-    """Return a key that identifies the train data."""
     return Manifest({"dataset": store.manifest.fingerprint.get("dataset", {})}).digest()

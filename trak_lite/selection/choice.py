@@ -119,8 +119,6 @@ def select(
         wanted = wanted_rows(where, columns, num_rows)
     most = num_rows if wanted is None else int(wanted.sum())
     k = min(positive_int(k=k), most)
-    if not k:
-        raise InvalidInputError("No train row satisfies where. Choose from at least one.")
     _refuse_others(
         method,
         balanced={"groups": groups, "data": None if isinstance(where, Mapping) else data, "quotas": quotas},

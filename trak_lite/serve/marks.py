@@ -49,7 +49,6 @@ class Mark:
     """The right label of a row to flip; empty if it is not known."""
 
     def __post_init__(self) -> None:
-        """Check both values."""
         one_of(MARKS, mark=self.mark)
         if not isinstance(self.label, str) or len(self.label) > _LABEL_LENGTH:
             raise InvalidInputError(f"A label must be a text of at most {_LABEL_LENGTH} characters.")

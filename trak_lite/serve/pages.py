@@ -123,9 +123,13 @@ class Pages:
             if params.get("text"):
                 return self._text_page(params)
             name = self.sets.chosen(params.get("set", ""))
-            if params.get("target"):
-                return self._target_page(name, params)
-            return self._choice(name, params)
+            if not params.get("target"):
+                return self._choice(name, params)
+            target = _number(params, "target", 0, 0, _END)
+            self.sets.column(name, target)  # the target exists
+            content, task, live = self._target_content(name, target), self.task_of(name), self.live
+            output = None if live is None or task is None else live.output(live.target(target), task)
+            return self._answer(name, target, params, content, output, "")
 
     def ask(self, params: Params) -> str:
         """Score a text, store its features, and return the address of its page."""
@@ -235,7 +239,6 @@ class Pages:
         return self.live
 
     def _choice(self, name: str, params: Params) -> str:
-        """Return the page of a choice of targets."""
         count = self.sets.scores(name).shape[1]
         first = _first(params, count, _TARGETS)
         shown = range(first, min(first + _TARGETS, count))
@@ -251,13 +254,6 @@ class Pages:
             targets=[(target, self._target_content(name, target), address(target)) for target in shown],
             pages=_pages("/", {"set": name}, first, _TARGETS, count),
         )
-
-    def _target_page(self, name: str, params: Params) -> str:
-        target = _number(params, "target", 0, 0, _END)
-        self.sets.column(name, target)  # the target exists
-        content, task, live = self._target_content(name, target), self.task_of(name), self.live
-        output = None if live is None or task is None else live.output(live.target(target), task)
-        return self._answer(name, target, params, content, output, "")
 
     def _text_page(self, params: Params) -> str:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
@@ -328,7 +324,6 @@ class Pages:
     def _scored(
         self, row: int, score: float, tokens: Mapping[int, Any], scatter: tuple[float, float], largest: float
     ) -> dict[str, Any]:
-        """Return what the page of a target shows of a train row."""
         what = f"train row {row}"
         return {
             "row": row,

@@ -145,7 +145,6 @@ class TrainingRun:
         return found
 
     def _note(self, **values: Any) -> None:
-        """Add JSON values to the record."""
         record = {**self._record(), **values}
         if self.path is None:
             self._held = record
