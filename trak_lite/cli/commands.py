@@ -38,7 +38,7 @@ from trak_lite.run.tables import scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
-from trak_lite.store import RemotePlace, open_store
+from trak_lite.store import Manifest, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
@@ -307,20 +307,25 @@ def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> 
         yield f"  ... {len(order) - _SHOWN_GROUPS} more"
 
 
+def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
+    """Return a function that opens the scores of a name, of a store that is read without model and data."""
+    device = resolve_device(config.values["device"])
+    settings = StoredSettings.of(manifest, device=device, where=str(config.path))
+    method = settings.scored_by(config.values["score"]["method"])
+    return partial(stored_scores, Workspace(config.path), settings, method=method)
+
+
 def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
-    device = resolve_device(config.values["device"])
     with open_store(config.path) as store:
-        settings = StoredSettings.of(store.manifest, device=device, where=str(config.path))
-        known = scored_names(store)
+        opened, known = opener(config, store.manifest), scored_names(store)
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
     if chosen["dense"] and known and name not in known:
         if name != _DEFAULT_NAME or len(known) > 1:
             raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
         name = known[0]
-    method, dense = settings.scored_by(chosen["method"]), chosen["dense"]
-    return stored_scores(Workspace(config.path), settings, name, method, dense=dense)
+    return opened(name, dense=chosen["dense"])
 
 
 def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | None) -> Iterator[str]:

@@ -10,20 +10,16 @@ from threading import Event, Thread
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside, renders
+from trak_lite.cli.commands import beside, opener, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
 from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
-from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.stored import stored_scores
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -72,10 +68,7 @@ def pages_of(config: RunConfig) -> Pages:
     title = PurePosixPath(str(place)).name
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))
     if config.recipe is None:
-        device = resolve_device(config.values["device"])
-        settings = StoredSettings.of(manifest, device=device, where=str(place))
-        workspace, chosen = Workspace(place), settings.scored_by(method)
-        sets = Sets(names, lambda name: stored_scores(workspace, settings, name, chosen), columns, num_rows)
+        sets = Sets(names, opener(config, manifest), columns, num_rows)
         return Pages(title, sets, marks, Renders(), task=task)
     live = _live_model(config, config.recipe)
     columns = {**columns, **recipe_columns(config.recipe, config.recipe_arguments, live.train)}

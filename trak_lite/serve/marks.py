@@ -14,16 +14,7 @@ from typing import Any, Final, final
 
 from trak_lite._validate import one_of, parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store.disk.files import (
-    locked_file,
-    named_errors,
-    open_file,
-    read_file,
-    remove_file,
-    rename,
-    sync_folder,
-    write_file,
-)
+from trak_lite.store.disk import files
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -75,8 +66,8 @@ class MarksFile:
     def read(self) -> dict[int, Mark]:
         """Return the marks by row, in the order of rows."""
         content = b""
-        with named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
-            content = read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
+        with files.named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
+            content = files.read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
         if not content:  # killed between the creation and the first mark
             return {}
         try:
@@ -102,9 +93,9 @@ class MarksFile:
         if not 0 <= row < self._num_rows:
             raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self._num_rows - 1}.")
         path = str(self.path)
-        with named_errors("Writing", path):
-            os.close(open_file(path, os.O_RDWR | os.O_CREAT))
-            with locked_file(path):
+        with files.named_errors("Writing", path):
+            os.close(files.open_file(path, os.O_RDWR | os.O_CREAT))
+            with files.locked_file(path):
                 marks = self.read()
                 marks.pop(row, None)
                 if mark is not None:
@@ -122,11 +113,12 @@ class MarksFile:
         path = str(self.path)
         unfinished = str(self.path.with_name(f".{self.path.name}.new"))
         with contextlib.suppress(FileNotFoundError):
-            remove_file(unfinished)  # of a killed process; a link is removed, what it names is not changed
-        write_file(unfinished, json.dumps(content, indent=1).encode())
+            # Of a killed process; a link is removed, what it names is not changed.
+            files.remove_file(unfinished)
+        files.write_file(unfinished, json.dumps(content, indent=1).encode())
         seal(unfinished, _SEALED_AS)  # and sync it
-        rename(unfinished, path)
-        sync_folder(os.path.dirname(path))
+        files.rename(unfinished, path)
+        files.sync_folder(os.path.dirname(path))
 
 
 def relabelling(marks: Mapping[int, Mark], labels: Sequence[str] | None) -> str:
