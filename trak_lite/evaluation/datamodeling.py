@@ -302,15 +302,10 @@ class _Ranked:
         columns = np.ascontiguousarray(values.T)
         self._order = np.argsort(columns, axis=1, kind="stable")
         ordered = np.take_along_axis(columns, self._order, axis=1)
-        starts = np.concatenate([np.ones((len(columns), 1), np.bool_), np.diff(ordered, axis=1) != 0], axis=1)
-        place = np.arange(columns.shape[1])
-        first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
-        ends = np.concatenate([starts[:, 1:], np.ones((len(columns), 1), np.bool_)], axis=1)
-        last = np.minimum.accumulate(np.where(ends, place, len(place))[:, ::-1], axis=1)[:, ::-1]
         # For every subset, in original order: start and end of its group of tied values in the sorted order.
-        self._first, self._stop = np.empty_like(first), np.empty_like(last)
-        np.put_along_axis(self._first, self._order, first, axis=1)
-        np.put_along_axis(self._stop, self._order, last + 1, axis=1)
+        pairs = list(zip(ordered, columns, strict=True))
+        self._first = np.stack([np.searchsorted(*pair, side="left") for pair in pairs])
+        self._stop = np.stack([np.searchsorted(*pair, side="right") for pair in pairs])
 
     def deviations(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``(M, S)`` ranks minus their mean in a resample that has subset s ``counts[s]`` times."""
