@@ -289,13 +289,13 @@ def retrain_into(
     workspace: Workspace,
     group: str,
     train_fn: TrainFunction,
-    masks: ArrayLike,
     output_fn: OutputFunction,
-    *,
-    seeds: Sequence[int],
     train_id: str | None,
     progress: bool | None,
     settings: Mapping[str, Any],
+    masks: ArrayLike,
+    *,
+    seeds: Sequence[int],
 ) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 

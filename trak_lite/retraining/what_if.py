@@ -27,8 +27,9 @@ from trak_lite.evaluation.trials import (
     standardised_sum,
 )
 from trak_lite.retraining.subsets import TrainFunction
-from trak_lite.retraining.verify import opened_targets, require_measurable
+from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.run.tables import model_id_of
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Effects", "SummedEffects", "try_removals", "what_if"]
@@ -258,41 +259,36 @@ def try_removals(
         raise InvalidInputError(
             f"shares must lie between 0 and 1 and leave a row, got {tuple(shares)!r:.100}."
         )
-    require_measurable(scores, train_fn, "try_removals")
-    run, matrix = scores.run, scores.numpy()
-    labels, rows = _groups(scores, groups), scores.run.targets(targets)
+    labels = _groups(scores, groups)
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
-    def measure() -> Array:
-        sets = list(_trial_sets(matrix, sizes, budget, np.random.default_rng(seed), labels, some))
+    def measure(retrain: Retrain, entries: ScoreEntries) -> Array:
+        rng = np.random.default_rng(seed)
+        sets = list(_trial_sets(scores.numpy(), sizes, budget, rng, labels, some))
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
-        everything = np.ones((1, num_rows), np.bool_)
-        with opened_targets(scores, rows) as opened:
-            of_all = opened.retrain(train_fn, everything, seeds=base_seeds, train_id=train_id)
-            without = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
-            effects = SummedEffects(scores)
-            predicted = np.stack([-effects.sum(members) for members in sets])
-            standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
-            shares = np.array([len(members) / num_rows for members in sets])
-            before = of_all.outputs[0].astype(np.float64)
-            outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
-            found = Trials(
-                shares,
-                predicted[:, some],
-                standard[:, some],
-                (without.mean - outputs)[:, some],
-                outputs[some],
-                noise[some],
-                len(without.seeds),
-            )
-            opened.entries.put_trials(found)
+        of_all = retrain(np.ones((1, num_rows), np.bool_), seeds=base_seeds)
+        without = retrain(masks, seeds=seeds)
+        effects = SummedEffects(scores)
+        predicted = np.stack([-effects.sum(members) for members in sets])
+        standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
+        shares = np.array([len(members) / num_rows for members in sets])
+        before = of_all.outputs[0].astype(np.float64)
+        outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
+        found = Trials(
+            shares,
+            predicted[:, some],
+            standard[:, some],
+            (without.mean - outputs)[:, some],
+            outputs[some],
+            noise[some],
+            len(without.seeds),
+        )
+        entries.put_trials(found)
         return found.to_array()
 
-    # Rank 0 retrains; the other ranks wait and receive the trials.
-    with run.joined(f"try_removals {scores.name!r}") as ranks:
-        return Trials.from_array(ranks.broadcast("the trials", measure))
+    return Trials.from_array(measured(scores, train_fn, targets, train_id, "try_removals", measure))
 
 
 def _trial_sets(
