@@ -96,7 +96,10 @@ class TrainingRun:
     @cached_property
     def digest(self) -> str:
         """Digest of the settings and of the trained weights, in which changes show that settings do not tell."""
-        self.require_finished()
+        if not {0, self.num_steps} <= set(self.states.numbers()):
+            raise InvalidInputError(
+                "The training is not finished. Call recipe.train(path) again; it resumes."
+            )
         trained = {name: tensor_json(value) for name, value in self.final.parameters.items()}
         return hashlib.sha256(canonical_json([self.fingerprint, trained]).encode()).hexdigest()[:16]
 
@@ -324,13 +327,6 @@ class TrainingRun:
             raise InvalidInputError(
                 f"The scores were made with another architecture than that of the run, which has no parameters "
                 f"{wrong[:5]} of the same shapes. Pass a run of the model that was scored."
-            )
-
-    def require_finished(self) -> None:
-        """Raise if the first or the last state is missing."""
-        if not {0, self.num_steps} <= set(self.states.numbers()):
-            raise InvalidInputError(
-                "The training is not finished. Call recipe.train(path) again; it resumes."
             )
 
 
