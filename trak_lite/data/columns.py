@@ -137,13 +137,9 @@ def column_of(data: Any, name: str) -> ArrayLike:
 
 
 def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.bool_]:
-    """Return whether each row is wanted, ``(N,)``.
+    """Return whether each row is wanted, ``(N,)``, by a mask or by the values of known columns.
 
-    Args:
-        where: A mask of booleans, or a mapping: a row is wanted if in each named column it has the value, or one of
-            several values in a list, tuple, set or array.
-        columns: Known columns by name.
-        num_rows: N.
+    A row is wanted if in each named column it has the value, or one of several values in a list, tuple, set or array.
 
     Example:
         >>> source = Column.of(["web", "book", "web"], 3, "the column 'source'")

@@ -9,6 +9,7 @@ Shapes: N train rows, M targets, S subsets. Numerics: float64; ranks are exact m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,14 +104,10 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
         )
     num_seeds = values.shape[1]
     ranked = [_ranked_outputs([], values[:, place]) for place in range(num_seeds)]
-    ones = np.ones(len(values))
-    pairs = [
-        _mean(_correlations(ranked[a], ranked[b], ones), np.ones(values.shape[2]))
-        for a in range(num_seeds)
-        for b in range(num_seeds)
-        if a != b  # both orders: a target that is constant for one seed counts only as the prediction
-    ]
-    between = float(np.mean(pairs))
+    subsets, targets = np.ones(len(values)), np.ones(values.shape[2])
+    # Both orders: a target that is constant for one seed counts only as the prediction.
+    pairs = itertools.permutations(ranked, 2)
+    between = float(np.mean([_mean(_correlations(*pair, subsets), targets) for pair in pairs]))
     reliability = num_seeds * between / (1 + (num_seeds - 1) * between) if between > 0 else 0.0
     return NoiseCeiling(between, reliability, math.sqrt(reliability))
 
