@@ -338,10 +338,8 @@ def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | 
     scores = scores_of(config)
     render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
-    if config.recipe is None and (
-        scores.verdict,
-        scores.one_run_verdict,
-    ):  # damaged ones raise before the note
+    # Damaged verdicts raise before the note.
+    if config.recipe is None and (scores.verdict, scores.one_run_verdict):
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
     page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"

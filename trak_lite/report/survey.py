@@ -115,8 +115,6 @@ class Survey:
                 best.update(done, part)
             done += len(tile)
         numbers = np.arange(scores.shape[0]) if wanted is None else np.flatnonzero(wanted)
-        helpful, harmful = (
-            TopRows(numbers[indices.numpy()], values.numpy())
-            for indices, values in (best.result() for best in ends)
-        )
+        found = (best.result() for best in ends)
+        helpful, harmful = (TopRows(numbers[rows.numpy()], values.numpy()) for rows, values in found)
         return cls(shown, helpful, harmful, histogram)

@@ -195,10 +195,8 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
         )
     with scores.run.workspace.reading() as store:
         matrix = calibrated_matrix(source_of_stored(store, scores, scores.run.settings), calibration)
-    settings = {
-        **scores.settings,
-        "calibrated_on": f"{calibration.num_held_out} held-out {calibration.across}",
-    }
+    held_out = f"{calibration.num_held_out} held-out {calibration.across}"
+    settings = {**scores.settings, "calibrated_on": held_out}
     record = ScoreRecord(scores.name, scores.method, scores.manifest, settings, task=scores.task)
     return Scores(HeldMatrix(matrix), record)
 
@@ -225,7 +223,6 @@ def evaluate(
         )
         for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
     )
-    several = len(retrained.seeds) > 1
     return Verdict(
         lds=Estimate.of(found),
         baselines=baselines,
@@ -235,7 +232,7 @@ def evaluate(
         num_targets=outputs.shape[1],
         num_constant=found.num_constant,
         confidence=confidence,
-        ceiling=retrained.noise_ceiling().ceiling if several else None,
+        ceiling=retrained.noise_ceiling().ceiling if len(retrained.seeds) > 1 else None,
         calibration=fitted_to_subsets(rows, sums, predicted, outputs, confidence) if calibrate else None,
         compared=retrained.compared,
     )
@@ -279,10 +276,7 @@ def _baselines(
         # Adam updates are already those of the loss, so q would multiply them twice.
         is_update = row_kind(rows.store.manifest) == "adam_update"
         yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")
-        yield (
-            "nearest in feature space (cosine)",
-            sums.predict([unit_rows(target) for target in targets], "unit"),
-        )
+        yield "nearest in feature space (cosine)", sums.predict(list(map(unit_rows, targets)), "unit")
     # q decreases with f and increases with the loss. The prediction is the same for all targets.
     yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
     if texts is not None:

@@ -457,12 +457,9 @@ def _fingerprint(
 
 def _norm(state: State, other: State | None) -> float:
     """Return the norm of the difference of the parameters of two states; ``None`` stands for zeros."""
-    return math.sqrt(
-        sum(
-            float((value if other is None else value - other.parameters[name]).double().square().sum())
-            for name, value in state.parameters.items()
-        )
-    )
+    named = state.parameters.items()
+    changes = (value if other is None else value - other.parameters[name] for name, value in named)
+    return math.sqrt(sum(float(change.double().square().sum()) for change in changes))
 
 
 def _changed(first: int, last: int, apart: float) -> str:
