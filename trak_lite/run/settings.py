@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, Final, Literal, Self, final
 
 import numpy as np
@@ -61,20 +62,6 @@ WIDEST_FITTED: Final = 4096
 """Widest segment for which ``method="auto"`` chooses Fisher: the time of the fit grows with the cube of the width."""
 _ASKED: Final = "task"
 """Name of the question of ``score(..., task=...)``."""
-_STORED_SETTINGS: Final = (
-    "task",
-    "proj_dim",
-    "seed",
-    "dtype",
-    "gradient_computer",
-    "float32_products",
-    "normalize",
-    "store_norms",
-    "projector",
-    "layout",
-    "method",
-)
-"""Arguments of an attributor that a manifest stores. Paths, devices and display options are not stored."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
 Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
@@ -359,6 +346,13 @@ class AttributorSettings:
         if self.task.can_sample and narrow and not self._is_normalised:
             return Fisher()
         return GaussNewton() if self.task.has_curvature else TRAK(damping=None, layout="stored")
+
+
+_NOT_STORED: Final = ("model", "device", "grad_wrt")
+_STORED_SETTINGS: Final = [
+    name for name in signature(AttributorSettings).parameters if name not in _NOT_STORED
+]
+"""Arguments of an attributor that a manifest stores among its settings."""
 
 
 @final

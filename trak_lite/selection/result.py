@@ -23,6 +23,15 @@ _VERSION: Final = 2
 _UNSEALED: Final = 1
 """Version of files without a checksum."""
 _SEALED_AS: Final = "selection"
+_FIELDS: Final = {
+    "row": "indices",
+    "score": "scores",
+    "best_target": "best_targets",
+    "best_score": "best_scores",
+    "group": "groups",
+    "redundancy": "redundancy",
+}
+"""Fields of a selection by the names of their columns."""
 _TYPES: Final = {"row": "int64", "score": "float64", "best_score": "float64", "redundancy": "float64"}
 
 
@@ -182,26 +191,11 @@ class Selection:
             raise ValueError("columns of different lengths")
         if len(np.unique(rows)) < len(rows) or not ((rows >= 0) & (rows < num_rows)).all():
             raise ValueError(f"rows that are not distinct numbers from 0 to {num_rows - 1}")
-        return cls(
-            rows,
-            columns["score"],
-            columns["best_target"],
-            columns["best_score"],
-            num_rows,
-            groups=columns.get("group"),
-            redundancy=columns.get("redundancy"),
-            settings=dict(content["settings"]),
-        )
+        named = {attribute: columns[name] for name, attribute in _FIELDS.items() if name in columns}
+        return cls(**named, num_rows=num_rows, settings=dict(content["settings"]))
 
     def _columns(self) -> dict[str, NDArray[Any]]:
-        columns = {
-            "row": self.indices,
-            "score": self.scores,
-            "best_target": self.best_targets,
-            "best_score": self.best_scores,
-            "group": self.groups,
-            "redundancy": self.redundancy,
-        }
+        columns = {name: getattr(self, attribute) for name, attribute in _FIELDS.items()}
         return {name: values for name, values in columns.items() if values is not None}
 
     def _first(self) -> list[tuple[Any, ...]]:
