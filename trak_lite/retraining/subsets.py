@@ -258,10 +258,9 @@ def retrain_many(
         NonFiniteError: If an output is NaN or infinite; names subset and seed.
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
-    at_once = positive_int(models_at_once=models_at_once)
-    return _filled(
-        path, replace(_plan(training, masks, output_fn, seeds, train_id), at_once=at_once), progress
-    )
+    plan = _plan(training, masks, output_fn, seeds, train_id)
+    plan = replace(plan, at_once=positive_int(models_at_once=models_at_once))
+    return _filled(path, plan, progress)
 
 
 def retrain_run(

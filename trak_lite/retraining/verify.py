@@ -159,16 +159,8 @@ def measured(
             scored.pop("curvature", None)  # belongs to the scores, not to the data
             remedy = "Pass the targets that were scored under this name."
             compare_fingerprints({"targets": scored}, given, where=path, remedy=remedy)
-            retrain = partial(
-                retrain_into,
-                workspace,
-                retrain_path(scores.name),
-                train_fn,
-                output_fn,
-                train_id,
-                run.progress,
-                given,
-            )
+            more = (train_fn, output_fn, train_id, run.progress, given)
+            retrain = partial(retrain_into, workspace, retrain_path(scores.name), *more)
             return measure(retrain, ScoreEntries(store, path))
 
     with run.joined(f"{call} {scores.name!r}") as ranks:
