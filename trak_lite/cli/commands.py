@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shlex
@@ -26,8 +25,6 @@ from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
-from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.trials import Trials
 from trak_lite.methods import as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
@@ -41,7 +38,7 @@ from trak_lite.run.tables import scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
-from trak_lite.store import RemotePlace, open_store
+from trak_lite.store import Manifest, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import scratch_folder
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
@@ -91,10 +88,6 @@ class Job:
         """Train if the recipe defines ``train`` and there is no checkpoint; return the number of checkpoints written.
 
         The checkpoints are moved to their path after the training, so that an interrupted training leaves none there.
-
-        Raises:
-            CheckpointError: If there is no checkpoint and the path comes from the record of a store.
-            InvalidInputError: If the training returned no weights.
         """
         folder = self.config.values["checkpoints"]
         train = self.recipe.bound("train", self.config.recipe_arguments)
@@ -127,27 +120,22 @@ class Job:
         return number
 
     def featurize(self) -> FeaturizeSummary:
-        """Featurize the train rows for every checkpoint.
-
-        Raises:
-            CheckpointError: If there is no checkpoint at the path.
-            CorruptStoreError: If a checkpoint that :meth:`train` wrote is damaged.
-        """
+        """Featurize the train rows for every checkpoint."""
         checkpoints = self.config.values["checkpoints"]
-        if isinstance(checkpoints, str) and not _has_entries(checkpoints):
-            raise CheckpointError(
-                f"There is no checkpoint at {checkpoints}. Put the model's .safetensors or .pt files there, name "
-                "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that defines "
-                "train(indices, seed)."
-            )
-        own = glob.glob(f"{glob.escape(str(checkpoints))}/checkpoint-*.safetensors")
-        for file in own if isinstance(checkpoints, str) else ():  # those of the user have no checksum
-            sealed_content(os.path.realpath(file), os.path.basename(file), required=False)
+        if isinstance(checkpoints, str):
+            if not _has_entries(checkpoints):
+                raise CheckpointError(
+                    f"There is no checkpoint at {checkpoints}. Put the model's .safetensors or .pt files there, name "
+                    "another path with --checkpoints PATH, or train with trak-lite run CONFIG and a recipe that "
+                    "defines train(indices, seed)."
+                )
+            # Those of the user have no checksum.
+            for file in Path(checkpoints).glob("checkpoint-*.safetensors"):
+                sealed_content(os.path.realpath(file), file.name, required=False)
         columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
-        return self.attributor.featurize(
-            self.train_rows, checkpoints, columns=values, **self.config.values["featurize"]
-        )
+        more = self.config.values["featurize"]
+        return self.attributor.featurize(self.train_rows, checkpoints, columns=values, **more)
 
     def score(self) -> Scores:
         """Score the targets. A method that must be fitted is fitted to the recipe's train data."""
@@ -157,30 +145,10 @@ class Job:
             self.featurize()  # gives the attributor the train data, to which the method is fitted
         return self.attributor.score(self.target_rows, **arguments)
 
-    def verify(self) -> Verdict:
-        """Test the scores against models that the recipe retrains on random subsets.
-
-        Raises:
-            InvalidInputError: If the recipe does not define ``train``.
-        """
-        return verify(self._scored(), self._train_fn(), self.target_rows, **self.config.values["verify"])
-
-    def try_removals(self) -> Trials:
-        """Measure the removal of sets of train rows with models that the recipe retrains.
-
-        Raises:
-            InvalidInputError: If the recipe does not define ``train``.
-        """
-        return try_removals(
-            self._scored(), self._train_fn(), self.target_rows, **self.config.values["trials"]
-        )
-
-    def _scored(self) -> Scores:
+    def to_retrain(self) -> tuple[Scores, TrainFunction, Rows]:
+        """Return the scores, the recipe's training of rows that are numbered as in these, and the targets."""
         score = self.config.values["score"]
-        return self.attributor.scores(score["name"], method=score["method"], task=score["task"])
-
-    def _train_fn(self) -> TrainFunction:
-        """Return the recipe's training, of rows that are numbered as in the scores."""
+        scores = self.attributor.scores(score["name"], method=score["method"], task=score["task"])
         train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None:
             raise InvalidInputError(
@@ -188,14 +156,12 @@ class Job:
                 "subset. Add it; it returns the trained module or its state dict."
             )
         rows = self.config.values["train_data"]["indices"]
-        return partial(last_trained, train if rows is None else partial(_chosen, tuple(rows), train))
+        if rows is not None:
+            train = partial(_chosen, tuple(rows), train)
+        return scores, partial(last_trained, train), self.target_rows
 
     def unroll(self) -> Scores:
-        """Train so that the training can be replayed, and return the derivatives of the targets through it.
-
-        Raises:
-            InvalidInputError: If the recipe does not define ``training``, or it returns something else.
-        """
+        """Train so that the training can be replayed, and return the derivatives of the targets through it."""
         training = self.recipe.bound("training", self.config.recipe_arguments)
         made = None if training is None else training()
         if not isinstance(made, unrolled.Recipe):
@@ -209,21 +175,14 @@ class Job:
             )
         arguments = dict(self.config.values["unroll"])
         folder, progress = arguments.pop("path"), self.config.values["progress"]
-        if folder is None:
-            folder = beside(self.config, ".run")
-        run = made.train(folder, progress=progress)
+        run = made.train(beside(self.config, ".run") if folder is None else folder, progress=progress)
         score = self.config.values["score"]
         task = self.attributor.task if score["task"] is None else score["task"]
-        return unrolled.unrolled(
-            run, self.target_rows, task, name=score["name"], progress=progress, **arguments
-        )
+        arguments |= {"name": score["name"], "progress": progress}
+        return unrolled.unrolled(run, self.target_rows, task, **arguments)
 
     def check_columns(self) -> None:
-        """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed.
-
-        Raises:
-            UnknownNameError: If the recipe and the store have no such column.
-        """
+        """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed."""
         names = [*(self.where or ()), *([] if self.by is None else [self.by])]
         if not names:
             return
@@ -239,9 +198,8 @@ class Job:
         for target in range(min(_SHOWN_TARGETS, scores.shape[1])):
             for sign in ("helpful", "harmful"):
                 top = scores.top(_SHOWN_ROWS, target=target, sign=sign, where=self.where)
-                rows = "  ".join(
-                    f"{row} ({value:+.2e})" for row, value in zip(top.indices, top.scores, strict=True)
-                )
+                pairs = zip(top.indices, top.scores, strict=True)
+                rows = "  ".join(f"{row} ({value:+.2e})" for row, value in pairs)
                 lines.append(f"target {target}, most {sign} rows: {rows}")
         return lines if self.by is None else [*lines, *_grouped(scores, self.by, self.where)]
 
@@ -255,8 +213,7 @@ class Job:
         if command == "plan":
             yield
             return
-        config = self.config
-        time = datetime.now(UTC).isoformat(timespec="seconds")
+        config, time = self.config, datetime.now(UTC).isoformat(timespec="seconds")
         made_with = versions(self.attributor.device)
         record = RunRecord(command, time, config.values, self.recipe.digest, made_with)
         accepted = not _is_store(config.path)
@@ -313,8 +270,8 @@ COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
     "run": run,
     "featurize": featurize,
     "score": score,
-    "verify": lambda job: [str(job.verify())],
-    "trials": lambda job: [str(job.try_removals())],
+    "verify": lambda job: [str(verify(*job.to_retrain(), **job.config.values["verify"]))],
+    "trials": lambda job: [str(try_removals(*job.to_retrain(), **job.config.values["trials"]))],
     "unroll": lambda job: job.shown(job.unroll()),
 }
 """The commands that need model and data; each returns the lines to print."""
@@ -324,9 +281,6 @@ def conditions(texts: Sequence[str]) -> dict[str, list[str]] | None:
     """Return the values that rows must have by column, from ``NAME=VALUE``; ``None`` without conditions.
 
     Several values of a column are alternatives.
-
-    Raises:
-        InvalidInputError: If a text has no ``=``.
 
     Example:
         >>> conditions(["source=web", "source=book", "year=2024"])
@@ -353,49 +307,39 @@ def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> 
         yield f"  ... {len(order) - _SHOWN_GROUPS} more"
 
 
-def scores_of(config: RunConfig) -> Scores:
-    """Return the scores that a config names, of a store that is read without model and data.
+def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
+    """Return a function that opens the scores of a name, of a store that is read without model and data."""
+    device = resolve_device(config.values["device"])
+    settings = StoredSettings.of(manifest, device=device, where=str(config.path))
+    method = settings.scored_by(config.values["score"]["method"])
+    return partial(stored_scores, Workspace(config.path), settings, method=method)
 
-    Raises:
-        StateError: If there are no such scores.
-        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
-    """
+
+def scores_of(config: RunConfig) -> Scores:
+    """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
-        settings = StoredSettings.of(
-            store.manifest, device=resolve_device(config.values["device"]), where=str(config.path)
-        )
-        known = scored_names(store)
+        opened, known = opener(config, store.manifest), scored_names(store)
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
     if chosen["dense"] and known and name not in known:
         if name != _DEFAULT_NAME or len(known) > 1:
             raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
         name = known[0]
-    method, dense = settings.scored_by(chosen["method"]), chosen["dense"]
-    return stored_scores(Workspace(config.path), settings, name, method, dense=dense)
+    return opened(name, dense=chosen["dense"])
 
 
 def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | None) -> Iterator[str]:
-    """Write the scores of a store as one page of HTML. Yield the lines to print.
+    """Write the scores of a store as one page of HTML, ``None`` beside the store. Yield the lines to print.
 
     The store is read without model and data. The page shows a row by the recipe's ``render``, or else by its number.
-
-    Args:
-        config: Names the store and the scores.
-        out: Path of the page; with ``None``, the page is written beside the store.
-        where: Values by column that the train rows of the page have.
-
-    Raises:
-        StateError: If there are no such scores.
-        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
     """
     from trak_lite.report import write_report  # imported late: no other command needs it
 
     scores = scores_of(config)
-    recipe = config.recipe
     render, render_target = renders(config)
     place = beside(config, ".html", "report.html") if out is None else out
-    if recipe is None and (scores.verdict, scores.one_run_verdict):  # damaged ones raise before the note
+    # Damaged verdicts raise before the note.
+    if config.recipe is None and (scores.verdict, scores.one_run_verdict):
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
     page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"
@@ -406,14 +350,8 @@ def effects(
 ) -> Iterator[str]:
     """Predict what changes if a set of train rows goes, or find one that changes a target. Yield the lines to print.
 
-    Args:
-        config: Names the store and the scores.
-        options: ``remove``: row numbers and ranges, such as ``3,8-11``. ``target`` and ``goal``: find the set instead.
-            ``out``: file to write the result to, as JSON.
-        where: Values by column of the rows that go, instead of ``remove``.
-
-    Raises:
-        InvalidInputError: If not exactly one set is asked about, or a number cannot be read.
+    ``options`` are ``remove`` (row numbers and ranges, such as ``3,8-11``), ``target`` and ``goal`` (which find the set
+    instead), and ``out``, a file for the result as JSON. The rows that go may be given by ``where``, too.
     """
     removed, target, goal, out = (options[name] for name in ("remove", "target", "goal", "out"))
     if (target is None) != (goal is None) or [removed, where, target].count(None) != 2:
@@ -478,11 +416,8 @@ def renders(config: RunConfig) -> tuple[Render | None, Render | None]:
         render = None if config.recipe is None else config.recipe.bound(function, config.recipe_arguments)
         return render if render is None or indices is None else lambda row: render(indices[row])
 
-    values = config.values
-    return (
-        of_rows("render", values["train_data"]["indices"]),
-        of_rows("render_target", values["target_data"]["indices"]),
-    )
+    train, target = (config.values[section]["indices"] for section in ("train_data", "target_data"))
+    return of_rows("render", train), of_rows("render_target", target)
 
 
 def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:

@@ -86,16 +86,8 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     """Return a config from a file or from the record of a run, with the values of the command line.
 
     All other keys are checked before the recipe is executed. The recipe named in a record is never executed: a store
-    may come from someone else, and the recorded digest says nothing about what the code does.
-
-    Args:
-        source: Path of the YAML file, or the record of a run.
-        options: Names and texts of the options of the command line.
-        runs: Whether the command needs model and data; without them the recipe is optional.
-
-    Raises:
-        InvalidInputError: If the file cannot be read, a key is unknown, a value is missing or has the wrong type, the
-            recipe cannot be executed, or the source is a record and the command line names no recipe.
+    may come from someone else, and the recorded digest says nothing about what the code does. It is optional unless
+    the command ``runs``, which needs model and data.
     """
     typed = dict(options)
     if isinstance(source, RunRecord):

@@ -31,16 +31,7 @@ class _Content(NamedTuple):
 
 
 def inspection(place: str | RemotePlace, *, every: bool = False) -> str:
-    """Return the content of the store at a path or address.
-
-    Args:
-        place: The path or address.
-        every: List every table and entry. By default, those of more than eight checkpoints are summed up.
-
-    Raises:
-        MissingStoreError: If there is no store.
-        StoreError: If it cannot be read.
-    """
+    """Return the content of the store at a path or address; more than eight alike are summed up, unless ``every``."""
     with open_store(place) as store:
         made_with, fingerprint = dict(store.manifest.made_with), dict(store.manifest.fingerprint)
         settings, parameters = made_with.pop("settings", {}), fingerprint.pop("parameters", None)

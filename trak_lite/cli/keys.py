@@ -46,15 +46,9 @@ class Key(NamedTuple):
 
 
 def keys_of(function: Callable[..., Any], *, section: str = "", without: Collection[str] = ()) -> list[Key]:
-    """Return a key for every argument of a function that JSON values can set.
+    """Return a key for every argument of a function that JSON values can set, but for those in ``without``.
 
-    Args:
-        function: Function with annotations or defaults, and a docstring in Google style.
-        section: Prefix of the names: ``score`` gives ``score.method``.
-        without: Names of arguments to leave out.
-
-    Raises:
-        InvalidInputError: If an annotation cannot be evaluated.
+    The names begin with a section: ``score.method``. The help texts are those of a docstring in Google style.
     """
     try:
         signature = inspect.signature(function, eval_str=True)

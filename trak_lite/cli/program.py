@@ -64,11 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    Args:
-        arguments: Arguments of the command line; ``None`` uses those of the process.
-    """
+    """Run the command in some arguments, by default those of the process, and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given and given[0] in _WITH_CONFIG:
@@ -152,8 +148,8 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
 
     if command in _OF_STORE and store is None:
         store, named = named, None
-    if command in _OF_STORE and store is None:
-        raise InvalidInputError(f"{command} needs the path of a store. Usage: {usage}.")
+        if store is None:
+            raise InvalidInputError(f"{command} needs the path of a store. Usage: {usage}.")
     if (store is None) == (named is None):
         raise InvalidInputError(
             f"{command} takes either a config or --from STORE; the config comes first. Usage: {usage}."

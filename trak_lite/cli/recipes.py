@@ -102,15 +102,7 @@ class Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Execute a recipe and return its functions. The recipe can import modules from its folder.
-
-    Args:
-        path: Path of the Python file.
-
-    Raises:
-        InvalidInputError: If there is no such file, it does not compile, a module that it imports is not installed,
-            or a function is missing.
-    """
+    """Execute the Python file of a recipe and return its functions. It can import modules from its folder."""
     path = Path(os.path.abspath(path))
     try:
         content = path.read_bytes()
@@ -134,11 +126,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) -> dict[str, Column]:
-    """Return the columns of the train data that a recipe returns, of the rows that the config selects.
-
-    Raises:
-        InvalidInputError: If they are no mapping of names to one label per sample of the train data.
-    """
+    """Return the columns of the train data that a recipe returns, of the rows that the config selects."""
     columns = recipe.bound("columns", arguments)
     found = {} if columns is None else columns()
     if not isinstance(found, dict):
@@ -150,21 +138,11 @@ def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) ->
 
 
 def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of the weights that ``train`` returned or yields: the checkpoints of a run.
-
-    Args:
-        trained: A module, its state dict, or an iterable of these.
-
-    Raises:
-        InvalidInputError: If it has another type.
-    """
+    """Yield copies of the weights in a module, its state dict, or an iterable of these: the checkpoints of a run."""
     state = trained.state_dict() if isinstance(trained, nn.Module) else trained
     if isinstance(state, Mapping):
-        copies = {
-            name: value.detach().cpu().contiguous().clone()
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         yield with_versions(copies, module_versions(state))
     elif isinstance(state, Iterable) and not isinstance(state, str | bytes | Tensor):
         for one in state:
@@ -177,11 +155,7 @@ def trained_states(trained: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def last_trained(train: Callable[..., Any], indices: NDArray[np.int64], seed: int) -> dict[str, Tensor]:
-    """Train on the given rows and return the final weights.
-
-    Raises:
-        InvalidInputError: If ``train`` returned no weights.
-    """
+    """Train on the given rows and return the final weights."""
     last: dict[str, Tensor] = {}
     for last in trained_states(train(indices, seed)):  # noqa: B007  # only the last one is used
         pass

@@ -49,12 +49,7 @@ class RunRecord:
             raise TypeError("a value of a record has the wrong type")
 
     def other_recipe(self, path: str, digest: str) -> str:
-        """Return a line if the recipe differs from a recorded one in any byte, else an empty text.
-
-        Args:
-            path: Path of the recipe that the user named.
-            digest: SHA-256 of its bytes.
-        """
+        """Return a line if the recipe at a path differs from a recorded one in any byte, else an empty text."""
         if self.recipe_digest in (digest, ""):
             return ""
         return (
@@ -83,11 +78,7 @@ def store_record_of_run(place: str | RemotePlace, record: RunRecord) -> None:
 
 
 def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
-    """Return the records of a store, the oldest first.
-
-    Raises:
-        CorruptStoreError: If they cannot be read.
-    """
+    """Return the records of a store, the oldest first."""
     stored = store.entry(_NAME, _KEY)
     if stored is None:
         return []
@@ -100,12 +91,7 @@ def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
 
 
 def last_record(place: str | RemotePlace) -> RunRecord | None:
-    """Return the last record of a store, with the present path of the store; ``None`` if there is no record.
-
-    Raises:
-        MissingStoreError: If there is no store.
-        CorruptStoreError: If the records cannot be read.
-    """
+    """Return the last record of a store, with the present path of the store; ``None`` if there is no record."""
     with open_store(place) as store:
         records = stored_records(store)
     # A store may have been moved since the run.

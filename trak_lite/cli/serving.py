@@ -10,20 +10,16 @@ from threading import Event, Thread
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside, renders
+from trak_lite.cli.commands import beside, opener, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
 from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.settings import StoredSettings
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
-from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.stored import stored_scores
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -34,17 +30,7 @@ _PORT = "8765"
 
 
 def serve(config: RunConfig, port: str | None) -> Iterator[str]:
-    """Serve the pages of a store on 127.0.0.1 until Ctrl-C. Yield the line to print.
-
-    Args:
-        config: Names the store; with a recipe, texts can be scored and rows are rendered.
-        port: The port, 0 for a free one; ``None`` is 8765.
-
-    Raises:
-        MissingPackageError: If a package of the extra ``serve`` is not installed.
-        InvalidInputError: If the port is not a free port.
-        ManifestMismatchError: If the recipe's train data are not those of the store.
-    """
+    """Serve the pages of a store on a port of 127.0.0.1 (0 is a free one) until Ctrl-C. Yield the line to print."""
     require_packages("starlette", "uvicorn", "jinja2", extra="serve")
     from trak_lite.serve.app import application  # imported late: no other command needs Starlette
     from trak_lite.serve.server import ADDRESS, listener, server
@@ -68,13 +54,7 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
 
 
 def pages_of(config: RunConfig) -> Pages:
-    """Return the pages of the store that a config names.
-
-    Raises:
-        StoreError: If the store cannot be read, or an older version of trak_lite wrote it.
-        ManifestMismatchError: If the recipe's train data are not those of the store.
-        CheckpointError: If the recipe's model or its checkpoints are not those of the store.
-    """
+    """Return the pages of the store that a config names."""
     place, method = config.path, config.values["score"]["method"]
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
@@ -84,15 +64,11 @@ def pages_of(config: RunConfig) -> Pages:
     file = beside(config, ".marks.json", "marks.json")
     marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
     names = partial(_names, config)
-    title = PurePosixPath(
-        str(place)
-    ).name  # a path would name folders and users of this machine on every page
+    # A path would name folders and users of this machine on every page.
+    title = PurePosixPath(str(place)).name
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))
     if config.recipe is None:
-        device = resolve_device(config.values["device"])
-        settings = StoredSettings.of(manifest, device=device, where=str(place))
-        workspace, chosen = Workspace(place), settings.scored_by(method)
-        sets = Sets(names, lambda name: stored_scores(workspace, settings, name, chosen), columns, num_rows)
+        sets = Sets(names, opener(config, manifest), columns, num_rows)
         return Pages(title, sets, marks, Renders(), task=task)
     live = _live_model(config, config.recipe)
     columns = {**columns, **recipe_columns(config.recipe, config.recipe_arguments, live.train)}

@@ -29,15 +29,11 @@ _FEWEST_BATCHES: Final = 4
 
 
 def default_batch_size(model: nn.Module, num_rows: int) -> int:
-    """Return the samples per pass if the user sets none: 32, or up to 256 for perceptrons.
+    """Return the samples per pass if the user sets none: 32, or up to 256 for perceptrons, in at least 4 batches.
 
     A batch of a small perceptron costs nearly the same for 32 and for 256 rows. The size depends on the modules and N
     only, and not on a measured time, so that each run over the same data computes the same batches. Of a model with
     other parameters (convolutions, embeddings), their number does not bound the memory of a row, and batches gain less.
-
-    Args:
-        model: Its parameters decide.
-        num_rows: N; at least 4 batches remain.
     """
     holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     if not all(type(module) in _DENSE for module in holders):
@@ -129,12 +125,7 @@ class ColumnMarks:
     def marked(self, batch: Batch, alone: Callable[[], Batch | None] = lambda: None) -> Batch:
         """Return the batch with its columns marked; an invalid batch is returned as it is.
 
-        Args:
-            batch: B samples.
-            alone: Returns the first sample as a batch of its own, if there is one to compare with.
-
-        Raises:
-            InvalidInputError: If all samples share a tensor that has as many entries as the batch has samples.
+        ``alone`` returns the first sample as a batch of its own, if there is one to compare with.
         """
         leaves, sized = flatten_batch(batch)[0], _sized(batch)
         size = len(leaves[0]) if leaves else 0
@@ -218,11 +209,7 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
 
 
 def batch_size(batch: Batch) -> int:
-    """Return B, the common number of samples of all tensors in the batch.
-
-    Raises:
-        InvalidInputError: If the batch holds no tensor with a sample axis, or its tensors disagree on B.
-    """
+    """Return B, the common number of samples of all tensors in the batch."""
     leaves, _ = flatten_batch(batch)
     if not leaves:
         raise InvalidInputError(

@@ -42,9 +42,6 @@ class Column:
         """Number the labels of ``count`` rows.
 
         A missing value (None, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of numbers.
-
-        Raises:
-            InvalidInputError: If there is not one label per row, or the labels cannot be sorted.
         """
         given = _array_of(values, what)
         if given.shape != (count,):
@@ -116,11 +113,7 @@ def label_text(label: Any) -> str:
 
 
 def columns_of(data: Any, num_rows: int, what: str) -> dict[str, Column]:
-    """Return all columns of a ``datasets.Dataset``, a pandas frame or a mapping of arrays.
-
-    Raises:
-        InvalidInputError: If the data have no named columns, or one does not have one label per row.
-    """
+    """Return all columns of a ``datasets.Dataset``, a pandas frame or a mapping of arrays."""
     names = _names(data)
     if names is None:
         raise InvalidInputError(
@@ -131,12 +124,7 @@ def columns_of(data: Any, num_rows: int, what: str) -> dict[str, Column]:
 
 
 def column_of(data: Any, name: str) -> ArrayLike:
-    """Return a column of a ``datasets.Dataset``, a pandas frame or a mapping of arrays.
-
-    Raises:
-        InvalidInputError: If the data have no named columns.
-        UnknownNameError: If there is no such column; the message lists the nearest.
-    """
+    """Return a column of a ``datasets.Dataset``, a pandas frame or a mapping of arrays."""
     names = _names(data)
     if names is None:
         raise InvalidInputError(
@@ -149,17 +137,9 @@ def column_of(data: Any, name: str) -> ArrayLike:
 
 
 def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.bool_]:
-    """Return whether each row is wanted, ``(N,)``.
+    """Return whether each row is wanted, ``(N,)``, by a mask or by the values of known columns.
 
-    Args:
-        where: A mask of booleans, or a mapping: a row is wanted if in each named column it has the value, or one of
-            several values in a list, tuple, set or array.
-        columns: Known columns by name.
-        num_rows: N.
-
-    Raises:
-        InvalidInputError: If the mask has another shape or dtype, or no row is wanted.
-        UnknownNameError: If a column is not known.
+    A row is wanted if in each named column it has the value, or one of several values in a list, tuple, set or array.
 
     Example:
         >>> source = Column.of(["web", "book", "web"], 3, "the column 'source'")
@@ -189,17 +169,7 @@ def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> N
 
 
 def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows: int) -> NDArray[np.float64]:
-    """Return a weight per row, ``(N,)``.
-
-    Args:
-        weights: The weights, or the name of a column.
-        columns: Known columns by name.
-        num_rows: N.
-
-    Raises:
-        InvalidInputError: If there is not one finite number per row.
-        UnknownNameError: If a column is not known.
-    """
+    """Return a weight per row, ``(N,)``: the given ones, or those in the column of a name."""
     if isinstance(weights, str):
         require_columns([weights], columns)
     given = columns[weights].values if isinstance(weights, str) else np.asarray(weights)
@@ -211,11 +181,7 @@ def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows
 
 
 def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None:
-    """Raise if a name is not that of a column.
-
-    Raises:
-        UnknownNameError: Lists the nearest known names, or says how columns are stored.
-    """
+    """Raise if a name is not that of a column."""
     wanted = list(names)
     if wanted and not columns:
         raise UnknownNameError(

@@ -254,17 +254,12 @@ class Rows(_AsTheyAre):
 
 
 def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Collate | None = None) -> Rows:
-    """Return new :class:`Rows` of a dataset, with its current length.
+    """Return new :class:`Rows` of a dataset, a ``DataLoader`` or :class:`Rows`, with its current length.
 
-    Args:
-        data: A dataset, a ``DataLoader`` or :class:`Rows`.
-        what: Name of the data in messages.
-        batch_size: Samples per pass, if neither ``Rows`` nor a loader defines it.
-        collate: Turns samples into a batch, if ``Rows`` does not define it.
+    ``batch_size`` and ``collate`` count where the data define none.
     """
-    given, indices, own_size, own_collate = (
-        data._given if isinstance(data, Rows) else (data, None, None, None)
-    )
+    is_rows = isinstance(data, Rows)
+    given, indices, own_size, own_collate = data._given if is_rows else (data, None, None, None)
     if own_size is None and not isinstance(given, DataLoader):
         own_size = batch_size
     return Rows(
@@ -272,7 +267,7 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
         indices=indices,
         batch_size=own_size,
         collate=own_collate or collate,
-        name=data.name if isinstance(data, Rows) else None,
+        name=data.name if is_rows else None,
         what=what,
     )
 
@@ -430,11 +425,7 @@ def _are_columns(dataset: Any) -> bool:
 
 
 def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -> RowNumbers:
-    """Return indices into a dataset as an array.
-
-    Raises:
-        InvalidInputError: If they are not integers from 0 to ``size`` - 1.
-    """
+    """Return indices into a dataset as an array."""
     given = np.asarray(indices)
     if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
         raise InvalidInputError(

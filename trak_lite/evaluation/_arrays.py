@@ -29,17 +29,6 @@ def finite_matrix(values: ArrayLike, name: str) -> NDArray[np.float64]:
     return array
 
 
-def boolean_masks(masks: ArrayLike) -> NDArray[np.bool_]:
-    """Return subset masks ``(S, N)`` after checking dtype and shape."""
-    array = np.asarray(masks)
-    if array.dtype != np.bool_ or array.ndim != 2 or not array.size:
-        raise InvalidInputError(
-            f"masks must be a boolean matrix (subsets, train rows), got {array.dtype} of shape {array.shape}. "
-            "Make them with trak_lite.evaluation.subset_masks."
-        )
-    return array
-
-
 def coverage(confidence: float) -> float:
     """Return the confidence after checking that it lies between 0 and 1."""
     if not 0.0 < confidence < 1.0:

@@ -9,6 +9,7 @@ Shapes: N train rows, M targets, S subsets. Numerics: float64; ranks are exact m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation._arrays import boolean_masks, coverage, finite_array, finite_matrix
+from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
 
 
@@ -103,14 +104,10 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
         )
     num_seeds = values.shape[1]
     ranked = [_ranked_outputs([], values[:, place]) for place in range(num_seeds)]
-    ones = np.ones(len(values))
-    pairs = [
-        _mean(_correlations(ranked[a], ranked[b], ones), np.ones(values.shape[2]))
-        for a in range(num_seeds)
-        for b in range(num_seeds)
-        if a != b  # both orders: a target that is constant for one seed counts only as the prediction
-    ]
-    between = float(np.mean(pairs))
+    subsets, targets = np.ones(len(values)), np.ones(values.shape[2])
+    # Both orders: a target that is constant for one seed counts only as the prediction.
+    pairs = itertools.permutations(ranked, 2)
+    between = float(np.mean([_mean(_correlations(*pair, subsets), targets) for pair in pairs]))
     reliability = num_seeds * between / (1 + (num_seeds - 1) * between) if between > 0 else 0.0
     return NoiseCeiling(between, reliability, math.sqrt(reliability))
 
@@ -134,13 +131,15 @@ def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
         >>> summed_scores([[1.0], [2.0], [4.0]], np.array([[True, False, True]])).tolist()
         [[5.0]]
     """
-    values, members = finite_matrix(scores, "scores"), boolean_masks(masks)
-    if len(values) != members.shape[1]:
-        hint = (
-            " If the scores are summed over subsets already, pass masks=None."
-            if len(values) == len(members)
-            else ""
+    values, members = finite_matrix(scores, "scores"), np.asarray(masks)
+    if members.dtype != np.bool_ or members.ndim != 2 or not members.size:
+        raise InvalidInputError(
+            f"masks must be a boolean matrix (subsets, train rows), got {members.dtype} of shape {members.shape}. "
+            "Make them with trak_lite.evaluation.subset_masks."
         )
+    if len(values) != members.shape[1]:
+        summed = len(values) == len(members)
+        hint = " If the scores are summed over subsets already, pass masks=None." if summed else ""
         raise InvalidInputError(
             f"scores have {len(values)} train rows, masks {members.shape[1]}; they must agree.{hint}"
         )
@@ -300,15 +299,10 @@ class _Ranked:
         columns = np.ascontiguousarray(values.T)
         self._order = np.argsort(columns, axis=1, kind="stable")
         ordered = np.take_along_axis(columns, self._order, axis=1)
-        starts = np.concatenate([np.ones((len(columns), 1), np.bool_), np.diff(ordered, axis=1) != 0], axis=1)
-        place = np.arange(columns.shape[1])
-        first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
-        ends = np.concatenate([starts[:, 1:], np.ones((len(columns), 1), np.bool_)], axis=1)
-        last = np.minimum.accumulate(np.where(ends, place, len(place))[:, ::-1], axis=1)[:, ::-1]
         # For every subset, in original order: start and end of its group of tied values in the sorted order.
-        self._first, self._stop = np.empty_like(first), np.empty_like(last)
-        np.put_along_axis(self._first, self._order, first, axis=1)
-        np.put_along_axis(self._stop, self._order, last + 1, axis=1)
+        pairs = list(zip(ordered, columns, strict=True))
+        self._first = np.stack([np.searchsorted(*pair, side="left") for pair in pairs])
+        self._stop = np.stack([np.searchsorted(*pair, side="right") for pair in pairs])
 
     def deviations(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return ``(M, S)`` ranks minus their mean in a resample that has subset s ``counts[s]`` times."""

@@ -198,7 +198,6 @@ def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDA
 
 
 def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:
-    """Return the rows of every stratum."""
     if strata is None:
         return [np.arange(num_rows)]
     labels = np.asarray(strata)

@@ -244,9 +244,8 @@ class Trials:
             weights = self.weights_for(share, concentration, centre, level)
             found.similar[here] = weights.sum()
             if weights.sum() >= coverage(level) / (1.0 - level):
-                found.predicted[here], found.half_width[here] = self._calibrated(
-                    asked[here], share, weights, level
-                )
+                pair = self._calibrated(asked[here], share, weights, level)
+                found.predicted[here], found.half_width[here] = pair
         return found
 
     def _calibrated(self, asked: Array, share: float, weights: Array, level: float) -> tuple[Array, Array]:

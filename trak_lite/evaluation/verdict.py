@@ -235,7 +235,6 @@ def _html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 
 def _tagged(tag: str, values: Sequence[str]) -> str:
-    """Return one row of a table."""
     return f"<tr>{''.join(f'<{tag}>{_escaped(value)}</{tag}>' for value in values)}</tr>"
 
 

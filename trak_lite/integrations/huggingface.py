@@ -195,10 +195,8 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
     """Raise if one of two rows is random, or depends on the other unless all batches have one row (``alone``)."""
     by_length = sorted(range(min(_NUM_PROBES, len(rows))), key=lambda row: _length(rows.dataset[row]))
     pair = list(dict.fromkeys([by_length[0], by_length[-1]]))  # one row if both are the same
-    plan = [pair, pair, *([row] for row in pair)]
-    batch, again, *single = (
-        batch for _, batch in rows.batches(np.asarray(part, dtype=np.int64) for part in plan)
-    )
+    plan = (np.asarray(part, dtype=np.int64) for part in (pair, pair, *([row] for row in pair)))
+    batch, again, *single = (batch for _, batch in rows.batches(plan))
     first, second = (flatten_batch(part)[0] for part in (batch, again))
     if len(first) != len(second) or not all(map(torch.equal, first, second)):
         raise InvalidInputError(

@@ -219,15 +219,6 @@ def _encoded(array: NDArray[Any], what: str) -> dict[str, Any]:
 
     uint8 stays as it is, booleans become black and white. Other values are scaled from [0, 1] if all lie there, from
     [0, 255] if they are integers that lie there, and from their own range otherwise (normalised inputs).
-
-    Args:
-        array: ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels; the last axis is tried first.
-        what: Name of the row in messages, and the alternative text.
-
-    Raises:
-        InvalidInputError: If it has another shape, or its values are not real numbers.
-        NonFiniteError: If a value is NaN or infinite.
-        MissingPackageError: If Pillow is not installed.
     """
     require_packages("PIL", extra="report")
     from PIL.Image import fromarray

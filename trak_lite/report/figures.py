@@ -52,11 +52,8 @@ _STYLE: Final = {
     "axes.labelcolor": _SOFT,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    **{
-        f"{axis}tick.{key}": value
-        for axis in "xy"
-        for key, value in (("color", _RULE), ("labelcolor", _SOFT))
-    },
+    **{f"{axis}tick.color": _RULE for axis in "xy"},
+    **{f"{axis}tick.labelcolor": _SOFT for axis in "xy"},
     "xtick.minor.bottom": False,
     "ytick.minor.left": False,
 }
@@ -72,11 +69,7 @@ _Drawing: TypeAlias = tuple[str, str]
 def drawn_figures(
     scores: ReportedScores, histogram: Histogram, names: Sequence[str]
 ) -> Iterator[tuple[str, str | None, str]]:
-    """Yield title, SVG and caption of some of ``FIGURES``; where the SVG is ``None``, the caption is the reason.
-
-    Raises:
-        MissingPackageError: If matplotlib is not installed.
-    """
+    """Yield title, SVG and caption of some of ``FIGURES``; where the SVG is ``None``, the caption is the reason."""
     makers: dict[str, tuple[str, Callable[[], _Drawing]]] = {
         "histogram": ("Scores", lambda: _histogram(histogram)),
         "damping": ("Damping path", lambda: _damping(scores)),
@@ -95,14 +88,7 @@ def drawn_figures(
 def chart(plot: Callable[[Axes], None], label: str, below: str, beside: str) -> str:
     """Return what ``plot`` draws as an ``svg`` element of 360 units in width, in the colours of the page.
 
-    Args:
-        plot: Draws on the axes, in the colours above.
-        label: Description for screen readers; differs between the charts of a page.
-        below: Label of the x axis.
-        beside: Label of the y axis.
-
-    Raises:
-        MissingPackageError: If matplotlib is not installed.
+    The label, for screen readers, differs between the charts of a page. ``below`` and ``beside`` name the axes.
     """
     require_packages("matplotlib", extra="report")
     from matplotlib import style
@@ -216,13 +202,9 @@ def _retrained(scores: ReportedScores) -> _Drawing:
         axes.scatter(predicted, retrained, 20, _HIGH, alpha=0.45, linewidths=0)
         axes.locator_params(nbins=6, integer=True)
 
+    label = "Predicted outputs against outputs of retrained models"
     return (
-        chart(
-            plot,
-            "Predicted outputs against outputs of retrained models",
-            "predicted by the scores",
-            "retrained",
-        ),
+        chart(plot, label, "predicted by the scores", "retrained"),
         f"Outputs of models retrained on {len(predicted)} random subsets, for {predicted.shape[1]} targets, against "
         "the sums of the scores of the rows in the subsets, in standard deviations of each target.",
     )
@@ -250,9 +232,8 @@ def _checkpoints(scores: ReportedScores) -> _Drawing:
             if count <= _NUMBERED_CELLS:
                 axes.text(column, row, f"{value:.2f}", color=_INK, ha="center", va="center")
         ticks = range(count) if count <= _NUMBERED_CELLS else (0, count - 1)
-        axes.set(
-            aspect="equal", xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), xticks=ticks, yticks=ticks
-        )
+        ends = (-0.5, count - 0.5)
+        axes.set(aspect="equal", xlim=ends, ylim=ends[::-1], xticks=ticks, yticks=ticks)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
 

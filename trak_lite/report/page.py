@@ -135,17 +135,13 @@ def notebook_summary(scores: ReportedScores) -> str:
     """Return sizes, settings, verdict and the top rows of the first targets as HTML.
 
     Scores that are many, or not in the store, are not read: their summary has no top rows.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
     """
     place, top = scores.location or "memory", None
     if scores.stored and scores.shape[0] * scores.shape[1] <= _SUMMARY_SCORES:
         # Scores of some rows of every target hold no others.
         held = [int(scores.settings[name]) for name in ("k", "candidates") if name in scores.settings]
-        helpful, harmful = (
-            scores.top(min([_SUMMARY_ROWS, *held]), sign=sign) for sign in ("helpful", "harmful")
-        )
+        k = min([_SUMMARY_ROWS, *held])
+        helpful, harmful = scores.top(k, sign="helpful"), scores.top(k, sign="harmful")
         shown = range(min(scores.shape[1], _SUMMARY_TARGETS))
         top = [(target, _listed(helpful, target), _listed(harmful, target)) for target in shown]
     return fragment(
@@ -165,11 +161,7 @@ def notebook_table(
     settings: Mapping[str, Any],
     note: str = "",
 ) -> str:
-    """Return a heading, a table, settings and a note as HTML; long texts are cut.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
-    """
+    """Return a heading, a table, settings and a note as HTML; long texts are cut."""
     return fragment(
         "table.html",
         title=title,
@@ -184,19 +176,14 @@ def _cards(survey: Survey, renders: Renders) -> Iterator[dict[str, Any]]:
     """Yield the values of the macro ``card`` in ``parts.html``, one target at a time."""
     ends = (("Most helpful", "high", survey.helpful), ("Most harmful", "low", survey.harmful))
     for place, target in enumerate(survey.targets):
-        shown = [
-            (
-                title,
-                side,
-                [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, place)],
-            )
-            for title, side, top in ends
-        ]
+        shown = []
+        for title, side, top in ends:
+            rows = [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, place)]
+            shown.append((title, side, rows))
         yield {"target": target, "content": renders.of_target(target), "ends": shown}
 
 
 def _pairs(top: TopRows, place: int) -> Iterator[tuple[int, float]]:
-    """Return the strongest rows of one target with their scores."""
     return zip(top.indices[place].tolist(), top.scores[place].tolist(), strict=True)
 
 
@@ -237,11 +224,7 @@ def _which(shown: int, num_targets: int, where: Where | None) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """Return the Jinja2 environment of the templates.
-
-    Raises:
-        MissingPackageError: If Jinja2 is not installed.
-    """
+    """Return the Jinja2 environment of the templates."""
     require_packages("jinja2", extra="report")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -269,10 +252,6 @@ def _write_page(path: str | PathLike[str], template: str, **values: Any) -> Path
     """Write a page piece by piece and return its path; an existing file is replaced when the new one is complete.
 
     Iterators among the values of the template are consumed while the page is written.
-
-    Raises:
-        InvalidInputError: If the path is a folder.
-        MissingPackageError: If Jinja2 is not installed.
     """
     out = Path(path)
     if out.is_dir():

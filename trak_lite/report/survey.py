@@ -25,11 +25,7 @@ _SMALLEST: Final = 2.0**-149
 
 
 def chosen_targets(scores: ReportedScores, targets: Sequence[int] | None) -> list[int]:
-    """Return the selected targets, by default the first ones.
-
-    Raises:
-        InvalidInputError: If the selection is empty, has a target twice, or has one that does not exist.
-    """
+    """Return the selected targets, by default the first ones."""
     count = scores.shape[1]
     if targets is None:
         return list(range(min(count, MOST_TARGETS)))
@@ -58,15 +54,9 @@ class Histogram:
     _counts: NDArray[np.int64] = field(init=False, default_factory=lambda: np.zeros(2 * _HALF, np.int64))
 
     def add(self, values: NDArray[Any]) -> None:
-        """Count numbers of any shape.
-
-        Raises:
-            NonFiniteError: If one is NaN or infinite.
-        """
+        """Count numbers of any shape."""
         values = values.astype(np.float64)
-        if not values.size:
-            return
-        largest = max(float(values.max()), -float(values.min()))
+        largest = float(np.abs(values).max(initial=0.0))
         if not np.isfinite(largest):
             raise NonFiniteError("A score is NaN or infinite. Check the features and the kernel.")
         while largest >= self._half_range:
@@ -109,14 +99,7 @@ class Survey:
     def of(
         cls, scores: ReportedScores, targets: Sequence[int] | None, *, k: int, where: Where | None = None
     ) -> Self:
-        """Read the scores once; arguments as in :func:`write_report`. Memory: one tile, ``4 k`` numbers per target.
-
-        Raises:
-            InvalidInputError: If ``k`` is not a positive integer, a target does not exist, or no row satisfies
-                ``where``.
-            UnknownNameError: If no such column is stored.
-            NonFiniteError: If a score is NaN or infinite.
-        """
+        """Read the scores once; arguments as in :func:`write_report`. Memory: one tile, ``4 k`` numbers per target."""
         columns = scores.columns if isinstance(where, Mapping) else {}
         wanted = None if where is None else wanted_rows(where, columns, scores.shape[0])
         shown = chosen_targets(scores, targets)
@@ -132,8 +115,6 @@ class Survey:
                 best.update(done, part)
             done += len(tile)
         numbers = np.arange(scores.shape[0]) if wanted is None else np.flatnonzero(wanted)
-        helpful, harmful = (
-            TopRows(numbers[indices.numpy()], values.numpy())
-            for indices, values in (best.result() for best in ends)
-        )
+        found = (best.result() for best in ends)
+        helpful, harmful = (TopRows(numbers[rows.numpy()], values.numpy()) for rows, values in found)
         return cls(shown, helpful, harmful, histogram)

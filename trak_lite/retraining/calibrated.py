@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
@@ -69,12 +69,7 @@ class SubsetSums:
             self.by_checkpoint.append(_sums(table, weights, rows.width, rows.device))
 
     def predict(self, targets: Sequence[Tensor], view: str) -> Array:
-        """Return ``train row @ target``, summed over each subset and over checkpoints, ``(S, M)``.
-
-        Args:
-            targets: ``(M, K)`` for every checkpoint.
-            view: One of ``VIEWS``, or ``"unit"``.
-        """
+        """Return ``train row @ target`` ``(M, K)``, summed over each subset and over checkpoints, ``(S, M)``."""
         pairs = zip(self.by_checkpoint, targets, strict=True)
         products = [(sums[view] @ rows.T).cpu().numpy() for sums, rows in pairs]
         total: Array = np.sum(products, axis=0)
@@ -149,9 +144,7 @@ def calibrate(
     fitted, held_out = np.arange(0, count, 2), np.arange(1, count, 2)
     weights = fit_weights(made.parts[:, :, fitted], outputs[:, fitted], made.prior, across="targets")
     better, default = (np.tensordot(one, made.parts[:, :, held_out], 1) for one in (weights, made.prior))
-    tested = _tested(
-        made.calibration(weights, len(held_out), "targets"), better, default, outputs[:, held_out], confidence
-    )
+    tested = made.tested(weights, better, default, outputs[:, held_out], confidence, across="targets")
     if not tested.kept:
         return tested
     weights = fit_weights(made.parts, outputs, made.prior, across="targets")
@@ -165,29 +158,38 @@ class _Fit:
     def __init__(self, rows: ScoreSource, sums: SubsetSums, chosen: NDArray[np.int64]) -> None:
         own = require_kernel(rows).damping
         self._rows = rows
-        self._dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
-        self._segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
-        if len(VIEWS) * len(rows.train) * len(self._segments) * len(self._dampings) > _MOST_PARTS:
-            self._segments = ((0, rows.width),)
-        self.parts = _parts(rows, sums, self._segments, self._dampings, chosen)
-        prior = np.zeros((len(VIEWS), len(rows.train), len(self._segments), len(self._dampings)))
+        self.dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
+        self.segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
+        if len(VIEWS) * len(rows.train) * len(self.segments) * len(self.dampings) > _MOST_PARTS:
+            self.segments = ((0, rows.width),)
+        self.parts = _parts(rows, sums, self.segments, self.dampings, chosen)
+        prior = np.zeros((len(VIEWS), len(rows.train), len(self.segments), len(self.dampings)))
         default = np.asarray(rows.method.weights(len(rows.train)))
-        prior[VIEWS.index(rows.method.q), :, :, self._dampings.index(own)] = default[:, None]
+        prior[VIEWS.index(rows.method.q), :, :, self.dampings.index(own)] = default[:, None]
         self.prior = prior.reshape(-1)
 
-    def calibration(self, weights: Array, num_held_out: int, across: str = "subsets") -> Calibration:
-        """Return fitted weights that are not tested yet."""
-        none = Estimate(0.0, 0.0, 0.0)
+    def tested(
+        self,
+        weights: Array,
+        better: Array,
+        default: Array,
+        outputs: Array,
+        confidence: float,
+        across: Literal["subsets", "targets"] = "subsets",
+    ) -> Calibration:
+        """Return weights with the LDS and the gain of their predictions ``(S, M)`` on what was held out."""
+        gain = Estimate.of(lead_of(better, default, outputs, confidence))
+        default_lds, better_lds = (Estimate.of(lds_of(one, outputs, confidence)) for one in (default, better))
         return Calibration(
-            kept=False,
-            default=none,
-            calibrated=none,
-            gain=none,
-            num_held_out=num_held_out,
+            kept=gain.low > 0.0,
+            default=default_lds,
+            calibrated=better_lds,
+            gain=gain,
+            num_held_out=outputs.shape[0 if across == "subsets" else 1],
             views=VIEWS,
             checkpoints=tuple(self._rows.digests),
-            segments=self._segments,
-            dampings=self._dampings,
+            segments=self.segments,
+            dampings=self.dampings,
             weights=tuple(map(float, weights)),
             across=across,
         )
@@ -209,25 +211,13 @@ def fitted_to_subsets(
 ) -> Calibration:
     """Return weights fitted on every other subset and tested on the rest."""
     fitted, held_out = np.arange(0, len(outputs), 2), np.arange(1, len(outputs), 2)
-    num_targets = outputs.shape[1]
-    chosen = np.unique(
-        np.linspace(0, num_targets - 1, min(num_targets, _CALIBRATION_TARGETS)).astype(np.int64)
-    )
+    last = outputs.shape[1] - 1
+    chosen = np.unique(np.linspace(0, last, min(last + 1, _CALIBRATION_TARGETS)).astype(np.int64))
     made = _Fit(rows, sums, chosen)
     weights = fit_weights(made.parts[:, fitted], outputs[np.ix_(fitted, chosen)], made.prior)
-    untested = made.calibration(weights, len(held_out))
-    targets = _calibrated_targets(rows, untested, weights)
+    targets = _calibrated_targets(rows, made, weights)
     better = sum((sums.predict(targets[view], view) for view in VIEWS), np.zeros(predicted.shape))
-    return _tested(untested, better[held_out], predicted[held_out], outputs[held_out], confidence)
-
-
-def _tested(
-    calibration: Calibration, better: Array, default: Array, outputs: Array, confidence: float
-) -> Calibration:
-    """Return the calibration with its LDS and gain on the held-out subsets."""
-    gain = Estimate.of(lead_of(better, default, outputs, confidence))
-    default_lds, better_lds = (Estimate.of(lds_of(one, outputs, confidence)) for one in (default, better))
-    return replace(calibration, kept=gain.low > 0.0, default=default_lds, calibrated=better_lds, gain=gain)
+    return made.tested(weights, better[held_out], predicted[held_out], outputs[held_out], confidence)
 
 
 def _parts(
@@ -252,16 +242,16 @@ def _parts(
 
 
 def _calibrated_targets(
-    rows: ScoreSource, calibration: Calibration, weights: Array
+    rows: ScoreSource, fit: _Fit | Calibration, weights: Array
 ) -> dict[str, list[Tensor]]:
     """Return, per view and checkpoint, the weighted sum over dampings of (H + lambda I)^-1 targets, ``(M, K)``."""
-    shape = (len(VIEWS), len(rows.train), len(calibration.segments), len(calibration.dampings))
-    widths = [stop - start for start, stop in calibration.segments]
+    shape = (len(VIEWS), len(rows.train), len(fit.segments), len(fit.dampings))
+    widths = [stop - start for start, stop in fit.segments]
     by_column = torch.from_numpy(np.repeat(weights.reshape(shape), widths, axis=2)).to(rows.device)
     mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
     for c, table in enumerate(rows.train):
         totals = [by_column.new_zeros(rows.num_targets, rows.width) for _ in VIEWS]
-        for d, damping in enumerate(calibration.dampings):
+        for d, damping in enumerate(fit.dampings):
             targets = rows.at_damping(table, damping)
             for v, total in enumerate(totals):
                 total += targets * by_column[v, c, :, d]
@@ -271,11 +261,7 @@ def _calibrated_targets(
 
 
 def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np.float32]:
-    """Return the scores with the calibrated kernel, ``(N, M)``.
-
-    Raises:
-        StateError: If the calibrated kernel was not better, so that it was not stored.
-    """
+    """Return the scores with the calibrated kernel, ``(N, M)``."""
     if calibration.checkpoints != tuple(rows.digests):
         raise InvalidInputError(
             "The weights were fitted to scores of other checkpoints. Calibrate these scores."

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError, StateError
@@ -21,7 +17,7 @@ from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task
 from trak_lite.scoring.scores import Scores
 from trak_lite.store.disk.files import refuse_links
-from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.store.manifest import Manifest, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
 _SHARES: Final = (0.01, 0.05, 0.1, 0.5)
@@ -79,14 +75,19 @@ def verify_run(
             "targets."
         )
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(asked), "budget": budget}
-    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    digest = Manifest(identity).digest()
     _require_scored(scores, run, identity)
     folder = None if run.path is None else run.path / "left-out" / digest[:16]
     if folder is not None:
         refuse_links(str(folder))
     found = []
     for share in _SHARES:
-        masks = _masks(num_rows, share, budget, subset_seed)
+        left_out = max(1, round(share * num_rows))
+        if left_out >= num_rows:
+            raise InvalidInputError(
+                f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
+            )
+        masks = ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=subset_seed)
         retrained = retrain_run(
             run.leave_out_fn,
             masks,
@@ -94,9 +95,8 @@ def verify_run(
             path=None if folder is None else folder / f"{masks[0].sum()}-{subset_seed}.zarr",
             digest=digest,
         )
-        lds = linear_datamodeling_score(
-            summed_over(scores, masks), None, retrained.mean, confidence=confidence
-        )
+        predicted = summed_over(scores, masks)
+        lds = linear_datamodeling_score(predicted, None, retrained.mean, confidence=confidence)
         found.append((share, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
@@ -143,13 +143,3 @@ def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any
         where=f"The run of the scores {scores.name!r}",
         remedy="Pass the run that was replayed, or one of the same model on the same train data.",
     )
-
-
-def _masks(num_rows: int, share: float, budget: int, seed: int) -> NDArray[np.bool_]:
-    """Return the rows that each repetition keeps, ``(S, N)``."""
-    left_out = max(1, round(share * num_rows))
-    if not 0 < left_out < num_rows:
-        raise InvalidInputError(
-            f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
-        )
-    return ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=seed)

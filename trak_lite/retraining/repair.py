@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from trak_lite._validate import target_number
 from trak_lite.errors import InvalidInputError, printable
 from trak_lite.retraining.subsets import TrainFunction
-from trak_lite.retraining.verify import opened_targets, require_measurable
+from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.retraining.what_if import Effects, SummedEffects
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Repair", "repair"]
@@ -51,13 +52,9 @@ class Repair:
         return bool(np.sign(self.goal) * (self.measured[:, self.target].mean() - self.goal) >= 0)
 
     def __str__(self) -> str:
-        """Return the set, its effect on the target, and the largest changes of other targets, on a few lines."""
-        of, target = self.effects, self.target
-        interval = (
-            ""
-            if of.lower is None or of.upper is None
-            else f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
-        )
+        of, target, interval = self.effects, self.target, ""
+        if of.lower is not None and of.upper is not None:
+            interval = f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
         lines = [
             f"target {target}, goal {self.goal:+.3g}, {'predicted' if self.reached else 'NOT predicted'} to be reached",
             f"{of.change}: change {of.predicted[target]:+.3g}{interval}",
@@ -148,9 +145,8 @@ def repair(
     found = _smallest(SummedEffects(scores), order, number, float(goal), 2.0 * chance - 1.0)
     if train_fn is None:
         return found
-    return replace(
-        found, measured=_measured(scores, found.rows, train_fn, targets, budget, first_seed, train_id)
-    )
+    changes = _changes(scores, found.rows, train_fn, targets, budget, first_seed, train_id)
+    return replace(found, measured=changes)
 
 
 def _smallest(
@@ -180,7 +176,7 @@ def _smallest(
     return Repair(target, goal, order[:chosen], is_reached, effects.without(order[:chosen], level))
 
 
-def _measured(
+def _changes(
     scores: Scores,
     rows: NDArray[np.int64],
     train_fn: TrainFunction,
@@ -190,20 +186,14 @@ def _measured(
     train_id: str | None,
 ) -> NDArray[np.float64]:
     """Return the changes of all targets in models trained with fresh seeds, ``(R, M)``."""
-    require_measurable(scores, train_fn, "repair")
-    run, of_targets = scores.run, scores.run.targets(targets)
     masks = np.ones((2, len(scores)), np.bool_)
     masks[1, rows] = False
     seeds = range(first_seed, first_seed + budget // 2)
 
-    def measure() -> NDArray[np.float64]:
-        with opened_targets(scores, of_targets) as opened:
-            outputs = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id).outputs.astype(
-                np.float64
-            )
-        changes: NDArray[np.float64] = outputs[1] - outputs[0]
+    def measure(retrain: Retrain, _: ScoreEntries) -> NDArray[np.float64]:
+        with_all, without = retrain(masks, seeds=seeds).outputs.astype(np.float64)
+        changes: NDArray[np.float64] = without - with_all
         return changes
 
-    # Rank 0 retrains; the other ranks wait and receive the changes.
-    with run.joined(f"repair {scores.name!r}") as ranks:
-        return ranks.broadcast("the changes", measure)
+    found: NDArray[np.float64] = measured(scores, train_fn, targets, train_id, "repair", measure)
+    return found

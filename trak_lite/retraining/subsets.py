@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import (
@@ -96,6 +96,9 @@ class _Job:
     seed: int
     indices: NDArray[np.int64]
 
+    def __str__(self) -> str:
+        return f"subset {self.subset}, seed {self.seed} ({len(self.indices)} rows)"
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +109,8 @@ class _Plan:
     seeds: tuple[int, ...]
     fingerprint: dict[str, Any]
     train_id: str | None
-    train_group: Callable[[list[_Job]], Sequence[Any]]
+    train_fn: Any
+    """A function, or what trains several models side by side."""
     output_fn: OutputFunction
     at_once: int | None = None
     """Number of models that are trained side by side; ``None`` trains one after the other."""
@@ -118,7 +122,6 @@ class _Plan:
         return len(self.masks) * len(self.seeds)
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
-        """Yield the models of some rows of the table."""
         for row in rows:
             subset, place = divmod(row, len(self.seeds))
             yield _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
@@ -130,10 +133,9 @@ class _Plan:
         return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
 
     def train(self, rows: Iterable[int]) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
-        """Train the models of some rows of the table, and yield each with its outputs."""
         for group in self._groups(self.jobs(rows)):
             try:
-                models = self.train_group(group)
+                models = self._trained(group)
             except _FAILURES as error:
                 if self.at_once is not None and isinstance(error, UnsupportedModelError):
                     raise
@@ -148,6 +150,13 @@ class _Plan:
                 except _FAILURES as error:
                     raise _failed([job], error) from error
                 yield job, _checked(outputs, job)
+
+    def _trained(self, group: list[_Job]) -> Sequence[Any]:
+        rows, seeds = [job.indices for job in group], [job.seed for job in group]
+        if self.at_once is None:
+            return list(map(self.train_fn, rows, seeds))
+        found: Sequence[Any] = self.train_fn.train_many(rows, seeds)
+        return found
 
     def _groups(self, jobs: Iterable[_Job]) -> Iterable[list[_Job]]:
         """Return models that are trained together: their subsets have one size."""
@@ -168,14 +177,6 @@ class _Plan:
             ((_, outputs),) = self.train([row])
             self._repeated[row, number] = outputs.astype(np.float32)
         return self._repeated[row, number]
-
-    def side_by_side(self, training: SubsetTraining, at_once: int) -> _Plan:
-        """Return the plan that trains several models at once."""
-
-        def train_group(group: list[_Job]) -> list[nn.Module]:
-            return training.train_many([job.indices for job in group], [job.seed for job in group])
-
-        return replace(self, train_group=train_group, at_once=positive_int(models_at_once=at_once))
 
 
 def retrain(
@@ -258,7 +259,8 @@ def retrain_many(
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
     plan = _plan(training, masks, output_fn, seeds, train_id)
-    return _filled(path, plan.side_by_side(training, models_at_once), progress)
+    plan = replace(plan, at_once=positive_int(models_at_once=models_at_once))
+    return _filled(path, plan, progress)
 
 
 def retrain_run(
@@ -276,7 +278,7 @@ def retrain_run(
     recipe = training.recipe
     plan = replace(_plan(training, masks, output_fn, (recipe.seed,), digest), train_id=recipe.train_id)
     try:
-        return _filled(path, plan.side_by_side(training, _REPETITIONS_AT_ONCE), None)
+        return _filled(path, replace(plan, at_once=_REPETITIONS_AT_ONCE), None)
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
     return _filled(path, plan, None)
@@ -286,13 +288,13 @@ def retrain_into(
     workspace: Workspace,
     group: str,
     train_fn: TrainFunction,
-    masks: ArrayLike,
     output_fn: OutputFunction,
-    *,
-    seeds: Sequence[int],
     train_id: str | None,
     progress: bool | None,
     settings: Mapping[str, Any],
+    masks: ArrayLike,
+    *,
+    seeds: Sequence[int],
 ) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
@@ -347,19 +349,11 @@ def _plan(
         "training": training,
         **(settings or {}),
     }
-
-    def train_one(group: list[_Job]) -> list[Any]:
-        return [train_fn(job.indices, job.seed) for job in group]
-
-    return _Plan(array, numbers, fingerprint, train_id, train_one, output_fn)
+    return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn)
 
 
 def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progress: bool | None) -> Retrained:
-    """Return the outputs of a store that holds one training, and train what is missing.
-
-    Raises:
-        ManifestMismatchError: If the store holds another training.
-    """
+    """Return the outputs of a store that holds one training, and train what is missing."""
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
         is_same, compared = _compared(workspace, OUTPUTS, plan)
@@ -371,11 +365,7 @@ def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progres
 
 
 def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
-    """Return whether stored outputs are those of this training, and how this is known; no text without stored ones.
-
-    Raises:
-        ManifestMismatchError: If the table was made with other masks, seeds or functions.
-    """
+    """Return whether stored outputs are those of this training, and how this is known; no text without stored ones."""
     table = workspace.table(path)
     if table is None:
         return True, ""
@@ -401,7 +391,7 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
         # Other processes, perhaps on other machines, may have trained the rows after the first. Conditions are those
         # after the repetition: the GPU is known when a training has used it.
         found = replace(found, exact=row == 0 and made == conditions(models_at_once=1))
-        place = _place(next(plan.jobs([row])))
+        place = str(next(plan.jobs([row])))
         if found.is_random:
             warnings.warn(
                 "The training is not deterministic: two runs with the same rows and seed give different outputs (for "
@@ -464,7 +454,7 @@ def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
     width = lazy.spec.columns[0].width
     if len(outputs) != width:
         raise InvalidInputError(
-            f"output_fn returned {len(outputs)} numbers for {_place(job)}, and {width} before. Return one per target."
+            f"output_fn returned {len(outputs)} numbers for {job}, and {width} before. Return one per target."
         )
 
 
@@ -490,24 +480,20 @@ def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
     values = np.asarray(plain, dtype=np.float64)
     if values.ndim != 1 or not values.size:
         raise InvalidInputError(
-            f"output_fn returned shape {values.shape} for {_place(job)}. Expected one number per target, (M,)."
+            f"output_fn returned shape {values.shape} for {job}. Expected one number per target, (M,)."
         )
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise NonFiniteError(
-            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {_place(job)}, the first for target "
+            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {job}, the first for target "
             f"{bad[0]}. The training may have diverged; lower its learning rate."
         )
     return values
 
 
 def _failed(jobs: list[_Job], error: BaseException) -> RetrainingError:
-    where = "; ".join(map(_place, jobs))
+    where = "; ".join(map(str, jobs))
     return RetrainingError(
         f"Training for {where} failed ({type(error).__name__}: {error}). The outputs of finished trainings are stored. "
         "Make the same call again to continue."
     )
-
-
-def _place(job: _Job) -> str:
-    return f"subset {job.subset}, seed {job.seed} ({len(job.indices)} rows)"

@@ -5,11 +5,9 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +39,6 @@ from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import row_kind
 from trak_lite.run.tables import retrain_path, score_path
-from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
@@ -49,6 +46,9 @@ from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
+
+Retrain: TypeAlias = Callable[..., Retrained]
+"""``retrain(masks, seeds=...)``: trains on subsets and evaluates the targets, for all scores of these targets."""
 
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
@@ -108,95 +108,63 @@ def verify(
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
-    require_measurable(scores, train_fn, "verify")
     if calibrate:
         check_budget(budget, fewest=_FEWEST_FOR_CALIBRATION, where=" with calibrate=True")
     check_budget(budget)
-    run = scores.run
-    rows = run.targets(targets)
 
-    def decide() -> Verdict:
-        with opened_targets(scores, rows) as opened:
-            source = source_of_stored(opened.entries.store, scores, run.settings)
-            if calibrate:
-                require_kernel(source)
-            masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
-            retrained = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
-            verdict = evaluate(
-                scores, source, retrained, calibrate=calibrate, texts=texts, confidence=confidence
-            )
-            some = every_nth(scores.shape[1], _KEPT_TARGETS)
-            pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-            opened.entries.put(verdict, pairs)
-        return verdict
+    def decide(retrain: Retrain, entries: ScoreEntries) -> dict[str, Any]:
+        source = source_of_stored(entries.store, scores, scores.run.settings)
+        if calibrate:
+            require_kernel(source)
+        masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
+        retrained = retrain(masks, seeds=seeds)
+        verdict = evaluate(scores, source, retrained, confidence, calibrate=calibrate, texts=texts)
+        some = every_nth(scores.shape[1], _KEPT_TARGETS)
+        pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
+        entries.put(verdict, pairs)
+        return verdict.to_json()
 
-    # Rank 0 computes the verdict; the other ranks wait and receive it.
-    with run.joined(f"verify {scores.name!r}") as ranks:
-        return Verdict.from_json(ranks.broadcast("the verdict", lambda: decide().to_json()))
+    return Verdict.from_json(measured(scores, train_fn, targets, train_id, "verify", decide))
 
 
-def require_measurable(scores: Scores, train_fn: Any, call: str) -> None:
-    """Raise if models cannot be retrained for these scores, or the result cannot be stored with them."""
+def measured(
+    scores: Scores,
+    train_fn: TrainFunction,
+    targets: Any,
+    train_id: str | None,
+    call: str,
+    measure: Callable[[Retrain, ScoreEntries], Any],
+) -> Any:
+    """Return the JSON values or the array that ``measure`` makes of retrained models, and of the entries of scores.
+
+    Rank 0 calls it, with a store that is open for writing; the other ranks wait and receive the result.
+    """
     if isinstance(train_fn, TrainingRun):
         raise InvalidInputError("A TrainingRun is verified with verify_run. Otherwise pass recipe.train_fn.")
-    refuse_sharded(scores.run.model, call, f"{call.capitalize()} with a whole model of the same store")
+    run = scores.run
+    refuse_sharded(run.model, call, f"{call.capitalize()} with a whole model of the same store")
     if not scores.stored:
         raise StateError(
             f"The scores {scores.name!r} are computed when they are read, and {call} needs a stored matrix. Call "
             "score(..., dense=True)."
         )
+    rows, path = run.targets(targets), score_path(scores.name, scores.method, run.settings.method)
+    output_fn = partial(_target_outputs, run.model, run.settings.task, rows, run.settings.device)
 
+    def measure_once() -> Any:
+        given = {"targets": run.target_identity(rows)}
+        with run.workspace.opened(run.settings.manifest(None)) as workspace:
+            store = workspace.store()
+            scored = dict(store.open_table(path).spec.fingerprint["targets"])
+            scored.pop("curvature", None)  # belongs to the scores, not to the data
+            remedy = "Pass the targets that were scored under this name."
+            compare_fingerprints({"targets": scored}, given, where=path, remedy=remedy)
+            more = (train_fn, output_fn, train_id, run.progress, given)
+            retrain = partial(retrain_into, workspace, retrain_path(scores.name), *more)
+            return measure(retrain, ScoreEntries(store, path))
 
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenedTargets:
-    """The targets of stored scores, and their store, which is open for writing."""
-
-    scores: Scores
-    rows: Rows
-    identity: dict[str, Any]
-    workspace: Workspace
-    entries: ScoreEntries
-
-    def retrain(
-        self, train_fn: TrainFunction, masks: ArrayLike, *, seeds: Sequence[int], train_id: str | None
-    ) -> Retrained:
-        """Train on subsets and evaluate the targets; the outputs are stored for all scores of these targets."""
-        run = self.scores.run
-        return retrain_into(
-            self.workspace,
-            retrain_path(self.scores.name),
-            train_fn,
-            masks,
-            partial(_target_outputs, run.model, run.settings.task, self.rows, run.settings.device),
-            seeds=seeds,
-            train_id=train_id,
-            progress=run.progress,
-            settings={"targets": self.identity},
-        )
-
-
-@contextmanager
-def opened_targets(scores: Scores, rows: Rows) -> Iterator[OpenedTargets]:
-    """Open the store of scores for writing, inside the block.
-
-    Raises:
-        ManifestMismatchError: If ``rows`` are not the targets that were scored.
-    """
-    run = scores.run
-    identity = run.target_identity(rows)
-    path = score_path(scores.name, scores.method, run.settings.method)
-    with run.workspace.opened(run.settings.manifest(None)) as workspace:
-        store = workspace.store()
-        scored = dict(store.open_table(path).spec.fingerprint["targets"])
-        scored.pop("curvature", None)  # belongs to the scores, not to the data
-        compare_fingerprints(
-            {"targets": scored},
-            {"targets": identity},
-            where=path,
-            remedy="Pass the targets that were scored under this name.",
-        )
-        yield OpenedTargets(scores, rows, identity, workspace, ScoreEntries(store, path))
+    with run.joined(f"{call} {scores.name!r}") as ranks:
+        return ranks.broadcast(f"the result of {call}", measure_once)
 
 
 def calibrated_scores(scores: Scores, calibration: Calibration | None = None) -> Scores:
@@ -219,10 +187,8 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
         )
     with scores.run.workspace.reading() as store:
         matrix = calibrated_matrix(source_of_stored(store, scores, scores.run.settings), calibration)
-    settings = {
-        **scores.settings,
-        "calibrated_on": f"{calibration.num_held_out} held-out {calibration.across}",
-    }
+    held_out = f"{calibration.num_held_out} held-out {calibration.across}"
+    settings = {**scores.settings, "calibrated_on": held_out}
     record = ScoreRecord(scores.name, scores.method, scores.manifest, settings, task=scores.task)
     return Scores(HeldMatrix(matrix), record)
 
@@ -231,17 +197,12 @@ def evaluate(
     scores: Scores,
     rows: ScoreSource,
     retrained: Retrained,
+    confidence: float,
     *,
     calibrate: bool,
     texts: tuple[Sequence[Any], Sequence[Any]] | None,
-    confidence: float,
 ) -> Verdict:
-    """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models.
-
-    Raises:
-        InvalidInputError: If there are too few subsets, the outputs of all targets are constant, or there is not one
-            text per row and target.
-    """
+    """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models."""
     outputs = retrained.mean
     predicted = summed_over(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)
@@ -254,7 +215,6 @@ def evaluate(
         )
         for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
     )
-    several = len(retrained.seeds) > 1
     return Verdict(
         lds=Estimate.of(found),
         baselines=baselines,
@@ -264,7 +224,7 @@ def evaluate(
         num_targets=outputs.shape[1],
         num_constant=found.num_constant,
         confidence=confidence,
-        ceiling=retrained.noise_ceiling().ceiling if several else None,
+        ceiling=retrained.noise_ceiling().ceiling if len(retrained.seeds) > 1 else None,
         calibration=fitted_to_subsets(rows, sums, predicted, outputs, confidence) if calibrate else None,
         compared=retrained.compared,
     )
@@ -308,10 +268,7 @@ def _baselines(
         # Adam updates are already those of the loss, so q would multiply them twice.
         is_update = row_kind(rows.store.manifest) == "adam_update"
         yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")
-        yield (
-            "nearest in feature space (cosine)",
-            sums.predict([unit_rows(target) for target in targets], "unit"),
-        )
+        yield "nearest in feature space (cosine)", sums.predict(list(map(unit_rows, targets)), "unit")
     # q decreases with f and increases with the loss. The prediction is the same for all targets.
     yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
     if texts is not None:

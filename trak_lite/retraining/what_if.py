@@ -27,8 +27,9 @@ from trak_lite.evaluation.trials import (
     standardised_sum,
 )
 from trak_lite.retraining.subsets import TrainFunction
-from trak_lite.retraining.verify import opened_targets, require_measurable
+from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.run.tables import model_id_of
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
 
 __all__ = ["Effects", "SummedEffects", "try_removals", "what_if"]
@@ -63,14 +64,10 @@ class Effects:
     """Which retrainings the intervals come from, or why there are none."""
 
     def __str__(self) -> str:
-        """Return the change, the targets that change most, and the basis, on a few lines."""
         lines = [f"{self.name}, {self.change}"]
-        for word, order in (("fall", np.argsort(self.predicted)), ("rise", np.argsort(-self.predicted))):
-            chosen = [
-                int(i)
-                for i in order[:_SHOWN]
-                if (self.predicted[i] < 0) == (word == "fall") and self.predicted[i]
-            ]
+        for word, sign in (("fall", 1.0), ("rise", -1.0)):
+            signed = sign * self.predicted
+            chosen = [int(i) for i in np.argsort(signed)[:_SHOWN] if signed[i] < 0]
             if chosen:
                 lines.append(f"largest {word}s: " + "; ".join(map(self._shown, chosen)))
         if self.lower is not None and self.upper is not None:
@@ -262,42 +259,36 @@ def try_removals(
         raise InvalidInputError(
             f"shares must lie between 0 and 1 and leave a row, got {tuple(shares)!r:.100}."
         )
-    require_measurable(scores, train_fn, "try_removals")
-    run, matrix = scores.run, scores.numpy()
-    labels, rows = _groups(scores, groups), scores.run.targets(targets)
+    labels = _groups(scores, groups)
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
-    def measure() -> Array:
-        sets = list(_trial_sets(matrix, sizes, budget, np.random.default_rng(seed), labels, some))
+    def measure(retrain: Retrain, entries: ScoreEntries) -> Array:
+        rng = np.random.default_rng(seed)
+        sets = list(_trial_sets(scores.numpy(), sizes, budget, rng, labels, some))
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
-        with opened_targets(scores, rows) as opened:
-            of_all = opened.retrain(
-                train_fn, np.ones((1, num_rows), np.bool_), seeds=base_seeds, train_id=train_id
-            )
-            without = opened.retrain(train_fn, masks, seeds=seeds, train_id=train_id)
-            effects = SummedEffects(scores)
-            predicted = np.stack([-effects.sum(members) for members in sets])
-            standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
-            shares = np.array([len(members) / num_rows for members in sets])
-            before = of_all.outputs[0].astype(np.float64)
-            outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
-            found = Trials(
-                shares,
-                predicted[:, some],
-                standard[:, some],
-                (without.mean - outputs)[:, some],
-                outputs[some],
-                noise[some],
-                len(without.seeds),
-            )
-            opened.entries.put_trials(found)
+        of_all = retrain(np.ones((1, num_rows), np.bool_), seeds=base_seeds)
+        without = retrain(masks, seeds=seeds)
+        effects = SummedEffects(scores)
+        predicted = np.stack([-effects.sum(members) for members in sets])
+        standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
+        shares = np.array([len(members) / num_rows for members in sets])
+        before = of_all.outputs[0].astype(np.float64)
+        outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
+        found = Trials(
+            shares,
+            predicted[:, some],
+            standard[:, some],
+            (without.mean - outputs)[:, some],
+            outputs[some],
+            noise[some],
+            len(without.seeds),
+        )
+        entries.put_trials(found)
         return found.to_array()
 
-    # Rank 0 retrains; the other ranks wait and receive the trials.
-    with run.joined(f"try_removals {scores.name!r}") as ranks:
-        return Trials.from_array(ranks.broadcast("the trials", measure))
+    return Trials.from_array(measured(scores, train_fn, targets, train_id, "try_removals", measure))
 
 
 def _trial_sets(
@@ -326,7 +317,6 @@ def _trial_sets(
 
 
 def _groups(scores: Scores, groups: ArrayLike | str | None) -> NDArray[np.int64] | None:
-    """Return the number of each row's group."""
     if groups is None:
         return None
     if isinstance(groups, str):

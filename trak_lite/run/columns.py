@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trak_lite._validate import parse_json
-from trak_lite.data.columns import MOST_TEXT_BYTES, Column, label_text, short_texts, size_of_texts
+from trak_lite.data.columns import MOST_TEXT_BYTES, Column, short_texts, size_of_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.run.tables import COLUMNS, column_path, num_train_rows
 from trak_lite.store import AbstractFeatureStore, Manifest
@@ -31,12 +31,7 @@ _NUMBERS: Final[dict[str, Any]] = {"b": np.bool_, "i": np.int64, "u": np.uint64,
 
 
 def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) -> None:
-    """Store columns of the train rows. A column of the same name is replaced; damaged ones are removed.
-
-    Raises:
-        InvalidInputError: If a column does not have one label per train row, or its texts are too many or too long.
-        ReadOnlyStoreError: If the store was opened for reading.
-    """
+    """Store columns of the train rows. A column of the same name is replaced; damaged ones are removed."""
     num_rows = num_train_rows(store.manifest)
     wrong = {name: len(column.places) for name, column in columns.items() if len(column.places) != num_rows}
     if wrong:
@@ -57,11 +52,7 @@ def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) ->
 
 
 def stored_columns(store: AbstractFeatureStore) -> dict[str, Column]:
-    """Return the stored columns of the present train rows by name, sorted.
-
-    Raises:
-        CorruptStoreError: If a stored entry does not hold a column of the train rows.
-    """
+    """Return the stored columns of the present train rows by name, sorted."""
     found: dict[str, Column] = {}
     for path in store.entry_names(COLUMNS):
         found |= _stored(store, path)
@@ -105,18 +96,14 @@ def _column(arrays: Mapping[str, NDArray[Any]], path: str, num_rows: int) -> dic
 def _content(name: str, column: Column) -> NDArray[np.uint8]:
     """Return a column as the bytes of its entry."""
     # Booleans as such, numbers as int64, uint64 or float64, and others as texts.
-    kind = column.labels.dtype.kind
-    labels = (
-        column.labels.astype(_NUMBERS[kind]) if kind in _NUMBERS else list(map(label_text, column.labels))
-    )
+    kind, labels = column.labels.dtype.kind, column.labels
     try:
-        if isinstance(labels, list):
-            _check_size(labels)
-        arrays = {
-            _NAME: _as_bytes(name),
-            _LABELS: _as_bytes(labels) if isinstance(labels, list) else labels,
-            _PLACES: column.places.astype(np.uint32),
-        }
+        if kind in _NUMBERS:
+            labels = labels.astype(_NUMBERS[kind])
+        else:
+            _check_size(column.texts)
+            labels = _as_bytes(column.texts)
+        arrays = {_NAME: _as_bytes(name), _LABELS: labels, _PLACES: column.places.astype(np.uint32)}
     except ValueError as error:
         raise InvalidInputError(
             f"The column {name!r:.80} has too many or too long texts to be stored ({error}). Leave it out, or pass "
@@ -140,5 +127,4 @@ def _as_bytes(value: str | list[str]) -> NDArray[np.uint8]:
 
 
 def _key(store: AbstractFeatureStore) -> str:
-    """Return a key that identifies the train data."""
     return Manifest({"dataset": store.manifest.fingerprint.get("dataset", {})}).digest()

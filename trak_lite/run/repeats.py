@@ -53,13 +53,9 @@ class Comparison:
 def compare(
     stored: _T, repeat: Callable[[int], _T], distance: Callable[[_T, _T], float], *, exact: bool
 ) -> Comparison:
-    """Compare a stored result with a repetition of it, and with a second one if they differ.
+    """Compare a stored result with repetition 0 of it, and with repetition 1 if they differ.
 
-    Args:
-        stored: The stored result.
-        repeat: Returns repetition 0 or 1.
-        distance: Of two results, relative to the size of the stored one.
-        exact: As in :class:`Comparison`.
+    The distance of two results is relative to the size of the stored one.
 
     Example:
         >>> compare(1.0, lambda number: 1.001, lambda one, other: abs(one - other), exact=True).is_same

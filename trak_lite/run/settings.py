@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, Final, Literal, Self, final
 
 import numpy as np
@@ -61,20 +62,6 @@ WIDEST_FITTED: Final = 4096
 """Widest segment for which ``method="auto"`` chooses Fisher: the time of the fit grows with the cube of the width."""
 _ASKED: Final = "task"
 """Name of the question of ``score(..., task=...)``."""
-_STORED_SETTINGS: Final = (
-    "task",
-    "proj_dim",
-    "seed",
-    "dtype",
-    "gradient_computer",
-    "float32_products",
-    "normalize",
-    "store_norms",
-    "projector",
-    "layout",
-    "method",
-)
-"""Arguments of an attributor that a manifest stores. Paths, devices and display options are not stored."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
 Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
@@ -103,22 +90,14 @@ class AttributorSettings:
         layout: Literal["auto", "joint", "module"],
         method: Method,
     ) -> None:
-        """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`.
-
-        Raises:
-            InvalidInputError: If a setting is not among the allowed ones, or a name in ``grad_wrt`` is unknown.
-            UnknownTaskError: If the task is unknown.
-            UnsupportedModelError: If the model is sharded by anything but FSDP2, or the gradient computer or
-                ``normalize`` does not support sharded models.
-        """
+        """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`."""
         self.device = resolve_device(device, model)
         refuse_unsupported_sharding(model)
         self._model = model
         self.task = resolve_task(task)
         self.dtype = one_of(DTYPES, dtype=dtype)
-        self.parameters: ParameterShapes = {
-            name: tuple(p.shape) for name, p in select_parameters(model, grad_wrt).items()
-        }
+        chosen = select_parameters(model, grad_wrt)
+        self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in chosen.items()}
         if one_of(("auto", "joint", "module"), layout=layout) == "auto" and isinstance(projector, str):
             layout = "module"  # instances of projectors set their own layout
         self.projector = select_projector(
@@ -171,27 +150,22 @@ class AttributorSettings:
 
         The train rows, their fits and the manifest stay those of the featurized task. The name is empty if the task is
         that of the train rows (or adds questions to it), so that targets are evaluated as they are.
-
-        Raises:
-            UnknownTaskError: If the task is unknown.
-            InvalidInputError: If it has questions and its train rows are of another task.
         """
         given = resolve_task(task)
         is_same = describe_task(given) == describe_task(self.task)
-        if is_same and not isinstance(given, QuestionsModelOutput):
+        has_questions = isinstance(given, QuestionsModelOutput)
+        if is_same and not has_questions:
             return self, ""
-        if isinstance(given, QuestionsModelOutput) and not is_same:
+        if has_questions and not is_same:
             raise InvalidInputError(
                 "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task of "
                 "the train rows, questions), or the question itself."
             )
-        base = self.task
-        known = base.questions if isinstance(base, QuestionsModelOutput) else {}
-        base = base.task if isinstance(base, QuestionsModelOutput) else base
-        asked = copy.copy(self)
+        asked, own = copy.copy(self), self.task
         if is_same:
             asked.task = given
             return asked, ""
+        base, known = (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
         asked.task = QuestionsModelOutput(base, {**known, _ASKED: given})
         return asked, _ASKED
 
@@ -231,14 +205,7 @@ class AttributorSettings:
         return str(name) if reason is None else f"{name} ({reason})"
 
     def computer(self, *, of_drawn_labels: bool = False) -> AbstractGradientComputer:
-        """Return a gradient computer with the model's current weights.
-
-        Args:
-            of_drawn_labels: For gradients of the log-likelihood of labels that are drawn from the model.
-
-        Raises:
-            InvalidInputError: If labels cannot be drawn, or the rows are normalised.
-        """
+        """Return a gradient computer with the model's current weights; for drawn labels, of their log-likelihood."""
         more: dict[str, Any] = {} if self._is_own_computer else {"float32_products": self._products}
         return (self._make_computer or FunctionalGradientComputer)(
             model=self._model,
@@ -253,11 +220,9 @@ class AttributorSettings:
     def num_fit_rows(self, num_rows: int) -> int:
         """Return the number of gradients that ``featurize`` computes for the fit of a checkpoint; 0 without a fit."""
         fisher: Fisher | None = self.method.fisher_fit
-        return (
-            0
-            if fisher is None
-            else math.prod(fisher.num_draws(num_rows, self.layout, self.projector.proj_dim))
-        )
+        if fisher is None:
+            return 0
+        return math.prod(fisher.num_draws(num_rows, self.layout, self.projector.proj_dim))
 
     @property
     def _is_normalised(self) -> bool:
@@ -312,11 +277,7 @@ class AttributorSettings:
     # ---------------------------------------------------------------- manifest, tables and fingerprints
 
     def manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
-        """Return the manifest of these settings; without a dataset, its fingerprint has no ``dataset`` entry.
-
-        Raises:
-            InvalidInputError: If the gradient computer and ``normalize`` would both normalise.
-        """
+        """Return the manifest of these settings; without a dataset, its fingerprint has no ``dataset`` entry."""
         products, computed = self._computed()
         normalized = self.normalization.fingerprint()
         if computed.keys() & normalized.keys():
@@ -365,11 +326,7 @@ class AttributorSettings:
     # ---------------------------------------------------------------- methods
 
     def scored_by(self, method: Method | None) -> AbstractMethod:
-        """Return the method of one call, with every default resolved; ``None`` is the attributor's.
-
-        Raises:
-            InvalidInputError: If the method is unknown, or the task does not support it.
-        """
+        """Return the method of one call, with every default resolved; ``None`` is the attributor's."""
         if method is None:
             return self.method
         decided = as_method(method).decided(self.layout)
@@ -391,6 +348,13 @@ class AttributorSettings:
         return GaussNewton() if self.task.has_curvature else TRAK(damping=None, layout="stored")
 
 
+_NOT_STORED: Final = ("model", "device", "grad_wrt")
+_STORED_SETTINGS: Final = [
+    name for name in signature(AttributorSettings).parameters if name not in _NOT_STORED
+]
+"""Arguments of an attributor that a manifest stores among its settings."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class StoredSettings:
@@ -405,12 +369,7 @@ class StoredSettings:
 
     @classmethod
     def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
-        """Return the settings in a manifest; ``where`` is the name of the store in messages.
-
-        Raises:
-            ManifestMismatchError: If an older version of trak_lite wrote it.
-            CorruptStoreError: If the layout or the method is missing or invalid.
-        """
+        """Return the settings in a manifest; ``where`` is the name of the store in messages."""
         _refuse_older(manifest, where)
         try:
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
@@ -424,11 +383,7 @@ class StoredSettings:
         return cls(layout, method, device, kind)
 
     def scored_by(self, method: Method | None) -> AbstractMethod:
-        """Return the method of one call; see :meth:`AttributorSettings.scored_by`.
-
-        Raises:
-            InvalidInputError: If the method is unknown, or the normalisation of the rows does not support it.
-        """
+        """Return the method of one call; see :meth:`AttributorSettings.scored_by`."""
         if method is None:
             return self.method
         decided = as_method(method).decided(self.layout)
@@ -446,16 +401,8 @@ def stored_arguments(
 ) -> tuple[Task, dict[str, Any]]:
     """Return the task and the keyword arguments of the attributor that a store was made with.
 
-    Args:
-        manifest: Manifest of the store.
-        task: The user's task; ``None`` uses the stored one.
-        overrides: Keyword arguments that replace stored ones; those that are ``None`` are left out.
-        where: Name of the store in messages.
-
-    Raises:
-        InvalidInputError: If the store was made with a custom object that was not passed.
-        ManifestMismatchError: If an older version of trak_lite wrote the store.
-        CorruptStoreError: If the stored settings are invalid.
+    The user's task and overrides replace stored values; those that are ``None`` are left out. ``where`` is the name of
+    the store in messages.
     """
     _refuse_older(manifest, where)
     try:

@@ -62,16 +62,12 @@ def _describe(value: Any, seen: set[int]) -> Any:
         return [_describe(item, seen) for item in value]
     if isinstance(value, functools.partial):
         keywords = {key: _describe(item, seen) for key, item in sorted(value.keywords.items())}
-        return {
-            "partial": _describe(value.func, seen),
-            "args": _describe(value.args, seen),
-            "keywords": keywords,
-        }
+        of_function, args = _describe(value.func, seen), _describe(value.args, seen)
+        return {"partial": of_function, "args": args, "keywords": keywords}
     if isinstance(value, MethodType):
         return {"method": _describe(value.__func__, seen), "self": _describe(value.__self__, seen)}
-    if isinstance(value, BuiltinFunctionType) or (
-        isinstance(value, FunctionType | type) and is_foreign(value)
-    ):
+    is_code = isinstance(value, FunctionType | type)
+    if isinstance(value, BuiltinFunctionType) or (is_code and is_foreign(value)):
         return {"name": name_of(value)}
     if isinstance(value, FunctionType):
         return _function(value, seen)
@@ -105,7 +101,6 @@ def _object(value: Any, seen: set[int]) -> dict[str, Any]:
         return {**described, "identity": value.identity()}
     parameters: Any = getattr(cls, "__dataclass_params__", None)
     if parameters is not None and parameters.frozen:
-        described["fields"] = {
-            field.name: _describe(getattr(value, field.name), seen) for field in dataclasses.fields(value)
-        }
+        names = [field.name for field in dataclasses.fields(value)]
+        described["fields"] = {name: _describe(getattr(value, name), seen) for name in names}
     return described

@@ -139,11 +139,7 @@ def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the folder of the indices of a method and checkpoints, and in it the folder of the index of some rows.
-
-    Args:
-        fingerprint: What determines the index, including ``"method"`` and ``"checkpoints"``.
-    """
+    """Return the folder of the indices of a method and checkpoints, and in it the folder of the index of some rows."""
     folder = path_of("index", identity={key: fingerprint[key] for key in ("method", "checkpoints")})
     return folder, path_of(folder, identity=fingerprint)
 
@@ -241,9 +237,6 @@ def complete_tables(
 
     ``tables`` is the result of :func:`checkpoint_tables`, if the caller has it. The store is listed again if a digest
     is not among them: another process, or an iterable of the caller, may have featurized it meanwhile.
-
-    Raises:
-        StateError: If there is none, a digest has no table, or rows are pending.
     """
     if tables is None or not tables.keys() >= set(digests or ()):
         tables = checkpoint_tables(store)
@@ -273,16 +266,9 @@ def capture_tables(store: AbstractFeatureStore, name: str = "") -> dict[int, str
 
 
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
-    """Delete the rows of a checkpoint, of train data and of targets.
+    """Delete the rows of a checkpoint, of train data and of targets, from a store that is open for writing.
 
-    Args:
-        store: Open for writing.
-        name: Name of the checkpoint when it was featurized or captured, or its table: ``ckpt-0``.
-
-    Raises:
-        InvalidInputError: If no checkpoint, or more than one, has this name.
-        BusyError: If another process writes rows of it.
-        ReadOnlyStoreError: If the store cannot be written.
+    The name is that of the checkpoint when it was featurized or captured, or of its table: ``ckpt-0``.
     """
     paths = {weights: table_path(table) for weights, table in checkpoint_tables(store).items()}
     names = {path: store.attributes(path).get("name") for path in paths.values()}

@@ -52,12 +52,7 @@ class Workspace:
     """A store on disk, in an object store or in memory; it may not exist yet."""
 
     def __init__(self, path: str | RemotePlace | None) -> None:
-        """Store the address; nothing is opened.
-
-        Args:
-            path: Folder of the store, or its place in an object store; ``None`` keeps the store in memory, for the
-                lifetime of this object.
-        """
+        """Take a folder or a place in an object store, which is not opened; ``None`` keeps the store in memory."""
         self.path = path
         self.place = os.path.abspath(path) if isinstance(path, str) else path
         """Absolute path, so a later change of the current folder has no effect; messages use ``path``."""
@@ -89,15 +84,10 @@ class Workspace:
             self.close()
 
     def open(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> None:
-        """Open the store for writing, if there is one, and compare its manifest.
+        """Open the store for writing, if there is one, and compare its manifest with that of the present settings.
 
-        Args:
-            manifest: The present settings.
-            appended_to: Returns the identity of the first rows of the data. If these are the rows of the store, the
-                manifest is updated to the longer data, and each table grows when it is opened for writing.
-
-        Raises:
-            ManifestMismatchError: If the store was made with other settings; names every difference.
+        If the data begin with the rows of the store, whose identity ``appended_to`` returns, the manifest is updated to
+        the longer data, and each table grows when it is opened for writing.
         """
         self._manifest = manifest
         self._store = self._open()
@@ -129,11 +119,7 @@ class Workspace:
         return self._store is not None
 
     def store(self) -> AbstractFeatureStore:
-        """Return the open store.
-
-        Raises:
-            StateError: If the store does not exist yet.
-        """
+        """Return the open store."""
         if self._store is None:
             raise StateError(
                 f"There is no store at {self.path}. Call featurize(train_data, ...) first."
@@ -152,12 +138,7 @@ class Workspace:
         return self._store
 
     def reader(self) -> AbstractFeatureStore:
-        """Return the store, opened for reading.
-
-        Raises:
-            StateError: If the store is in memory and has no rows yet.
-            MissingStoreError: If there is no store at the path.
-        """
+        """Return the store, opened for reading."""
         if self.place is not None:
             return open_store(self.place, "r")
         if self._memory is None:
@@ -176,11 +157,7 @@ class Workspace:
     def lazy_table(
         self, path: str, spec: TableSpec, attributes: Mapping[str, Any] | None = None
     ) -> LazyTable:
-        """Return a table that is created when its first rows are put, with the store if it does not exist.
-
-        Raises:
-            ManifestMismatchError: If it exists with another shape or fingerprint.
-        """
+        """Return a table that is created when its first rows are put, with the store if it does not exist."""
         existing = self.table(path)
         if existing is not None:
             compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
@@ -236,16 +213,14 @@ class Workspace:
                 "been made. Featurize the longer data into another path."
             )
         store.replace_fingerprint(stored, given)
-        logger.info(
-            "Appended %d rows to the %d train rows.", given["dataset"]["num_rows"] - num_rows, num_rows
-        )
+        added = given["dataset"]["num_rows"] - num_rows
+        logger.info("Appended %d rows to the %d train rows.", added, num_rows)
 
     def _compare(self, stored: Manifest) -> None:
         """Compare the given settings with the stored ones; without a dataset, only the settings."""
-        given = self._manifest.fingerprint
-        compared = {
-            key: value for key, value in stored.fingerprint.items() if "dataset" in given or key != "dataset"
-        }
+        given, compared = self._manifest.fingerprint, dict(stored.fingerprint)
+        if "dataset" not in given:
+            compared.pop("dataset", None)
         try:
             compare_fingerprints(compared, given, where=str(self.path or "the store in memory"))
         except ManifestMismatchError as error:
@@ -295,14 +270,7 @@ def _other_settings(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 @contextmanager
 def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, AbstractRowTable]]:
-    """Raise an error that names the checkpoints that another process drops while the block reads their rows.
-
-    Yields:
-        The train tables by the digest of the checkpoint's weights.
-
-    Raises:
-        StateError: If the block fails, and checkpoints that were in the store before are missing now.
-    """
+    """Yield the train tables by weights digest; an error in the block names checkpoints that were dropped meanwhile."""
     known = checkpoint_tables(store)
     try:
         yield known

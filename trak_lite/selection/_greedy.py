@@ -45,19 +45,10 @@ class GreedyChoice(NamedTuple):
 def greedy(
     values: NDArray[np.float64], features: Sequence[NDArray[Any]], k: int, *, diversity: float
 ) -> GreedyChoice:
-    """Choose k candidates, one after the other, that raise F most.
+    """Choose k of P candidates that raise F most, one after the other; of equal gains the first.
 
-    Of equal gains the first candidate is chosen. Memory: ``8 P (C K + k)`` bytes. Time: ``k P (C K + k)``
-    multiplications.
-
-    Args:
-        values: ``(P,)`` value of each candidate, larger is better.
-        features: ``(P, K)`` of each checkpoint.
-        k: Number of rows, at most P.
-        diversity: alpha.
-
-    Raises:
-        NonFiniteError: If a feature is NaN or infinite.
+    Values are ``(P,)``, larger is better; features ``(P, K)`` for each checkpoint; alpha is ``diversity``. Memory: ``8
+    P (C K + k)`` bytes. Time: ``k P (C K + k)`` multiplications.
     """
     units = [_unit_rows(rows) for rows in features]
     own = np.mean([np.einsum("pk,pk->p", rows, rows) for rows in units], axis=0)

@@ -78,11 +78,7 @@ class Candidates(NamedTuple):
 
 
 def shape_of(scores: Scores | ArrayLike) -> tuple[int, int]:
-    """Return ``(N, M)``.
-
-    Raises:
-        InvalidInputError: If an array has another number of dimensions, is empty, or is not of real numbers.
-    """
+    """Return ``(N, M)``."""
     if isinstance(scores, Scores):
         return scores.shape
     array = np.asarray(scores)
@@ -103,17 +99,9 @@ def best_rows(
 ) -> Candidates:
     """Return the best rows of each label, best first, from one pass over the scores.
 
-    Of equal values the lower row is taken and comes first. Memory: one tile of scores, and 2 k rows.
-
-    Args:
-        scores: Scores ``(N, M)``.
-        targets: Make one value of the scores of a row.
-        quotas: ``(G,)`` number of rows to keep of each label; they add up to k.
-        places: ``(N,)`` index of each row's label; ``None`` gives all rows the label 0.
-        wanted: ``(N,)`` rows to choose from; tiles without one are not read. ``None`` chooses from all.
-
-    Raises:
-        NonFiniteError: If a score is NaN or infinite.
+    Of equal values the lower row is taken and comes first. Memory: one tile of scores, and 2 k rows. Quotas ``(G,)``
+    are the number of rows to keep of each label, places ``(N,)`` the index of each row's label (``None``: all have
+    one). Tiles without a wanted row are not read.
     """
     best = _BestOfLabels(quotas)
     for rows, tile in _parts(scores, RowChoice(wanted)):

@@ -12,12 +12,11 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int, real_at_least
+from trak_lite._validate import one_of, positive_int, real_at_least, some_of
 from trak_lite.data.columns import Column, Where, column_of, wanted_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.scores import Scores
 from trak_lite.selection._greedy import greedy
-from trak_lite.selection._quotas import quotas_of
 from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, shape_of
 from trak_lite.selection.result import Selection
 
@@ -119,8 +118,6 @@ def select(
         wanted = wanted_rows(where, columns, num_rows)
     most = num_rows if wanted is None else int(wanted.sum())
     k = min(positive_int(k=k), most)
-    if not k:
-        raise InvalidInputError("No train row satisfies where. Choose from at least one.")
     _refuse_others(
         method,
         balanced={"groups": groups, "data": None if isinstance(where, Mapping) else data, "quotas": quotas},
@@ -162,10 +159,65 @@ def _balanced(
 ) -> tuple[Candidates, dict[str, Any], dict[str, Any]]:
     """Return the best rows of each label, their labels, and the quotas as JSON values."""
     quotas = "equal" if quotas is None else quotas
-    counts = quotas_of(groups if wanted is None else groups.take(np.flatnonzero(wanted)), k, quotas)
+    counts = _quotas_of(groups if wanted is None else groups.take(np.flatnonzero(wanted)), k, quotas)
     rows = best(counts, groups.places)
     named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
+
+
+def _quotas_of(groups: Column, k: int, quotas: str | Mapping[Any, int]) -> NDArray[np.int64]:
+    """Return the number of rows to take of each label, ``(G,)``; they add up to k, which is at most N.
+
+    Example:
+        >>> groups = Column.of(list("aaaaab"), 6, "groups")
+        >>> _quotas_of(groups, 4, "equal").tolist()
+        [3, 1]
+    """
+    if isinstance(quotas, Mapping):
+        return _given(groups, k, quotas)
+    if one_of(("equal", "proportional"), quotas=quotas) == "equal":
+        return _equal(groups.sizes, k)
+    return _proportional(groups.sizes, k)
+
+
+def _equal(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """Share k equally. Labels with fewer rows give all of them; the first of the others take what does not divide."""
+    level, above = 0, k  # bounds of the largest number that every label can give, if it has as many rows
+    while above - level > 0:
+        middle = (level + above + 1) // 2
+        level, above = (middle, above) if np.minimum(sizes, middle).sum() <= k else (level, middle - 1)
+    taken = np.minimum(sizes, level)
+    taken[np.flatnonzero(sizes > level)[: k - int(taken.sum())]] += 1
+    return taken
+
+
+def _proportional(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """Share k in proportion to the sizes, by largest remainders; of equal remainders the first label gets more."""
+    total = int(sizes.sum())
+    exact = [int(size) * k for size in sizes]  # Python integers, as the products may exceed 64 bits
+    taken = np.array([product // total for product in exact], dtype=np.int64)
+    remainders = np.array([-(product % total) for product in exact], dtype=np.int64)
+    taken[np.argsort(remainders, kind="stable")[: k - int(taken.sum())]] += 1
+    return taken
+
+
+def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int64]:
+    sizes = dict(zip(groups.labels.tolist(), groups.sizes.tolist(), strict=True))
+    wrong = [
+        f"{label!r}: {count!r} of {sizes.get(label, 0)}"
+        for label, count in quotas.items()
+        if isinstance(count, bool)
+        or not isinstance(count, int | np.integer)
+        or not 0 <= count <= sizes.get(label, 0)
+    ]
+    if wrong:
+        raise InvalidInputError(
+            f"quotas must be whole numbers from 0 to the number of rows with the label, got {some_of(wrong)}."
+        )
+    total = sum(quotas.values())
+    if total != k:
+        raise InvalidInputError(f"quotas add up to {total}, and k is {k}. Make them equal.")
+    return np.array([quotas.get(label, 0) for label in sizes], dtype=np.int64)
 
 
 def _greedy(

@@ -23,6 +23,15 @@ _VERSION: Final = 2
 _UNSEALED: Final = 1
 """Version of files without a checksum."""
 _SEALED_AS: Final = "selection"
+_FIELDS: Final = {
+    "row": "indices",
+    "score": "scores",
+    "best_target": "best_targets",
+    "best_score": "best_scores",
+    "group": "groups",
+    "redundancy": "redundancy",
+}
+"""Fields of a selection by the names of their columns."""
 _TYPES: Final = {"row": "int64", "score": "float64", "best_score": "float64", "redundancy": "float64"}
 
 
@@ -70,15 +79,12 @@ class Selection:
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        rows = "".join(
-            "\n  "
-            + ", ".join(f"{name} {_text(value)}" for name, value in zip(self._columns(), row, strict=True))
-            for row in self._first()
-        )
-        more = f"\n  ... {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
-        return printable(
-            f"Selection({len(self)} of {self.num_rows} train rows)\n  made with {settings}{rows}{more}"
-        )
+        lines = [f"Selection({len(self)} of {self.num_rows} train rows)", f"made with {settings}"]
+        for row in self._first():
+            named = zip(self._columns(), row, strict=True)
+            lines.append(", ".join(f"{name} {_text(value)}" for name, value in named))
+        more = [f"... {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
+        return printable("\n  ".join([*lines, *more]))
 
     def _repr_html_(self) -> str:
         return notebook_table(
@@ -146,13 +152,8 @@ class Selection:
                 f"{len(self)} rows are too many for JSON (at most {_JSON_ROWS}). Use to_parquet(path)."
             )
         columns = {name: values.tolist() for name, values in self._columns().items()}
-        content = {
-            SEAL: BLANK,
-            "version": _VERSION,
-            "num_rows": self.num_rows,
-            "settings": self.settings,
-            "columns": columns,
-        }
+        content = {SEAL: BLANK, "version": _VERSION, "num_rows": self.num_rows}
+        content |= {"settings": self.settings, "columns": columns}
         out = Path(path)
         out.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
         seal(str(out.resolve()), _SEALED_AS)
@@ -181,9 +182,8 @@ class Selection:
     @classmethod
     def _of(cls, content: Any) -> Self:
         """Return the selection in the content of a file; raise ``ValueError`` if it contradicts itself."""
-        columns = {
-            name: np.array(values, dtype=_TYPES.get(name)) for name, values in content["columns"].items()
-        }
+        given = content["columns"].items()
+        columns = {name: np.array(values, dtype=_TYPES.get(name)) for name, values in given}
         rows, num_rows = columns["row"], int(content["num_rows"])
         if content["version"] not in (_UNSEALED, _VERSION):
             raise ValueError(f"version {content['version']!r} instead of {_VERSION}")
@@ -191,26 +191,11 @@ class Selection:
             raise ValueError("columns of different lengths")
         if len(np.unique(rows)) < len(rows) or not ((rows >= 0) & (rows < num_rows)).all():
             raise ValueError(f"rows that are not distinct numbers from 0 to {num_rows - 1}")
-        return cls(
-            rows,
-            columns["score"],
-            columns["best_target"],
-            columns["best_score"],
-            num_rows,
-            groups=columns.get("group"),
-            redundancy=columns.get("redundancy"),
-            settings=dict(content["settings"]),
-        )
+        named = {attribute: columns[name] for name, attribute in _FIELDS.items() if name in columns}
+        return cls(**named, num_rows=num_rows, settings=dict(content["settings"]))
 
     def _columns(self) -> dict[str, NDArray[Any]]:
-        columns = {
-            "row": self.indices,
-            "score": self.scores,
-            "best_target": self.best_targets,
-            "best_score": self.best_scores,
-            "group": self.groups,
-            "redundancy": self.redundancy,
-        }
+        columns = {name: getattr(self, attribute) for name, attribute in _FIELDS.items()}
         return {name: values for name, values in columns.items() if values is not None}
 
     def _first(self) -> list[tuple[Any, ...]]:

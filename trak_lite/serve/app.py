@@ -35,18 +35,20 @@ Application: TypeAlias = Callable[[MutableMapping[str, Any], Any, Any], Awaitabl
 
 
 def application(pages: Pages, *, patience: float = PATIENCE) -> Application:
-    """Return the ASGI application of some pages. Pages are made in worker threads.
+    """Return the ASGI application of some pages, which are made in worker threads.
 
-    No part of a path is used: what a page shows is in the parameters of its URL.
-
-    Args:
-        pages: The pages.
-        patience: Seconds for a client to send the body of a request.
+    No part of a path is used: what a page shows is in the parameters of its URL. A client has ``patience`` seconds to
+    send the body of a request.
     """
+
+    async def table(request: Request) -> Response:
+        headers = {"content-disposition": 'attachment; filename="relabelling.csv"'}
+        return Response(await run_in_threadpool(pages.table), media_type="text/csv", headers=headers)
+
     routes = [
         Route("/", _page(pages.start)),
         Route("/review", _page(pages.review)),
-        Route("/marks.csv", _table(pages)),
+        Route("/marks.csv", table),
         Route("/ask", _post(pages, pages.ask, patience), methods=["POST"]),
         Route("/mark", _post(pages, pages.mark, patience), methods=["POST"]),
     ]
@@ -111,14 +113,6 @@ def _params(pairs: list[tuple[str, str]]) -> dict[str, str]:
             raise InvalidInputError(f"The parameter {name!r:.40} is given more than once. Give it once.")
         params[name] = value
     return params
-
-
-def _table(pages: Pages) -> Handler:
-    async def answer(request: Request) -> Response:
-        headers = {"content-disposition": 'attachment; filename="relabelling.csv"'}
-        return Response(await run_in_threadpool(pages.table), media_type="text/csv", headers=headers)
-
-    return answer
 
 
 def _post(pages: Pages, change: Callable[[Params], str], patience: float) -> Handler:

@@ -134,11 +134,7 @@ class LiveModel:
         return self.targets.dataset[int(self.targets.indices[target])]
 
     def sample(self, text: str) -> Any:
-        """Return the sample of a text.
-
-        Raises:
-            InvalidInputError: If the recipe makes none.
-        """
+        """Return the sample of a text."""
         if self.sample_of is None:
             raise InvalidInputError("The recipe defines no sample(text), so no text can be scored.")
         try:
@@ -163,10 +159,6 @@ class LiveModel:
         """Compute the features of a text at all checkpoints, store them and return its scores ``(N, 1)``.
 
         A call that is killed leaves the store as it was, or with some of the features; the next call continues.
-
-        Raises:
-            InvalidInputError: If the recipe makes no sample of a text, or the model cannot take it.
-            StateError: If the weights of a checkpoint cannot be found.
         """
         rows = Rows([self.sample(text)], collate=self.targets.collate)
         name = self.name(text)
@@ -217,14 +209,7 @@ class LiveModel:
             return target_names(store)
 
     def warm(self, scores: Scores) -> Iterator[None]:
-        """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones.
-
-        Args:
-            scores: Scores of a stored set.
-
-        Raises:
-            ManifestMismatchError: If rows differ, because the recipe's model or data have changed.
-        """
+        """Plan the gradients of one checkpoint at each step, and compare some train rows with the stored ones."""
         run = scores.run
         self._hold_computers(scores)
         # Texts are samples of the train rows' task, which targets of another task are not.
@@ -247,11 +232,7 @@ class LiveModel:
     def coloured(
         self, scores: Scores, rows: Sequence[int], target: int
     ) -> Mapping[int, list[tuple[str, float]]]:
-        """Return the tokens of some train rows with their contributions to the scores for a target.
-
-        Raises:
-            InvalidInputError: If the task has no token scores, or the recipe returns another number of tokens.
-        """
+        """Return the tokens of some train rows with their contributions to the scores for a target."""
         if self.tokens is None or not rows:
             return {}
         run = scores.run

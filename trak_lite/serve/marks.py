@@ -14,16 +14,7 @@ from typing import Any, Final, final
 
 from trak_lite._validate import one_of, parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store.disk.files import (
-    locked_file,
-    named_errors,
-    open_file,
-    read_file,
-    remove_file,
-    rename,
-    sync_folder,
-    write_file,
-)
+from trak_lite.store.disk import files
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -49,11 +40,6 @@ class Mark:
     """The right label of a row to flip; empty if it is not known."""
 
     def __post_init__(self) -> None:
-        """Check both values.
-
-        Raises:
-            InvalidInputError: If the mark is unknown or the label is no short text.
-        """
         one_of(MARKS, mark=self.mark)
         if not isinstance(self.label, str) or len(self.label) > _LABEL_LENGTH:
             raise InvalidInputError(f"A label must be a text of at most {_LABEL_LENGTH} characters.")
@@ -68,12 +54,9 @@ class MarksFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], dataset: Mapping[str, Any], num_rows: int) -> None:
-        """Store the arguments; nothing is read.
+        """Take a file, which is created with the first mark, the identity of the train data and their number of rows.
 
-        Args:
-            path: The file. It is created with the first mark. A link, a pipe or a folder is refused.
-            dataset: JSON values that identify the train data, as in the manifest of the store.
-            num_rows: Number of train rows.
+        Nothing is read. A link, a pipe or a folder in place of the file is refused.
         """
         path = Path(os.path.abspath(path))
         self.path = path.parent.resolve() / path.name  # the links of the folder are the user's
@@ -81,16 +64,10 @@ class MarksFile:
         self._num_rows = num_rows
 
     def read(self) -> dict[int, Mark]:
-        """Return the marks by row, in the order of rows.
-
-        Raises:
-            ManifestMismatchError: If the file holds marks of other train data.
-            CorruptStoreError: If the file does not hold marks of existing rows, or is no plain file.
-            StoreError: If the file cannot be read.
-        """
+        """Return the marks by row, in the order of rows."""
         content = b""
-        with named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
-            content = read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
+        with files.named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
+            content = files.read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
         if not content:  # killed between the creation and the first mark
             return {}
         try:
@@ -112,18 +89,13 @@ class MarksFile:
         return dict(sorted(marks.items()))
 
     def put(self, row: int, mark: Mark | None) -> None:
-        """Store the mark of a row, or remove it with ``None``.
-
-        Raises:
-            InvalidInputError: If there is no such row.
-            StoreError: If the file cannot be written; it is then unchanged.
-        """
+        """Store the mark of a row, or remove it with ``None``."""
         if not 0 <= row < self._num_rows:
             raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self._num_rows - 1}.")
         path = str(self.path)
-        with named_errors("Writing", path):
-            os.close(open_file(path, os.O_RDWR | os.O_CREAT))
-            with locked_file(path):
+        with files.named_errors("Writing", path):
+            os.close(files.open_file(path, os.O_RDWR | os.O_CREAT))
+            with files.locked_file(path):
                 marks = self.read()
                 marks.pop(row, None)
                 if mark is not None:
@@ -141,21 +113,18 @@ class MarksFile:
         path = str(self.path)
         unfinished = str(self.path.with_name(f".{self.path.name}.new"))
         with contextlib.suppress(FileNotFoundError):
-            remove_file(unfinished)  # of a killed process; a link is removed, what it names is not changed
-        write_file(unfinished, json.dumps(content, indent=1).encode())
+            # Of a killed process; a link is removed, what it names is not changed.
+            files.remove_file(unfinished)
+        files.write_file(unfinished, json.dumps(content, indent=1).encode())
         seal(unfinished, _SEALED_AS)  # and sync it
-        rename(unfinished, path)
-        sync_folder(os.path.dirname(path))
+        files.rename(unfinished, path)
+        files.sync_folder(os.path.dirname(path))
 
 
 def relabelling(marks: Mapping[int, Mark], labels: Sequence[str] | None) -> str:
-    """Return marks as CSV with the columns ``row``, ``mark``, ``label`` and ``new_label``.
+    """Return marks as CSV with the columns ``row``, ``mark``, ``label`` (if they are given) and ``new_label``.
 
     A cell that a spreadsheet would execute as a formula begins with an apostrophe.
-
-    Args:
-        marks: Marks by row.
-        labels: The label of every train row; ``None`` leaves the column empty.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")

@@ -88,10 +88,8 @@ class Pages:
     def warm(self, stopped: Event) -> None:
         """Compute what the first questions would wait for, in steps, each while no request has come for a moment.
 
-        A step that fails ends it: the page that needs its result shows why.
-
-        Args:
-            stopped: Ends it after the step under way.
+        A step that fails ends it: the page that needs its result shows why. ``stopped`` ends it after the step under
+        way.
         """
         steps = self._steps()
         try:
@@ -120,25 +118,21 @@ class Pages:
             yield
 
     def start(self, params: Params) -> str:
-        """Return the page of a target with its strongest train rows, or of a choice of targets.
-
-        Raises:
-            InvalidInputError: If a parameter is invalid.
-        """
+        """Return the page of a target with its strongest train rows, or of a choice of targets."""
         with self._turn(long=bool(params.get("tokens"))):
             if params.get("text"):
                 return self._text_page(params)
             name = self.sets.chosen(params.get("set", ""))
-            if params.get("target"):
-                return self._target_page(name, params)
-            return self._choice(name, params)
+            if not params.get("target"):
+                return self._choice(name, params)
+            target = _number(params, "target", 0, 0, _END)
+            self.sets.column(name, target)  # the target exists
+            content, task, live = self._target_content(name, target), self.task_of(name), self.live
+            output = None if live is None or task is None else live.output(live.target(target), task)
+            return self._answer(name, target, params, content, output, "")
 
     def ask(self, params: Params) -> str:
-        """Score a text, store its features, and return the address of its page.
-
-        Raises:
-            InvalidInputError: If there is no text, or the recipe makes no sample of it.
-        """
+        """Score a text, store its features, and return the address of its page."""
         text = _text(params)
         with self._turn(long=True):
             live = self._live()
@@ -148,11 +142,7 @@ class Pages:
         return _address("/", {"text": text, "k": str(_rows(params))})
 
     def review(self, params: Params) -> str:
-        """Return a page of the train rows by self-influence, with their marks.
-
-        Raises:
-            InvalidInputError: If a parameter is invalid.
-        """
+        """Return a page of the train rows by self-influence, with their marks."""
         with self._turn():
             name = self.sets.chosen(params.get("set", ""))
             show = one_of(_SHOWN, show=params.get("show") or "all")
@@ -183,12 +173,7 @@ class Pages:
             )
 
     def mark(self, params: Params) -> str:
-        """Store the mark of a row; return the address of the review page that the form was on.
-
-        Raises:
-            InvalidInputError: If the row or the mark does not exist.
-            StoreError: If the marks cannot be written.
-        """
+        """Store the mark of a row; return the address of the review page that the form was on."""
         row = _number(params, "row", None, 0, self.sets.num_rows - 1)
         chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
         if chosen == "flip" and "label" not in self.sets.columns:
@@ -254,34 +239,21 @@ class Pages:
         return self.live
 
     def _choice(self, name: str, params: Params) -> str:
-        """Return the page of a choice of targets."""
         count = self.sets.scores(name).shape[1]
         first = _first(params, count, _TARGETS)
         shown = range(first, min(first + _TARGETS, count))
+
+        def address(target: int) -> str:
+            return _address("/", {"set": name, "target": str(target)})
+
         return self._page(
             "serve_targets.html",
             f"Targets of {self.title}",
             **self._form(name, "", params),
             said=f"{count:,} targets in {name}. Choose one.",
-            targets=[
-                (
-                    target,
-                    self._target_content(name, target),
-                    _address("/", {"set": name, "target": str(target)}),
-                )
-                for target in shown
-            ],
+            targets=[(target, self._target_content(name, target), address(target)) for target in shown],
             pages=_pages("/", {"set": name}, first, _TARGETS, count),
         )
-
-    def _target_page(self, name: str, params: Params) -> str:
-        target = _number(params, "target", 0, 0, _END)
-        self.sets.column(name, target)  # the target exists
-        content, task = self._target_content(name, target), self.task_of(name)
-        output = (
-            None if self.live is None or task is None else self.live.output(self.live.target(target), task)
-        )
-        return self._answer(name, target, params, content, output, "")
 
     def _text_page(self, params: Params) -> str:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
@@ -321,22 +293,17 @@ class Pages:
             tokens = live.coloured(self.sets.scores(name), rows, target)
         scatter = scatter_of(column)
         largest = max(float(abs(top.scores).max(initial=0)) for top in found)
-        ends = [
-            (
-                f"Most {sign}",
-                shade,
-                [
-                    self._scored(row, score, tokens, scatter, largest)
-                    for row, score in zip(top.indices.tolist(), top.scores.tolist(), strict=True)
-                ],
-            )
-            for top, sign, shade in zip(found, _SIGNS, ("high", "low"), strict=True)
-        ]
+        ends = []
+        for top, sign, shade in zip(found, _SIGNS, ("high", "low"), strict=True):
+            pairs = zip(top.indices.tolist(), top.scores.tolist(), strict=True)
+            shown = [self._scored(row, score, tokens, scatter, largest) for row, score in pairs]
+            ends.append((f"Most {sign}", shade, shown))
         state = {"text": text} if text else {"set": name, "target": str(target)}
         state |= {"k": str(k), **_where(filters)}
         what = "the text" if text else f"target {target} of {name}"
         count = f"{len(found[0].indices)} most helpful and {len(found[1].indices)} most harmful of {int(mask.sum()):,}"
         task = self.sets.scores(name).settings.get("task", self.task)
+        colours = _address("/", {**state, "tokens": "1"})
         return self._page(
             "serve_answer.html",
             "A text" if text else f"Target {target} of {name}",
@@ -350,16 +317,13 @@ class Pages:
             meaning=_MEANINGS.get(task, ""),
             scatter=[f"{end:+.3g}" for end in scatter],
             ends=ends if rows else [],
-            permalink=_address("/", state | ({"tokens": "1"} if coloured else {})),
-            colour=_address("/", state | {"tokens": "1"})
-            if live and live.has_tokens and not coloured
-            else "",
+            permalink=colours if coloured else _address("/", state),
+            colour=colours if live and live.has_tokens and not coloured else "",
         )
 
     def _scored(
         self, row: int, score: float, tokens: Mapping[int, Any], scatter: tuple[float, float], largest: float
     ) -> dict[str, Any]:
-        """Return what the page of a target shows of a train row."""
         what = f"train row {row}"
         return {
             "row": row,
@@ -400,15 +364,11 @@ class Pages:
 
     def _filter_fields(self, filters: Mapping[str, str]) -> list[tuple[str, str, str, list[str] | None]]:
         """Return name, parameter, chosen value and values of every column; ``None`` for too many values to list."""
-        return [
-            (
-                name,
-                f"{_WHERE}{name}",
-                filters.get(name, ""),
-                column.texts if len(column.labels) <= _LISTED_VALUES else None,
-            )
-            for name, column in self.sets.columns.items()
-        ]
+        fields = []
+        for name, column in self.sets.columns.items():
+            values = column.texts if len(column.labels) <= _LISTED_VALUES else None
+            fields.append((name, f"{_WHERE}{name}", filters.get(name, ""), values))
+        return fields
 
     def _target_content(self, name: str, target: int) -> Content | None:
         return None if self.task_of(name) is None else self.renders.of_target(target)
@@ -475,11 +435,8 @@ def _first(params: Params, count: int, step: int) -> int:
 
 def _filters(params: Params) -> dict[str, str]:
     """Return the chosen values by column; an empty value does not filter."""
-    return {
-        name.removeprefix(_WHERE): value
-        for name, value in params.items()
-        if name.startswith(_WHERE) and value
-    }
+    given = {name: value for name, value in params.items() if name.startswith(_WHERE) and value}
+    return {name.removeprefix(_WHERE): value for name, value in given.items()}
 
 
 def _where(filters: Mapping[str, str]) -> dict[str, str]:

@@ -30,14 +30,7 @@ _HEADER_BYTES: Final = 64 << 10  # a text in a URL takes up to three times its b
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that listens on 127.0.0.1.
-
-    Args:
-        port: The port; 0 takes a free one.
-
-    Raises:
-        InvalidInputError: If the port is taken or does not exist.
-    """
+    """Return a socket that listens on a port of 127.0.0.1; 0 takes a free one."""
     try:
         return socket.create_server((ADDRESS, port))
     except (OSError, OverflowError) as error:
@@ -49,9 +42,7 @@ def listener(port: int) -> socket.socket:
 def server(application: Any, *, patience: float = PATIENCE) -> uvicorn.Server:
     """Return a server of an ASGI application; ``run(sockets=[...])`` runs it until SIGINT or SIGTERM.
 
-    Args:
-        application: The application.
-        patience: Seconds for a client to send a request, and to accept what it is sent.
+    A client has ``patience`` seconds to send a request, and to accept what it is sent.
     """
     protocol: Any = partial(_Impatient, patience=patience)
     config = uvicorn.Config(

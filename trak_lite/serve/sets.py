@@ -51,12 +51,7 @@ class Sets:
     )
 
     def chosen(self, name: str) -> str:
-        """Return the name of a stored set, the first one for an empty name.
-
-        Raises:
-            UnknownNameError: If there is no such set.
-            InvalidInputError: If nothing was scored yet.
-        """
+        """Return the name of a stored set, the first one for an empty name."""
         names = self.names()
         if not names:
             raise InvalidInputError("The store has no scores yet. Score targets first: trak-lite run CONFIG.")
@@ -87,27 +82,18 @@ class Sets:
         return scores
 
     def column(self, name: str, target: int) -> NDArray[np.float32]:
-        """Return the scores of all train rows for one target, ``(N,)``.
-
-        Raises:
-            InvalidInputError: If the target does not exist.
-        """
+        """Return the scores of all train rows for one target, ``(N,)``."""
         scores = self.scores(name)
         place = target_number(target, scores.shape[1], name)
 
         def read() -> NDArray[np.float32]:
             return np.concatenate([np.array(tile[:, place]) for _, tile in scores.tiles()])
 
-        return _held(
-            self._read, (name, place), read, most=max(1, min(_MOST_HELD, _HELD_BYTES // (4 * self.num_rows)))
-        )
+        most = max(1, min(_MOST_HELD, _HELD_BYTES // (4 * self.num_rows)))
+        return _held(self._read, (name, place), read, most=most)
 
     def by_self_influence(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return the self-influence of all train rows ``(N,)``, and the rows from the largest to the smallest.
-
-        Raises:
-            StateError: If the scores were not computed from stored rows.
-        """
+        """Return the self-influence of all train rows ``(N,)``, and the rows from the largest to the smallest."""
 
         def ordered() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
             values = self.scores(name).self_influence()
@@ -116,11 +102,7 @@ class Sets:
         return _held(self._orders, name, ordered, most=2)
 
     def passing(self, filters: Mapping[str, str]) -> NDArray[np.bool_]:
-        """Return a mask of the train rows with the given values in the given columns, ``(N,)``.
-
-        Raises:
-            UnknownNameError: If there is no such column.
-        """
+        """Return a mask of the train rows with the given values in the given columns, ``(N,)``."""
         known_names(filters, list(self.columns), what="columns")
         mask = np.ones(self.num_rows, bool)
         for name, value in filters.items():

@@ -184,20 +184,10 @@ _TASK = resolve_task(_output)
 
 def _by_loop(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Per-sample gradients by one forward and one backward pass per sample."""
-    parameters = dict(model.named_parameters())
-    rows = [
-        torch.autograd.grad(
-            _output(ModelCall(model), take_rows(batch, [i])).sum(),
-            list(parameters.values()),
-            allow_unused=True,
-        )
-        for i in range(batch_size(batch))
-    ]
-    columns = zip(parameters.items(), zip(*rows, strict=True), strict=True)
-    return {
-        name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
-        for (name, p), column in columns
-    }
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    outputs = (_output(ModelCall(model), take_rows(batch, [i])).sum() for i in range(batch_size(batch)))
+    rows = [torch.autograd.grad(output, parameters, materialize_grads=True) for output in outputs]
+    return {name: torch.stack(column) for name, *column in zip(names, *rows, strict=True)}
 
 
 def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -184,10 +184,8 @@ def _evaluate(case: ModelOutputCase, batch: Batch = None) -> OutputTerms:
 
 def _gradient(value: Tensor, model: nn.Module) -> Tensor:
     """Return the flat gradient of a scalar by all parameters; zeros for parameters that it does not depend on."""
-    parameters = list(model.parameters())
-    parts = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-    flat = [torch.zeros_like(p) if g is None else g for g, p in zip(parts, parameters, strict=True)]
-    return torch.cat([part.reshape(-1) for part in flat])
+    parts = torch.autograd.grad(value, list(model.parameters()), retain_graph=True, materialize_grads=True)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _transformed(case: ModelOutputCase, batch: Batch) -> tuple[Tensor, OutputTerms]:

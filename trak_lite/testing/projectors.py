@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -62,9 +62,8 @@ class ProjectorTests(ABC):
         x, y = _gradients(0), _gradients(1)
         combined = {name: 2.5 * x[name] - 0.5 * y[name] for name in x}
 
-        _assert_close(
-            _project(projector, combined), 2.5 * _project(projector, x) - 0.5 * _project(projector, y)
-        )
+        expected = 2.5 * _project(projector, x) - 0.5 * _project(projector, y)
+        _assert_close(_project(projector, combined), expected)
 
     def test_the_adjoint_is_the_transposed_map(self, projector: AbstractProjector) -> None:
         """If the projector defines the adjoint, <R x, p> = <x, adjoint(p)> for all gradients x and feature rows p."""
@@ -75,9 +74,8 @@ class ProjectorTests(ABC):
         if found is None:
             return
 
-        assert {name: tuple(part.shape) for name, part in found.items()} == {
-            name: (3, *shape) for name, shape in _SHAPES.items()
-        }
+        shapes = {name: (3, *shape) for name, shape in _SHAPES.items()}
+        assert {name: tuple(part.shape) for name, part in found.items()} == shapes
         products = [
             grad.reshape(_NUM_SAMPLES, -1) @ found[name].reshape(3, -1).T for name, grad in grads.items()
         ]
@@ -85,10 +83,8 @@ class ProjectorTests(ABC):
 
     def test_a_row_does_not_depend_on_its_batch(self, projector: AbstractProjector) -> None:
         grads = _gradients(0)
-        alone = [
-            _project(projector, {name: grad[row : row + 1] for name, grad in grads.items()})
-            for row in range(_NUM_SAMPLES)
-        ]
+        samples = [{name: grad[row : row + 1] for name, grad in grads.items()} for row in range(_NUM_SAMPLES)]
+        alone = [_project(projector, sample) for sample in samples]
 
         _assert_close(torch.cat(alone), _project(projector, grads))
 
@@ -100,11 +96,8 @@ class ProjectorTests(ABC):
 
     def test_rows_may_come_in_chunks(self, projector: AbstractProjector) -> None:
         grads = _gradients(0)
-        chunks = [
-            DenseBlock(name, grad[start : start + 4], start)
-            for start in (4, 0)
-            for name, grad in grads.items()
-        ]
+        blocks = [(name, grad, start) for start in (4, 0) for name, grad in grads.items()]
+        chunks = [DenseBlock(name, grad[start : start + 4], start) for name, grad, start in blocks]
 
         _assert_close(_accumulate(projector, chunks), _project(projector, grads))
 
@@ -129,12 +122,9 @@ class ProjectorTests(ABC):
 
     def test_a_batch_without_samples_gives_no_rows(self, projector: AbstractProjector) -> None:
         """For B = 0 the features have shape (0, K)."""
-        empty = [DenseBlock(name, torch.zeros(0, *shape)) for name, shape in _SHAPES.items()]
-        accumulator = projector.accumulator(0, model_id=0, parameters=_SHAPES)
-        for block in empty:
-            accumulator.add(block)
+        empty = {name: torch.zeros(0, *shape) for name, shape in _SHAPES.items()}
 
-        assert accumulator.features().shape == (0, projector.layout(_SHAPES).width)
+        assert _project(projector, empty).shape == (0, projector.layout(_SHAPES).width)
 
     def test_memory_can_be_freed_at_any_time(self, projector: AbstractProjector) -> None:
         """Features are bitwise the same after ``free_memory``."""
@@ -200,10 +190,8 @@ class RandomProjectorTests(ProjectorTests):
         shapes = {"first": (40, 11), "second": (13,)}
         generator = torch.Generator().manual_seed(0)
         common = {name: torch.randn(1, *shape, generator=generator) for name, shape in shapes.items()}
-        grads = {
-            name: common[name] + torch.randn(24, *shape, generator=generator)
-            for name, shape in shapes.items()
-        }
+        own = {name: torch.randn(24, *shape, generator=generator) for name, shape in shapes.items()}
+        grads = {name: common[name] + own[name] for name in shapes}
         flat = torch.cat([grad.flatten(1) for grad in grads.values()], 1).double()
         norms = flat.norm(dim=1)
         for seed in range(5):
@@ -245,10 +233,7 @@ class RandomProjectorTests(ProjectorTests):
         order = dict(reversed(_SHAPES.items()))
         parts = [projector.project({name: grad}, 0) for name, grad in grads.items()]
 
-        accumulator = projector.accumulator(_NUM_SAMPLES, model_id=0, parameters=order)
-        for name, grad in grads.items():
-            accumulator.add(DenseBlock(name, grad))
-        _assert_close(accumulator.features(), torch.stack(parts).sum(0))
+        _assert_close(_project(projector, grads, parameters=order), torch.stack(parts).sum(0))
 
     def test_the_fingerprint_depends_on_seed_and_size(self) -> None:
         settings = [(self.proj_dim, 0), (self.proj_dim, 1), (2 * self.proj_dim, 0)]
@@ -266,21 +251,24 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def _gradients(seed: int, num_samples: int = _NUM_SAMPLES) -> dict[str, Tensor]:
-    return {
-        name: _random(100 * seed + i, num_samples, *shape) for i, (name, shape) in enumerate(_SHAPES.items())
-    }
+    numbered = enumerate(_SHAPES.items())
+    return {name: _random(100 * seed + i, num_samples, *shape) for i, (name, shape) in numbered}
 
 
-def _project(projector: AbstractProjector, grads: Mapping[str, Tensor], model_id: int = 0) -> Tensor:
+def _project(projector: AbstractProjector, grads: Mapping[str, Tensor], **settings: Any) -> Tensor:
     """Project one block per parameter, in model order."""
-    return _accumulate(projector, [DenseBlock(name, grad) for name, grad in grads.items()], model_id)
+    return _accumulate(projector, [DenseBlock(name, grad) for name, grad in grads.items()], **settings)
 
 
-def _accumulate(projector: AbstractProjector, blocks: Iterable[GradientBlock], model_id: int = 0) -> Tensor:
+def _accumulate(
+    projector: AbstractProjector,
+    blocks: Sequence[GradientBlock],
+    model_id: int = 0,
+    parameters: Mapping[str, tuple[int, ...]] = _SHAPES,
+) -> Tensor:
     """Add the blocks to one accumulator in this order and return the features."""
-    blocks = list(blocks)
     num_samples = max(block.start + block.num_samples for block in blocks)
-    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=_SHAPES)
+    accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
     for block in blocks:
         accumulator.add(block)
     return accumulator.features()

@@ -98,16 +98,6 @@ class Replay:
         free = max(self._max_bytes // 4, self._max_bytes // 2 - targets * self._target_bytes)
         return max(1, 1 + (free - self._one) // self._more)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(N, M)``."""
-        return len(self._run.recipe.rows), len(self._targets)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the run."""
-        return self._run.num_steps
-
     def size(self, block: int | None) -> int:
         """Return the targets of a block; ``None`` divides them equally, among the ranks of a distributed run too."""
         count = len(self._targets)
@@ -124,7 +114,7 @@ class Replay:
     def scores(self, block: int | None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; nothing is stored."""
         count, size = len(self._targets), self.size(block)
-        starts, found = range(0, count, size), np.empty(self.shape, np.float32)
+        starts, found = range(0, count, size), np.empty((len(self._run.weights), count), np.float32)
         with self.progress(len(starts)) as done:
             for start in starts:
                 places = np.arange(start, min(start + size, count))
@@ -132,11 +122,7 @@ class Replay:
         return found
 
     def block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
-        """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file.
-
-        Raises:
-            NonFiniteError: If one is NaN or infinite.
-        """
+        """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file."""
         failures = naming_failures(self._run.program.model, "differentiate a training step of")
         with repeatable(self._run.device), failures:
             columns = self._block(places, file, done)
@@ -188,23 +174,16 @@ class Replay:
                 yield number, states.pop()
             return
         middle = (first + stop) // 2
-        later = state
-        for number in range(first, middle):
-            later = self._run.step(later, number)
-        yield from self._backwards(middle, later, stop)
+        yield from self._backwards(middle, self._run.steps(state, first, middle), stop)
         yield from self._backwards(first, state, middle)
 
     def _adjoint(
         self, number: int, state: State, cotangents: State, columns: Tensor | None, chunk: int
     ) -> State:
-        """Return the cotangents of the state before a step, and add the derivatives of its rows to ``columns``.
+        """Return the cotangents of the state before a step, from those of the state after it, for m targets.
 
-        Args:
-            number: Number of the step.
-            state: The state before it.
-            cotangents: Those of the state after it, with the m targets as first axis.
-            columns: ``(m, N)``; ``None`` adds nothing.
-            chunk: Targets at once in the products with Hessians.
+        The derivatives of the rows of the step are added to ``columns``, ``(m, N)``, if there are any. Products with
+        Hessians are formed for ``chunk`` targets at once.
         """
         run, program = self._run, self._run.program
         parts = run.parts(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -53,9 +54,8 @@ class AbstractOptimizer(ABC):
     def start(self, parameters: Named) -> State:
         """Return the state before the first step."""
         names = self.active_slots
-        return State(
-            parameters, {name: {n: torch.zeros_like(p) for n, p in parameters.items()} for name in names}
-        )
+        slots = {slot: {name: torch.zeros_like(p) for name, p in parameters.items()} for slot in names}
+        return State(parameters, slots)
 
     @property
     def active_slots(self) -> tuple[str, ...]:
@@ -73,11 +73,10 @@ class AbstractOptimizer(ABC):
         """
         parameters: Named = {}
         slots: dict[str, Named] = {name: {} for name in self.active_slots}
+        update = partial(self.update, lr=self.lr * factor, number=number)
         for name, parameter in state.parameters.items():
             before = {slot: values[name] for slot, values in state.slots.items()}
-            parameters[name], after = self.update(
-                parameter, gradients[name], before, lr=self.lr * factor, number=number
-            )
+            parameters[name], after = update(parameter, gradients[name], before)
             for slot, value in after.items():
                 slots[slot][name] = value
         return State(parameters, slots)

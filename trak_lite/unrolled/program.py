@@ -193,10 +193,8 @@ class Program:
     def start(self, model: nn.Module) -> tuple[State, Frozen]:
         """Return copies of a model's tensors: the state before the first step, and what stays."""
         # Contiguous, as states that are read from files: bits depend on strides.
-        contiguous = torch.contiguous_format
-        parameters = {
-            name: p.detach().clone(memory_format=contiguous) for name, p in model.named_parameters()
-        }
+        contiguous, named = torch.contiguous_format, model.named_parameters()
+        parameters = {name: p.detach().clone(memory_format=contiguous) for name, p in named}
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         trained = {name: parameters.pop(name) for name in self.names}
         return self.recipe.optimizer.start(trained), Frozen(parameters, buffers)
@@ -205,28 +203,23 @@ class Program:
         """Return the samples of a batch of rows ``(b,)`` or ``(R, b)``, in as many parts as the recipe asks for."""
         pieces = np.array_split(rows, min(self.recipe.accumulate, rows.shape[-1]), axis=-1)
         found = self.recipe.rows.batches([piece.reshape(-1) for piece in pieces])
-        parts = []
-        for piece, (_, batch) in zip(pieces, found, strict=True):
-            moved = move_batch(batch, self.device)
-            parts.append(Part(piece, _shaped(moved, piece.shape)))
-        return parts
+        return [
+            Part(piece, _shaped(move_batch(batch, self.device), piece.shape))
+            for piece, (_, batch) in zip(pieces, found, strict=True)
+        ]
 
     def gradient(
         self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
     ) -> Named:
-        """Return the gradient of the weighted losses of some rows, divided by the number of rows of the step.
+        """Return the gradient of the losses of some rows, weighted ``(b,)`` and divided by the ``size`` of the step.
 
-        Args:
-            parameters: The trained parameters.
-            weights: Row weights ``(b,)``.
-            frozen: The other tensors of the model.
-            batch: The samples.
-            key: Key of the dropout masks.
-            size: B, the rows of the step.
+        It can be differentiated again by the parameters and the weights. ``key`` is that of the dropout masks.
         """
-        found: Named = grad(lambda values: _total(self._losses(values, frozen, batch, key), weights, size))(
-            parameters
-        )
+
+        def total(values: Named) -> Tensor:
+            return _total(self._losses(values, frozen, batch, key), weights, size)
+
+        found: Named = grad(total)(parameters)
         return found
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
@@ -262,13 +255,8 @@ class Program:
     ) -> State:
         """Return the state after step ``number``, of one model or of R models side by side.
 
-        Args:
-            state: Parameters and the optimizer's averages; R is the first axis of all tensors of R models.
-            frozen: The other tensors of the model.
-            parts: The samples of the step.
-            weights: Row weights ``(N,)`` or ``(R, N)``.
-            number: Number of the step, from 0.
-            seed: Seed of the run, for the dropout masks, or seeds ``(R,)``.
+        R is the first axis of all tensors of R models, whose row weights are ``(R, N)`` instead of ``(N,)``, and of
+        their seeds ``(R,)``. A seed draws the dropout masks.
         """
         many = isinstance(seed, Tensor)
         losses = vmap(self._losses) if many else self._losses
@@ -288,12 +276,7 @@ class Program:
         return update(state, total) if self.recipe.optimizer.elementwise else vmap(update)(state, total)
 
     def check(self, state: State, frozen: Frozen, part: Part) -> None:
-        """Run the loss once, and raise if the training could not be repeated or differentiated.
-
-        Raises:
-            InvalidInputError: If the loss does not return one number per row.
-            UnsupportedModelError: If the model changes buffers or draws random numbers other than dropout masks.
-        """
+        """Run the loss once, and raise if the training could not be repeated or differentiated."""
         buffers = {name: buffer.clone() for name, buffer in frozen.buffers.items()}
         parameters = {name: p.clone() for name, p in (*frozen.parameters.items(), *state.parameters.items())}
         for name in state.parameters:
@@ -366,9 +349,8 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
 def _refuse_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         # Without running statistics, those of the batch are used in eval mode too.
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_batch_norm and (module.training or module.running_mean is None):
             raise UnsupportedModelError(
                 f"{name or 'The model'} ({type(module).__name__}) normalises with the statistics of the batch, so the "
                 "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode and "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trak_lite._progress import KeptProgress
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import rows_in_batches
-from trak_lite.data.datasets import rows_of
+from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import (
     BusyError,
     InvalidInputError,
@@ -31,7 +31,7 @@ from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
-from trak_lite.run.tables import SCORES, score_path, score_table_spec
+from trak_lite.run.tables import SCORES, path_of, score_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
@@ -98,17 +98,16 @@ def unrolled(
     given = list(runs) if isinstance(runs, Sequence) else [runs]
     if not all(isinstance(run, TrainingRun) for run in given):
         raise InvalidInputError(f"unrolled takes finished runs, recipe.train(path), got {runs!r:.100}.")
-    data = [canonical_json(run.fingerprint["data"]) for run in given]
-    if not given or len(set(data)) > 1 or len({run.digest for run in given}) < len(given):
+    trained_on = {canonical_json(run.fingerprint["data"]) for run in given}
+    if len(trained_on) != 1 or len({run.digest for run in given}) < len(given):
         raise InvalidInputError("Pass one run, or different runs (with other seeds) on the same train data.")
     positive_int(max_bytes=max_bytes)
     if block is not None:
         positive_int(block=block)
     check_name(name, what="target set")
-    found = [
-        _scores_of_run(run, targets, task, name=name, block=block, max_bytes=max_bytes, progress=progress)
-        for run in given
-    ]
+    data, resolved = rows_of(targets, what="the targets"), resolve_task(task)
+    replay = partial(Replay, task=resolved, targets=data, max_bytes=max_bytes, progress=progress)
+    found = [_scores_of_run(run, data, resolved, replay, name, block) for run in given]
     if len(found) == 1:
         return found[0]
     method = Unrolled(*given)
@@ -124,17 +123,12 @@ def unrolled(
 
 def _scores_of_run(
     run: TrainingRun,
-    targets: Any,
-    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
-    *,
+    data: Rows,
+    task: AbstractModelOutput,
+    replay: Callable[[TrainingRun], Replay],
     name: str,
     block: int | None,
-    max_bytes: int,
-    progress: bool | None,
 ) -> Scores:
-    run.require_finished()
-    data = rows_of(targets, what="the targets")
-    resolved = resolve_task(task)
     smoothness = run.metasmoothness()
     if smoothness < SMOOTH:
         warnings.warn(
@@ -144,22 +138,18 @@ def _scores_of_run(
             stacklevel=4,
         )
     method = Unrolled(run)
-    fingerprint = {"targets": data.identity(), "task": describe_task(resolved)}
+    fingerprint = {"targets": data.identity(), "task": describe_task(task)}
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
     manifest = Manifest({**made.fingerprint, **fingerprint})
-    record = ScoreRecord(name, method, manifest, settings, task=resolved)
-
-    def replay() -> Replay:
-        return Replay(run, resolved, data, max_bytes=max_bytes, progress=progress)
-
+    record = ScoreRecord(name, method, manifest, settings, task=task)
     if run.path is None:
-        return Scores(HeldMatrix(replay().scores(block)), record)
+        return Scores(HeldMatrix(replay(run).scores(block)), record)
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
     path = score_path(name, method, method)
     spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
-    outputs = outputs_of_model(run.model(), resolved, data, run.device)
+    outputs = outputs_of_model(run.model(), task, data, run.device)
     now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
     with workspace.opened(made):
         lazy = workspace.lazy_table(path, spec, now)
@@ -170,7 +160,7 @@ def _scores_of_run(
             )
         blocks = _SharedBlocks(run, workspace, path, spec, now)
         if lazy.table is None or not lazy.table.complete:
-            found = blocks.scores(replay(), block)
+            found = blocks.scores(replay(run), block)
             if found is not None:
                 with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
@@ -207,9 +197,9 @@ class _SharedBlocks:
     ) -> None:
         """Find the blocks for a table of scores; those of another task are removed."""
         assert run.path is not None  # the scores are stored
-        name = hashlib.sha256(canonical_json(spec.fingerprint).encode()).hexdigest()[:16]
-        self._workspace, self._scores, self._spec, self._now = workspace, scores, spec, now
-        self._path, self._folder = f"replays/{name}", run.path / "replays" / name
+        self._run, self._workspace, self._scores, self._spec, self._now = run, workspace, scores, spec, now
+        self._path = path_of("replays", identity=spec.fingerprint)
+        self._folder = run.path / self._path
         if not _has_outputs(workspace, self._path, now, run.recipe.train_id):
             logger.info("The replay starts again, because f of the targets has changed.")
             with contextlib.suppress(MissingStoreError):  # another process was first
@@ -243,7 +233,7 @@ class _SharedBlocks:
         if existing is None:
             self._forget_files()
         columns = (Column(SCORES, self._spec.num_rows, "float32"),)
-        spec = TableSpec(replay.shape[1], columns, size, self._spec.fingerprint)
+        spec = TableSpec(len(self._now[_OUTPUTS]), columns, size, self._spec.fingerprint)
         table = store.create_table(self._path, spec, self._now)
         try:
             with replay.progress(table.num_chunks) as done:
@@ -261,7 +251,7 @@ class _SharedBlocks:
         def count_others() -> None:
             others = set(table.committed_chunks()) - counted
             counted.update(others)
-            done.advance(len(others) * replay.num_steps)
+            done.advance(len(others) * self._run.num_steps)
 
         count_others()
         size = table.spec.chunk_rows

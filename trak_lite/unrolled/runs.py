@@ -96,7 +96,10 @@ class TrainingRun:
     @cached_property
     def digest(self) -> str:
         """Digest of the settings and of the trained weights, in which changes show that settings do not tell."""
-        self.require_finished()
+        if not {0, self.num_steps} <= set(self.states.numbers()):
+            raise InvalidInputError(
+                "The training is not finished. Call recipe.train(path) again; it resumes."
+            )
         trained = {name: tensor_json(value) for name, value in self.final.parameters.items()}
         return hashlib.sha256(canonical_json([self.fingerprint, trained]).encode()).hexdigest()[:16]
 
@@ -123,6 +126,12 @@ class TrainingRun:
         with naming_failures(self.program.model, "train"):
             return self.program.step(state, self.frozen, parts, self.weights, number, self.recipe.seed)
 
+    def steps(self, state: State, first: int, stop: int) -> State:
+        """Return the state after the steps from ``first`` up to ``stop``."""
+        for number in range(first, stop):
+            state = self.step(state, number)
+        return state
+
     def _record(self) -> dict[str, Any]:
         """Return JSON values that are stored with the run beside its states; none before it begins."""
         if self.path is None:
@@ -139,7 +148,6 @@ class TrainingRun:
         return found
 
     def _note(self, **values: Any) -> None:
-        """Add JSON values to the record."""
         record = {**self._record(), **values}
         if self.path is None:
             self._held = record
@@ -149,11 +157,7 @@ class TrainingRun:
             seal(str(partial), RUN)
 
     def _finish(self, wanted: set[int], progress: bool | None) -> None:
-        """Train from the last stored state on, and store the states with these numbers.
-
-        Raises:
-            NonFiniteError: If a parameter becomes NaN or infinite; names the step.
-        """
+        """Train from the last stored state on, and store the states with these numbers."""
         stored = self.states.numbers()
         first = last = max(stored, default=0)
         state = self.states.get(first) if stored else self._first
@@ -211,11 +215,8 @@ class TrainingRun:
 
     def _repeated(self, first: int, last: int, number: int) -> State:
         """Return the state ``last``, repeated from a stored one for the first (0) or second time (1)."""
-        state = self.states.get(first)
         with repeatable(self.device):
-            for step in range(first, last):
-                state = self.step(state, step)
-        return state
+            return self.steps(self.states.get(first), first, last)
 
     def _distance(self, first: int, last: int) -> Callable[[State, State], float]:
         """Return the distance of states in units of the change from one stored state to another."""
@@ -242,9 +243,7 @@ class TrainingRun:
         """Return what makes this training smoother: what its first step, model and settings leave to change."""
         with repeatable(self.device), Operations() as used:
             self.step(self.states.get(0), 0)
-        kinks = [
-            advice for advice, names in _KINKS.items() if any(one.startswith(names) for one in used.names)
-        ]
+        kinks = [kink for kink, names in _KINKS.items() if any(one.startswith(names) for one in used.names)]
         batches = ["larger batches"] if self.recipe.batch_size < len(self.weights) else []
         root = ["a larger eps_root"] if isinstance(self.recipe.optimizer, Adam) else []
         return f"Smoother are: {', '.join([*kinks, 'a smaller learning rate', *batches, *root])}."
@@ -273,10 +272,9 @@ class TrainingRun:
         self.require_same()  # the value of a random or of another training would mislead
         if usual and stored is not None:
             return float(stored)
-        direction = torch.randn(
-            len(self.weights), generator=torch.Generator().manual_seed(seed), device="cpu"
-        )
-        weights = torch.stack([self.weights + k * h * direction.to(self.weights) for k in range(3)])
+        generator = torch.Generator().manual_seed(seed)
+        direction = torch.randn(len(self.weights), generator=generator, device="cpu").to(self.weights)
+        weights = torch.stack([self.weights + k * h * direction for k in range(3)])
         everything, seeds = [np.arange(len(self.weights))] * 3, [self.recipe.seed] * 3
         try:
             models = trained_side_by_side(self.recipe, weights, everything, seeds)
@@ -329,13 +327,6 @@ class TrainingRun:
             raise InvalidInputError(
                 f"The scores were made with another architecture than that of the run, which has no parameters "
                 f"{wrong[:5]} of the same shapes. Pass a run of the model that was scored."
-            )
-
-    def require_finished(self) -> None:
-        """Raise if the first or the last state is missing."""
-        if not {0, self.num_steps} <= set(self.states.numbers()):
-            raise InvalidInputError(
-                "The training is not finished. Call recipe.train(path) again; it resumes."
             )
 
 
@@ -466,12 +457,9 @@ def _fingerprint(
 
 def _norm(state: State, other: State | None) -> float:
     """Return the norm of the difference of the parameters of two states; ``None`` stands for zeros."""
-    return math.sqrt(
-        sum(
-            float((value if other is None else value - other.parameters[name]).double().square().sum())
-            for name, value in state.parameters.items()
-        )
-    )
+    named = state.parameters.items()
+    changes = (value if other is None else value - other.parameters[name] for name, value in named)
+    return math.sqrt(sum(float(change.double().square().sum()) for change in changes))
 
 
 def _changed(first: int, last: int, apart: float) -> str:
@@ -492,16 +480,13 @@ def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
 
 def _modules_digest(model: nn.Module) -> str:
     """Return the SHA-256 of classes, modes and plain settings of all modules, which weights do not tell apart."""
-    classes: dict[type, Any] = {}
+    classes = {cls: describe_source(cls) for cls in set(map(type, model.modules()))}
     described = []
     for name, module in model.named_modules():
-        cls = type(module)
-        if cls not in classes:
-            classes[cls] = describe_source(cls)
         settings = {
             key: describe_source(value)
             for key, value in vars(module).items()
             if not key.startswith("_") and isinstance(value, _SETTINGS)
         }
-        described.append([name, classes[cls], settings])
+        described.append([name, classes[type(module)], settings])
     return hashlib.sha256(canonical_json(described).encode()).hexdigest()

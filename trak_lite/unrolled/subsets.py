@@ -47,9 +47,8 @@ class SubsetTraining:
         """
         subset = self._checked(rows)
         weights = self._weights([subset])[0]
-        return trained_alone(
-            self.recipe, weights, np.arange(len(weights)) if self.keep_order else subset, seed
-        )
+        trained_on = np.arange(len(weights)) if self.keep_order else subset
+        return trained_alone(self.recipe, weights, trained_on, seed)
 
     def train_many(self, subsets: Sequence[NDArray[np.int64]], seeds: Sequence[int]) -> list[nn.Module]:
         """Return one trained model per subset and seed, in eval mode; all subsets have one size.
@@ -133,11 +132,7 @@ def trained_alone(
 
 
 def trained_model(recipe: TrainingSettings, seed: int, first: nn.Module, state: State) -> nn.Module:
-    """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode.
-
-    Raises:
-        InvalidInputError: If the two models share a module or a parameter.
-    """
+    """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode."""
     model = recipe.model(seed)
     known = {id(thing) for thing in (*first.modules(), *first.parameters())}
     for name, thing in (*model.named_modules(), *model.named_parameters()):
