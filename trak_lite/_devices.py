@@ -153,9 +153,21 @@ def add_at_(total: Tensor, dim: int, index: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-def full_float32(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that disables TF32 and bfloat16 for float32 products; see :func:`float32_products`."""
-    return float32_products(device, "ieee")
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Compute float32 products in full inside the block: without TF32, bfloat16 and the caller's autocast."""
+    with without_autocast(device), float32_products(device, "ieee"):
+        yield
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Switch off autocast of the caller on a device and on the host inside the block."""
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", device.type}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

@@ -341,7 +341,7 @@ class Attributor:
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
             others = max(len(tables.checkpoint_ids(session.store)) - len(names), 0)
-        self._held, self._run.train = rows.held, rows
+        self._held, self._run.train, self._run.last = rows.held, rows, session.loaded
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
@@ -573,6 +573,8 @@ class Attributor:
             if source[0] is not None:
                 used = [target_set.add(checkpoint, known) for checkpoint in iterate_checkpoints(*source)]
             train = tables.complete_tables(session.store, used, known)
+            if used is None and len(set(method.weights(len(train)))) > 1:
+                tables.require_order(train, self._run.last)
             stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
             yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
 

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite._devices import without_autocast
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite._version import __version__
 from trak_lite.data.batches import ColumnMarks, batch_size, flatten_batch, move_batch, take_rows
@@ -53,7 +54,7 @@ from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.models.borrowing import model_device, resolve_device
+from trak_lite.models.borrowing import model_device, refuse_without_values, resolve_device
 from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.sharing import LazyTable
@@ -139,6 +140,7 @@ class TRAKer:
                     f"{name}={value!r} is not supported: rows are stored in the store and scored in float64. Leave it "
                     "out."
                 )
+        refuse_without_values(model)
         self.device = resolve_device(device, model)
         refuse_sharded(model, "TRAKer", "Use Attributor(gradient_computer='hook')")
         logger.setLevel(logging_level)
@@ -491,7 +493,7 @@ class TRAKer:
         self._refuse_changed_model(cursor)
         batch = cursor.marks.marked(batch)
         rows = cursor.rows(inds, num_samples, batch_size(batch))
-        with self._locks_for_success_only():
+        with self._locks_for_success_only(), without_autocast(self.device):
             table = self._attached(cursor)
             try:
                 self._write(cursor, table, batch, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +29,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
-from trak_lite.methods import GaussNewton, GradDot
+from trak_lite.methods import GaussNewton, GradDot, TracIn
 from trak_lite.modelout_functions import ImageClassificationModelOutput, RegressionModelOutput
 from trak_lite.projectors import RademacherProjector
 from trak_lite.store import Column, ZarrFeatureStore
@@ -340,6 +341,73 @@ class Noisy(nn.Module):
             self.register_buffer("mask", torch.ones(4), persistent=False)
         self.calls += 1
         return self.net(x * self.mask)
+
+
+@contextmanager
+def default_dtype(dtype):
+    """Model loaders set it, and may leave it set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS = {
+    "bfloat16": partial(default_dtype, torch.bfloat16),
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_contexts_of_the_caller_change_no_number(tmp_path, context, expected):
+    """Of rows, fits, scores, and scores that are computed on access; autocast rounds to 8 bits."""
+    made, again = attributor(tmp_path / "a.zarr"), attributor(tmp_path / "b.zarr")
+    other, given = {"method": "EKFAC"}, states()
+    made.featurize(TRAIN, checkpoints=given)
+    best, fitted = made.score(TARGETS, dense=False).top(3), made.score(TARGETS, **other).numpy()
+    streamed = made.stream_scores(TRAIN, TARGETS, checkpoints=given).numpy()
+
+    with context():
+        again.featurize(TRAIN, checkpoints=given)
+        np.testing.assert_array_equal(again.score(TARGETS).numpy(), expected)
+        np.testing.assert_array_equal(again.score(TARGETS, **other).numpy(), fitted)
+        np.testing.assert_array_equal(made.score(TARGETS, dense=False).top(3).scores, best.scores)
+        found = again.stream_scores(TRAIN, TARGETS, checkpoints=given).numpy()
+        np.testing.assert_array_equal(found, streamed)
+        assert (torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()) == (
+            context is CONTEXTS["autocast"],
+            context is CONTEXTS["inference_mode"],
+        )
+
+
+def test_a_model_that_cannot_be_differentiated_is_refused_at_once(stored):
+    with torch.inference_mode():
+        inference = model()
+    for unfit, reason in ((inference, r"inside torch.inference_mode\(\)"), (None, "expected a trained")):
+        with pytest.raises(InvalidInputError, match=reason):
+            Attributor.open(stored, unfit)
+
+
+def test_weights_of_checkpoints_go_by_the_order_of_the_last_featurize_or_are_refused(tmp_path):
+    """Checkpoints that came later into the store than those after them are named to be scored."""
+    weighted, three = {"method": TracIn(learning_rates=(1.0, 2.0, 3.0))}, states(3)
+    whole, parts = attributor(tmp_path / "whole.zarr"), attributor(tmp_path / "parts.zarr")
+    whole.featurize(TRAIN, checkpoints=three)
+    right = whole.score(TARGETS, **weighted).numpy()
+    parts.featurize(TRAIN, checkpoints=three[1:])
+    parts.featurize(TRAIN, checkpoints=three)
+
+    with pytest.raises(InvalidInputError, match=r"ckpt-0, ckpt-1, ckpt-2.*checkpoints=\["):
+        parts.score(TARGETS, **weighted)
+    named = parts.score(TARGETS, checkpoints=three, **weighted).numpy()
+    assert named.shape == right.shape
+    parts.score(TARGETS, method=GradDot())  # all have one weight
+    whole.featurize(TRAIN, checkpoints=three[:1])
+    np.testing.assert_array_equal(whole.score(TARGETS, **weighted).numpy(), right)
 
 
 @pytest.mark.parametrize("call", ["featurize", "stream_scores", "interrupted"])

@@ -205,6 +205,21 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
     assert shown == f"rows to remove: {rows}\n{found}\n"
 
 
+def test_scores_are_found_whichever_method_the_last_command_had(copied, capsys):
+    """A second target set of another method is read as it is, and the first one by the attributor's method."""
+    store, ask = str(copied / "run.zarr"), ["--remove", "3"]
+    done(["score", str(copied / "run.yaml"), "--score.name", "other", "--score.method", "GradDot"], capsys)
+
+    found = opened(copied)
+    other = what_if(found.scores("other", method="GradDot"), [3])
+    assert done(["effects", store, *ask], capsys) == f"{other}\n"
+    first = f"{what_if(found.scores('held-out'), [3])}\n"
+    assert done(["effects", store, *ask, "--score.name", "held-out"], capsys) == first
+    said = refused(["effects", store, *ask, "--score.name=held-out", "--score.method=GradDot"], capsys)
+    assert "made with GradDot" in said
+    assert "with one of ['held-out', 'other']" in refused(["effects", store, *ask, "--score.name=no"], capsys)
+
+
 WRONG_QUESTIONS = [
     (
         [],

@@ -34,7 +34,7 @@ from trak_lite.retraining.verify import verify
 from trak_lite.retraining.what_if import Effects, try_removals, what_if
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings, versions
-from trak_lite.run.tables import scored_names
+from trak_lite.run.tables import all_score_paths, method_of_scores
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
@@ -93,7 +93,7 @@ class Job:
         train = self.recipe.bound("train", self.config.recipe_arguments)
         if train is None or not isinstance(folder, str) or _has_entries(folder):
             return 0
-        if self.config.checkpoints_recorded:
+        if "checkpoints" in self.config.recorded:
             raise CheckpointError(
                 f"There is no checkpoint at {folder}, the path in the run stored in {self.config.path}. To train and "
                 "write checkpoints, pass --checkpoints PATH: a path that a store names is never written to."
@@ -307,18 +307,35 @@ def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> 
         yield f"  ... {len(order) - _SHOWN_GROUPS} more"
 
 
-def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
-    """Return a function that opens the scores of a name, of a store that is read without model and data."""
+def stored_settings(config: RunConfig, manifest: Manifest) -> StoredSettings:
+    """Return the settings of the store that a config names."""
     device = resolve_device(config.values["device"])
-    settings = StoredSettings.of(manifest, device=device, where=str(config.path))
-    method = settings.scored_by(config.values["score"]["method"])
-    return partial(stored_scores, Workspace(config.path), settings, method=method)
+    return StoredSettings.of(manifest, device=device, where=str(config.path))
+
+
+def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
+    """Return a function that opens the scores of a name, of a store that is read without model and data.
+
+    The method of a record is that of its last command: scores of a name that has none of it are opened all the same.
+    """
+    settings = stored_settings(config, manifest)
+    given = config.values["score"]["method"]
+
+    def opened(name: str, *, dense: bool = True) -> Scores:
+        method = settings.scored_by(given)
+        if dense and (given is None or "score.method" in config.recorded):
+            with open_store(config.path) as store:
+                method = settings.scored_by(method_of_scores(store, name, method, settings.method))
+        return stored_scores(Workspace(config.path), settings, name, method, dense=dense)
+
+    return opened
 
 
 def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
-        opened, known = opener(config, store.manifest), scored_names(store)
+        opened = opener(config, store.manifest)
+        known = sorted({path.split("/")[1] for path in all_score_paths(store)})
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
     if chosen["dense"] and known and name not in known:

@@ -58,8 +58,8 @@ class RunConfig:
     """JSON values by key, as a YAML file nests them, with every key and absolute paths."""
     recipe: Recipe | None
     """``None`` if the command needs no recipe and none is given."""
-    checkpoints_recorded: bool
-    """Whether ``checkpoints`` comes from the record of a store, not from the user."""
+    recorded: frozenset[str]
+    """Keys whose values come from the record of a store, not from the user."""
 
     @property
     def path(self) -> str | RemotePlace:
@@ -115,7 +115,8 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
         keys, named = recipe.keys(), {f"{SECTION}.{name}": value for name, value in arguments.items()}
     values |= _parsed(keys, named, of_recipe, where)
     values["recipe"] = None if recipe is None else str(recipe.path)
-    return RunConfig(_absolute(values), recipe, isinstance(source, RunRecord) and "checkpoints" not in typed)
+    recorded = {key.name for key in needed} - typed.keys() if isinstance(source, RunRecord) else ()
+    return RunConfig(_absolute(values), recipe, frozenset(recorded))
 
 
 @cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside, opener, renders
+from trak_lite.cli.commands import beside, opener, renders, stored_settings
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.datasets import Rows
@@ -19,7 +20,7 @@ from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.tables import num_train_rows, score_path, scored_names
+from trak_lite.run.tables import all_score_paths, num_train_rows, score_path, scored_names
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -55,6 +56,7 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
 
 def pages_of(config: RunConfig) -> Pages:
     """Return the pages of the store that a config names."""
+    config = _with_stored_method(config)
     place, method = config.path, config.values["score"]["method"]
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
@@ -116,6 +118,20 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
             if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
                 return run.target_task
     return None
+
+
+def _with_stored_method(config: RunConfig) -> RunConfig:
+    """Return a config without the method of a record, which is that of its last command, if no set has scores of it."""
+    score = config.values["score"]
+    if score["method"] is None or "score.method" not in config.recorded:
+        return config
+    with open_store(config.path) as store:
+        settings = stored_settings(config, store.manifest)
+        method = settings.scored_by(score["method"])
+        paths = {score_path(name, method, settings.method) for name in scored_names(store)}
+        if paths.intersection(all_score_paths(store)):
+            return config
+    return replace(config, values={**config.values, "score": {**score, "method": None}})
 
 
 def _names(config: RunConfig) -> list[str]:

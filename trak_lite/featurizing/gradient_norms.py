@@ -55,7 +55,11 @@ class GradientNorms:
     def squared(self) -> Tensor:
         """Return the squared norms of all blocks so far, ``(B,)``, in at least float32."""
         self._settle()
-        return torch.zeros(self._num_samples, device="cpu") if self._squares is None else self._squares
+        return (
+            torch.zeros(self._num_samples, dtype=torch.float32, device="cpu")
+            if self._squares is None
+            else self._squares
+        )
 
     def _settle(self) -> None:
         """Add the squared norms of the blocks that wait, after one question to the device."""

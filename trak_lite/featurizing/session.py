@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -13,9 +13,10 @@ from itertools import chain, pairwise
 from typing import Any, TypeAlias, final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import one_behind
+from trak_lite._devices import one_behind, without_autocast
 from trak_lite._progress import Stages, announce
 from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
@@ -94,6 +95,8 @@ class Run:
     """Featurized checkpoints. Weights are searched here first, then at the sources recorded in the store."""
     featurized: set[str] = field(default_factory=set)
     """Digests of the weights that ``featurize`` has loaded."""
+    last: Sequence[str] = ()
+    """Those of its last call, in order."""
     is_resumed: bool = False
     """Whether the model is in a resumed training, which may replace files that it saved before."""
     train: Rows | None = None
@@ -181,6 +184,8 @@ class Run:
             with (
                 self.workspace.opened(manifest, appended_to=appended_to),
                 borrow_model(self.model, self.settings.device) as borrowed,
+                without_autocast(self.settings.device),
+                torch.inference_mode(False),
             ):
                 if self.workspace.exists:
                     self.settings.recall_computer(self.workspace.store().manifest)
@@ -206,6 +211,8 @@ class FeaturizingSession:
         self._origins: dict[str, dict[str, Any]] = {}
         """Name and source of the checkpoints of the store, by weights digest."""
         self._is_first, self._is_announced = True, False
+        self.loaded: list[str] = []
+        """Digests of the weights that :meth:`featurize` loaded, in order."""
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
@@ -228,6 +235,7 @@ class FeaturizingSession:
         :meth:`finish`.
         """
         digest = self.load(checkpoint)
+        self.loaded.append(digest)
         if self._is_first and isinstance(rows.dataset, Documents) and rows.dataset.check:
             require_separate_documents(self.model, rows.dataset, self.settings.device)
         # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trak_lite._devices import undisturbed
+from trak_lite._devices import undisturbed, without_autocast
 from trak_lite._eval_caches import (
     attributes_kept,
     buffers_kept,
@@ -43,10 +43,8 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
     with this process's local rank.
 
     Raises:
-        InvalidInputError: If the device is unknown or not available, or the model is none or has no values.
+        InvalidInputError: If the device is unknown or not available.
     """
-    if model is not None:
-        _refuse_without_values(model)
     if device == "auto":
         return torch.device("cpu") if model is None else _of_this_rank(model_device(model))
     try:
@@ -66,7 +64,8 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
     return resolved
 
 
-def _refuse_without_values(model: Any) -> None:
+def refuse_without_values(model: Any) -> None:
+    """Raise InvalidInputError if a model is none, has no values, or cannot be differentiated."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         hint = (
@@ -81,6 +80,11 @@ def _refuse_without_values(model: Any) -> None:
             f"{len(empty)} parameters and buffers of the model have no values (meta device, or a lazy module before "
             f"its first pass), the first of them {empty[0]!r}. Load them first: model.to_empty(device='cpu'), then "
             "model.load_state_dict(...)."
+        )
+    if any(tensor.is_inference() for tensor in _tensors(model).values()):
+        raise InvalidInputError(
+            "The model was made or loaded inside torch.inference_mode(), so that its parameters cannot be "
+            "differentiated. Make and load it outside."
         )
 
 
@@ -194,7 +198,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     put_back_buffers = buffers_kept(modules)
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     restore = _modules_kept(model)
-    with undisturbed(), torch.autocast(model_device(model).type, enabled=False):
+    with undisturbed(), without_autocast(model_device(model)):
         try:
             model.eval()
             put_back = attributes_kept(modules)

@@ -41,7 +41,7 @@ from trak_lite.modelout_functions import (
 )
 from trak_lite.modelout_functions._base import fisher_task
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.models.borrowing import resolve_device
+from trak_lite.models.borrowing import refuse_without_values, resolve_device
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector
@@ -91,6 +91,7 @@ class AttributorSettings:
         method: Method,
     ) -> None:
         """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`."""
+        refuse_without_values(model)
         self.device = resolve_device(device, model)
         refuse_unsupported_sharding(model)
         self._model = model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,6 +155,18 @@ def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
     return [path for path in all_score_paths(store) if path.split("/")[1] == name]
 
 
+def method_of_scores(
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
+) -> Any:
+    """Return this method if a target set has scores of it, else ``base``, else the only one that it has scores of."""
+    paths = score_paths(store, name)
+    if score_path(name, method, base) in paths:
+        return method
+    if path_of("scores", name) in paths:
+        return base
+    return store.open_table(paths[0]).spec.fingerprint.get("method") if len(paths) == 1 else method
+
+
 def all_score_paths(store: AbstractFeatureStore) -> list[str]:
     """Return the paths of all tables of scores."""
     return [*store.table_names("scores"), *store.table_names("views")]
@@ -257,6 +269,20 @@ def complete_tables(
                 "again with the same data to continue, or name complete checkpoints: score(..., checkpoints=...)."
             )
     return found
+
+
+def require_order(tables: Mapping[str, AbstractRowTable], digests: Iterable[str]) -> None:
+    """Raise InvalidInputError if tables by weights digest are in another order than these digests.
+
+    Tables are in the order in which their checkpoints came into the store; weights of checkpoints go by it.
+    """
+    order = [digest for digest in digests if digest in tables]
+    if order != [digest for digest in tables if digest in set(order)]:
+        names = some_of(table_path(table) for table in tables.values())
+        raise InvalidInputError(
+            f"The method weighs the checkpoints, which are in another order in the store ({names}: as they came into "
+            "it) than in the last featurize. Name them in the order of the weights: score(..., checkpoints=[...])."
+        )
 
 
 def capture_tables(store: AbstractFeatureStore, name: str = "") -> dict[int, str]:

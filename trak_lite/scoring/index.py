@@ -320,7 +320,7 @@ def _products(table: AbstractRowTable, rows: range, targets: Tensor) -> Tensor:
         odd = torch.nn.functional.pad(odd, (0, 1))
     of_low, of_byte = (even - odd / 16).T.contiguous(), (odd / 16).T.contiguous()
     offset = -8 * (even + odd).sum(1)
-    out = torch.empty(len(rows), len(targets), device=targets.device)
+    out = torch.empty(len(rows), len(targets), dtype=torch.float32, device=targets.device)
     chunk_rows = table.spec.chunk_rows
     with full_float32(targets.device):
         for chunk in range(rows.start // chunk_rows, (rows.stop - 1) // chunk_rows + 1):

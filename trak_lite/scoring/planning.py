@@ -325,7 +325,7 @@ def _timed(call: Callable[[], None]) -> Span:
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     total = Span()
     for width, count in Counter(segment.width for segment in settings.layout.segments).items():
-        rows = torch.ones(_PRODUCT_ROWS, width, device=settings.device)
+        rows = torch.ones(_PRODUCT_ROWS, width, dtype=torch.float32, device=settings.device)
 
         def product(rows: Tensor = rows) -> None:
             _done(rows.T @ rows)
@@ -361,7 +361,7 @@ def _scoring(
         return Span(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
     # no drawn numbers: the caller's generator stays
-    targets = torch.ones(num_targets, layout.width, device=device)
+    targets = torch.ones(num_targets, layout.width, dtype=torch.float32, device=device)
     rows = torch.ones(_PRODUCT_ROWS, layout.width, device=device, dtype=torch.float16)
     total = _timed(lambda: _done(rows.float() @ targets.T)).times(num_rows / _PRODUCT_ROWS)
     held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4

@@ -112,7 +112,7 @@ def group_tile(
 def _summed(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], q: WhereQ) -> Tensor:
     """Return the sum of the terms' products for some rows, ``(rows, M)``. Applies q only if it is ``"inside"``."""
     device = terms[0].targets.device
-    tile = torch.zeros(len(rows), len(terms[0].targets), device=device)
+    tile = torch.zeros(len(rows), len(terms[0].targets), dtype=torch.float32, device=device)
     for term in terms:
         weights = _out_to_loss(term, rows) if q == "inside" else None
         for start, block in _pieces(term.train, FEATURES, rows):

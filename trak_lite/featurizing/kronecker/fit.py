@@ -172,12 +172,21 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
     unit, scale, joint = sums.unit, rows.scale, sums.is_joint
     bias_values = None
     if unit.bias is not None and not joint:
-        nothing = torch.zeros(1, unit.rows, device="cpu")
+        nothing = torch.zeros(1, unit.rows, dtype=torch.float32, device="cpu")
         bias_values = (scale * (nothing if sums.bias_squares is None else sums.bias_squares)).to(sums.dtype)
     if not sums.is_factored or sums.inputs is None or sums.outputs is None:
-        squares = torch.zeros(unit.rows, unit.columns, device="cpu") if sums.squares is None else sums.squares
+        squares = (
+            torch.zeros(unit.rows, unit.columns, dtype=torch.float32, device="cpu")
+            if sums.squares is None
+            else sums.squares
+        )
         found.put(values=(scale * squares).to(sums.dtype))
-        found.put(joint=torch.zeros((), device="cpu"), bias=bias_values, outputs=None, inputs=None)
+        found.put(
+            joint=torch.zeros((), dtype=torch.float32, device="cpu"),
+            bias=bias_values,
+            outputs=None,
+            inputs=None,
+        )
         return
     factor = sums.inputs
     if not joint and unit.bias is not None:  # without the column of ones
@@ -190,9 +199,8 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
         # (arXiv:1602.01407).
         products = scale * torch.outer(out_values, in_values) / sums.num_positions
         found.put(values=products.to(sums.dtype))
-    found.put(
-        joint=torch.tensor(float(joint), device="cpu"), bias=bias_values, outputs=outputs, inputs=inputs
-    )
+    joint_number = torch.tensor(float(joint), dtype=torch.float32, device="cpu")
+    found.put(joint=joint_number, bias=bias_values, outputs=outputs, inputs=inputs)
 
 
 def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:

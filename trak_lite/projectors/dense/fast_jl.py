@@ -184,7 +184,7 @@ def _self_test(engine: FastJLMatrices) -> str | None:
     num_entries = _TILE * (engine.multiprocessors - 1) + 3
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(-4, 5, (2, num_entries), generator=generator, device="cpu").float()
-    first, last = torch.zeros(2, num_entries, device="cpu")
+    first, last = torch.zeros(2, num_entries, dtype=torch.float32, device="cpu")
     first[0] = last[-1] = 1.0
     rows = torch.stack([x, y, x - 2 * y, first, last, torch.zeros_like(x)]).to(engine.device)
     features = engine.project(rows, _COLUMNS, _TEST_SEED)

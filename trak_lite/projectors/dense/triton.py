@@ -165,10 +165,12 @@ def why_unusable(device: torch.device) -> str | None:
     num_entries, proj_dim, key = 40, 33, 5
     entries = RademacherEntries(proj_dim, num_entries, device)
     width = RademacherEntries.width(proj_dim)
-    expected = entries.draw_(torch.empty(num_entries, width, device=device), key, 0)[:, :proj_dim]
-    signs = torch.zeros(num_entries, proj_dim, device=device)
+    expected = entries.draw_(torch.empty(num_entries, width, dtype=torch.float32, device=device), key, 0)[
+        :, :proj_dim
+    ]
+    signs = torch.zeros(num_entries, proj_dim, dtype=torch.float32, device=device)
     try:
-        add_signed_product_(signs, torch.eye(num_entries, device=device), key)
+        add_signed_product_(signs, torch.eye(num_entries, dtype=torch.float32, device=device), key)
         equal = torch.equal(signs, expected)
     except Exception as error:  # every compiler and driver raises other exceptions
         return f"it does not run on this device ({type(error).__name__}: {error})"

@@ -524,7 +524,7 @@ def why_unusable(device: torch.device) -> str | None:
     try:
         # Row i of the identity selects entry i of a vector or matrix.
         right = all(
-            torch.equal(sketch(torch.eye(len(expected), device=device)).cpu(), expected)
+            torch.equal(sketch(torch.eye(len(expected), dtype=torch.float32, device=device)).cpu(), expected)
             for sketch, expected in _expected_entries(device)
         )
     except Exception as error:  # every compiler and driver raises other exceptions
@@ -537,7 +537,7 @@ def _expected_entries(device: torch.device) -> Iterator[tuple[Callable[[Tensor],
     host = torch.device("cpu")
 
     def matrix(buckets: Tensor, signs: Tensor, size: int) -> Tensor:
-        expected = torch.zeros(len(buckets), size, device=host)
+        expected = torch.zeros(len(buckets), size, dtype=torch.float32, device=host)
         expected[torch.arange(len(buckets), device=host), buckets] = signs
         return expected
 
