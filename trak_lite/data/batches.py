@@ -220,7 +220,9 @@ def batch_size(batch: Batch) -> int:
     if len(sizes) > 1:
         raise InvalidInputError(
             "The tensors of the batch disagree on the number of samples: shapes "
-            f"{[tuple(leaf.shape) for leaf in leaves]}. Axis 0 of every tensor must be the sample axis."
+            f"{[tuple(leaf.shape) for leaf in leaves]}. Axis 0 of every tensor must be the sample axis. If samples "
+            "have different numbers of values (boxes, edges), pad them in collate, and leave the padding out in the "
+            "model."
         )
     return sizes.pop()
 

@@ -175,7 +175,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         if found := [name for name, p in kept.items() if p.is_complex()]:
             raise UnsupportedModelError(
                 f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
-                "torch.view_as_complex, or use gradient_computer='functional' or 'iterative'."
+                "torch.view_as_complex."
             )
         with self._refusing(batch, self._message), self._prepared(kept) as read:
             structure = self._structure(batch, kept)
