@@ -493,7 +493,7 @@ class TRAKer:
         self._refuse_changed_model(cursor)
         batch = cursor.marks.marked(batch)
         rows = cursor.rows(inds, num_samples, batch_size(batch))
-        with self._locks_for_success_only(), without_autocast(self.device):
+        with self._locks_for_success_only(), without_autocast(self.device), torch.inference_mode(False):
             table = self._attached(cursor)
             try:
                 self._write(cursor, table, batch, rows)

@@ -408,6 +408,10 @@ def test_weights_of_checkpoints_go_by_the_order_of_the_last_featurize_or_are_ref
     parts.score(TARGETS, method=GradDot())  # all have one weight
     whole.featurize(TRAIN, checkpoints=three[:1])
     np.testing.assert_array_equal(whole.score(TARGETS, **weighted).numpy(), right)
+    with pytest.raises(InvalidInputError, match="another order"):
+        parts.scores("targets", dense=False, **weighted)
+    whole.featurize(TRAIN, checkpoints=[*three, three[1]])  # such as a copy of the best one
+    np.testing.assert_array_equal(whole.score(TARGETS, **weighted).numpy(), right)
 
 
 @pytest.mark.parametrize("call", ["featurize", "stream_scores", "interrupted"])

@@ -432,23 +432,31 @@ FACTORS = {"gold": 4.0, "web": 1.0, "spam": 0.25}
 
 
 class Named(dict[str, Any]):
-    """A batch whose columns are attributes, as that of Hugging Face's models: its columns are set one by one."""
+    """A batch whose columns are attributes, and which nobody may change."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
-    def update(self, *_: Any) -> None:
-        raise TypeError("no updates")
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("no changes")
+
+
+class Attributes(dict[str, Any]):
+    """The same, by the attributes of its own."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        super().__init__(columns)
+        self.__dict__ = self
 
 
 class Encoded(UserDict[str, Any]):
-    """The same, as that of their tokenizers."""
+    """The same, as that of Hugging Face's tokenizers."""
 
     def __getattr__(self, name: str) -> Any:
         return self.__dict__["data"][name]
 
 
-BATCHES: dict[int, Any] = {2: Named, 3: Encoded}
+BATCHES: dict[int, Any] = {2: Named, 3: Encoded, 8: Attributes}
 """Number of shared numbers to the class of the batches."""
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,19 @@ def expected(tmp_path_factory):
 def assert_same(found, wanted):
     """Rows in other batches differ by rounding only."""
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    "context",
+    [partial(torch.autocast, "cpu", torch.bfloat16), torch.inference_mode],
+    ids=["autocast", "inference"],
+)
+def test_contexts_of_the_caller_change_no_number(tmp_path, expected, context):
+    traker = make_traker(tmp_path)
+    with context():
+        scores = run(traker, count=1)
+    np.testing.assert_array_equal(stored(traker), expected[0])
+    np.testing.assert_array_equal(scores, expected[1])
 
 
 @pytest.mark.quick

@@ -25,7 +25,7 @@ from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
-from trak_lite.methods import as_method
+from trak_lite.methods import AbstractMethod, as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
 from trak_lite.retraining.repair import Repair, repair
@@ -34,7 +34,7 @@ from trak_lite.retraining.verify import verify
 from trak_lite.retraining.what_if import Effects, try_removals, what_if
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings, versions
-from trak_lite.run.tables import all_score_paths, method_of_scores
+from trak_lite.run.tables import all_score_paths, method_of_scores, scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
@@ -314,34 +314,43 @@ def stored_settings(config: RunConfig, manifest: Manifest) -> StoredSettings:
 
 
 def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
-    """Return a function that opens the scores of a name, of a store that is read without model and data.
-
-    The method of a record is that of its last command: scores of a name that has none of it are opened all the same.
-    """
-    settings = stored_settings(config, manifest)
-    given = config.values["score"]["method"]
+    """Return a function that opens the scores of a name, of a store that is read without model and data."""
+    settings, method_of = stored_settings(config, manifest), methods_of(config, manifest)
 
     def opened(name: str, *, dense: bool = True) -> Scores:
-        method = settings.scored_by(given)
-        if dense and (given is None or "score.method" in config.recorded):
-            with open_store(config.path) as store:
-                method = settings.scored_by(method_of_scores(store, name, method, settings.method))
-        return stored_scores(Workspace(config.path), settings, name, method, dense=dense)
+        return stored_scores(Workspace(config.path), settings, name, method_of(name), dense=dense)
 
     return opened
+
+
+def methods_of(config: RunConfig, manifest: Manifest) -> Callable[[str], AbstractMethod]:
+    """Return a function that returns the method by which the scores of a name are read.
+
+    The method of a record is that of its last command: scores of a name that has none of it are read all the same.
+    """
+    settings, given = stored_settings(config, manifest), config.values["score"]["method"]
+    asked = settings.scored_by(given)
+
+    def method_of(name: str) -> AbstractMethod:
+        if given is not None and "score.method" not in config.recorded:
+            return asked
+        with open_store(config.path) as store:
+            return settings.scored_by(method_of_scores(store, name, asked, settings.method))
+
+    return method_of
 
 
 def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
         opened = opener(config, store.manifest)
-        known = sorted({path.split("/")[1] for path in all_score_paths(store)})
+        own, known = scored_names(store), sorted({path.split("/")[1] for path in all_score_paths(store)})
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
     if chosen["dense"] and known and name not in known:
-        if name != _DEFAULT_NAME or len(known) > 1:
+        if name != _DEFAULT_NAME or len(own or known) > 1:
             raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
-        name = known[0]
+        name = (own or known)[0]
     return opened(name, dense=chosen["dense"])
 
 

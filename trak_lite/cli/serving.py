@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
 from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside, opener, renders, stored_settings
+from trak_lite.cli.commands import beside, methods_of, opener, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
 from trak_lite.data.datasets import Rows
@@ -20,7 +19,7 @@ from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.tables import all_score_paths, num_train_rows, score_path, scored_names
+from trak_lite.run.tables import num_train_rows, score_path, scored_names
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -56,8 +55,7 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
 
 def pages_of(config: RunConfig) -> Pages:
     """Return the pages of the store that a config names."""
-    config = _with_stored_method(config)
-    place, method = config.path, config.values["score"]["method"]
+    place = config.path
     with open_store(place) as store:
         manifest, columns = store.manifest, stored_columns(store)
     num_rows = num_train_rows(manifest)
@@ -74,7 +72,8 @@ def pages_of(config: RunConfig) -> Pages:
         return Pages(title, sets, marks, Renders(), task=task)
     live = _live_model(config, config.recipe)
     columns = {**columns, **recipe_columns(config.recipe, config.recipe_arguments, live.train)}
-    sets = Sets(names, lambda name: live.attributor.scores(name, method=method), columns, num_rows)
+    method_of = methods_of(config, manifest)
+    sets = Sets(names, lambda name: live.attributor.scores(name, method=method_of(name)), columns, num_rows)
     task_of = cache(partial(_task_of, config, live, sets))
     return Pages(title, sets, marks, Renders(*renders(config)), live, task_of, task)
 
@@ -96,7 +95,7 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
             train,
             targets,
             store=store,
-            # Scores of one process share kernels, so they have one method. A text has no scores of a matrix method.
+            # A text has no scores of a matrix method.
             method=method if chosen.multiplies_rows else None,
             salt=Manifest({"recipe": recipe.digest, "arguments": arguments}).digest(),
             sample_of=recipe.bound("sample", arguments),
@@ -113,25 +112,11 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
     # A function, or a task with settings of its own, is known only if it is that of the config.
     for task in {config.values["score"]["task"], asked}:
         with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
-            run = live.attributor.scores(name, method=config.values["score"]["method"], task=task).run
+            run = live.attributor.scores(name, method=sets.scores(name).method, task=task).run
             found = run.target_identity(run.targets(live.targets))
             if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
                 return run.target_task
     return None
-
-
-def _with_stored_method(config: RunConfig) -> RunConfig:
-    """Return a config without the method of a record, which is that of its last command, if no set has scores of it."""
-    score = config.values["score"]
-    if score["method"] is None or "score.method" not in config.recorded:
-        return config
-    with open_store(config.path) as store:
-        settings = stored_settings(config, store.manifest)
-        method = settings.scored_by(score["method"])
-        paths = {score_path(name, method, settings.method) for name in scored_names(store)}
-        if paths.intersection(all_score_paths(store)):
-            return config
-    return replace(config, values={**config.values, "score": {**score, "method": None}})
 
 
 def _names(config: RunConfig) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections import UserDict
@@ -57,8 +56,9 @@ def map_tensors(
 ) -> Batch:
     """Return the batch with ``function`` applied to each tensor.
 
-    Containers keep their type, also a ``BatchEncoding`` or any other ``dict`` or ``UserDict``; other mappings become a
-    plain ``dict``. To everything else (a list or tuple without tensors, an array, a number) ``other`` is applied.
+    Containers keep their type, also a ``BatchEncoding`` or any other ``dict`` or ``UserDict`` that can be made from a
+    mapping; others become a plain ``dict``. To everything else (a list or tuple without tensors, an array, a number)
+    ``other`` is applied.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -66,10 +66,7 @@ def map_tensors(
         mapped = {key: map_tensors(function, value, other) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, dict | UserDict):
             return mapped
-        kept = copy.copy(batch)
-        for key, value in mapped.items():  # some classes forbid update
-            kept[key] = value
-        return kept
+        return _as_class_of(batch, mapped)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
         changes = {name: map_tensors(function, value, other) for name, value in values.items()}
@@ -81,6 +78,16 @@ def map_tensors(
         # A named tuple takes its fields as separate arguments.
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     return other(batch)
+
+
+def _as_class_of(batch: dict[Any, Any] | UserDict[Any, Any], mapped: dict[Any, Any]) -> Batch:
+    """Return a mapping in the class of a batch, or as it is if the class is not made from a mapping alone."""
+    try:
+        made = type(batch)(mapped)
+        is_same = len(made) == len(mapped) and all(made[key] is value for key, value in mapped.items())
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return mapped
+    return made if is_same else mapped
 
 
 def _holds_tensors(batch: Batch) -> bool:

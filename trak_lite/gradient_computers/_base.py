@@ -26,7 +26,7 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only, listed, select_parameters
 from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
-from trak_lite.gradient_computers.randomness import MIXES, depends_on_batch, refuse_random
+from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of_mixing, refuse_random
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -405,36 +405,15 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             some = map_tensors(Tensor.detach, take_rows(batch, slice(0, 8)))
             refuse_random(self, some)
             if self._takes_samples_alone and depends_on_batch(self, some):
-                self._look_at_mixing()
+                self.look_at_mixing()
             self._is_repeatable = True
 
     def look_at_halves(self, batch: Batch) -> None:
-        """Refuse or accept a model whose f of a sample is another one in half of its batch.
+        """Refuse a model whose f of a sample is another one in half of its batch, if a pass need not show it."""
 
-        An expert with a capacity drops the last samples of some batches only, which a few samples need not show.
-
-        Raises:
-            UnsupportedModelError: If f differs and this computer does not compute every sample alone.
-        """
-        if self.self_check and self._halves_may_differ():
-            with self._products():
-                self._compare_halves(map_tensors(Tensor.detach, batch))
-
-    def _compare_halves(self, batch: Batch) -> None:
-        count, has_masks = batch_size(batch), any((self._tree or ModelTree(self.model)).modes)
-        if count > 1 and not has_masks and depends_on_batch(self, batch, -(-count // 2)):
-            self._look_at_mixing()
-
-    def _halves_may_differ(self) -> bool:
-        """Whether the passes so far leave open that f depends on the batch."""
-        return self._takes_samples_alone and self.differentiates_the_model
-
-    def _look_at_mixing(self) -> None:
+    def look_at_mixing(self) -> None:
         """Refuse or accept a model whose f of a sample depends on the other samples of its batch."""
-        raise UnsupportedModelError(
-            f"{type(self.model).__name__}: {MIXES}. Use gradient_computer='iterative', which computes every sample "
-            "alone."
-        )
+        raise UnsupportedModelError(refusal_of_mixing(self.model))
 
     def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):

@@ -11,7 +11,7 @@ import warnings
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_lite.data.batches import take_rows
 from trak_lite.errors import InvalidInputError, summary
@@ -39,12 +39,13 @@ class IterativeGradientComputer(AbstractStreamingComputer):
     )
 
     _takes_samples_alone: ClassVar[bool] = True
-    _mixes = False
+    _warned_of: nn.Module | None = None
 
-    def _look_at_mixing(self) -> None:
-        if self._mixes:
+    def look_at_mixing(self) -> None:
+        """Warn of a model whose f of a sample depends on the other samples of its batch."""
+        if self._warned_of is self.model:
             return
-        self._mixes = True
+        self._warned_of = self.model
         warnings.warn(
             f"{type(self.model).__name__}: {MIXES}. The rows are the gradients of f of every sample alone, in a "
             "batch of one. Of a training loss that compares samples (in-batch negatives, batch statistics) these are "

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from trak_lite._validate import known_names
+from trak_lite._validate import known_names, some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models._adapters import adapter_parameters
 
@@ -47,7 +48,7 @@ def select_parameters(
         InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
     """
     canonical = dict(model.named_parameters()) if canonical is None else canonical
-    canonical = {name: p for name, p in canonical.items() if p.numel()}
+    canonical = {name: p for name, p in canonical.items() if is_lazy(p) or p.numel()}
     if grad_wrt is None:
         selected = {name: p for name, p in canonical.items() if p.requires_grad}
         if not selected:  # PEFT freezes an adapter that is loaded for inference
@@ -76,7 +77,10 @@ def select_parameters(
     wanted.update(id(every_name[name]) for name in known)
     if not wanted:
         raise InvalidInputError("grad_wrt is empty. Name at least one parameter, or leave it out to use all.")
-    return {name: p for name, p in canonical.items() if id(p) in wanted}
+    selected = {name: p for name, p in canonical.items() if id(p) in wanted}
+    if not selected:
+        raise InvalidInputError(f"The parameters in grad_wrt ({some_of(map(str, names))}) have no entries.")
+    return selected
 
 
 def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parameter]:

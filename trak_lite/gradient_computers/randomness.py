@@ -101,25 +101,32 @@ class _Draws(TorchFunctionMode):
 MIXES = "f of a sample depends on the other samples of its batch, or on its place among them"
 
 
-def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1) -> bool:
+def refusal_of_mixing(model: nn.Module) -> str:
+    """Return the message for a model whose f of a sample depends on the other samples of its batch."""
+    return f"{type(model).__name__}: {MIXES}. Use gradient_computer='iterative', which computes every sample alone."
+
+
+def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, sure: bool = False) -> bool:
     """Whether f of samples in their batch differs by more than rounding from f in batches of ``size``.
 
-    A small f may be a difference of large numbers, so a difference is looked for again in float64; where that is not
-    possible, only a large one counts. ``False`` if the model takes only one sample at a time.
+    A small f may be a difference of large numbers, and rounding may send a row to another expert. So a difference is
+    looked for again in float64; where that is not possible, only a large one counts, or none if ``sure``. ``False`` if
+    the model takes only one sample at a time.
     """
 
     def difference(batch: Batch) -> tuple[float, torch.dtype]:
         together = _outputs(computer, [batch])
         starts = range(0, len(together), size)
         alone = _outputs(computer, [take_rows(batch, slice(start, start + size)) for start in starts])
-        return float((together - alone).abs().max()) / (float(together.abs().max()) or 1.0), together.dtype
+        error, most = ((value.nan_to_num(0.0)).abs().max() for value in (together - alone, together))
+        return float(error) / (float(most) or 1.0), together.dtype
 
     try:
         found, _ = difference(batch)
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         return False
-    if found > 1e-3 and fits_in_float64(computer.model):  # NaN is not
+    if found > 1e-3 and fits_in_float64(computer.model):
         try:
             with in_float64(computer.model):
                 exact, dtype = difference(map_tensors(widened, batch))
@@ -128,7 +135,7 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1) -> 
         else:
             if dtype == torch.float64:
                 return exact > 1e-6
-    return found > 1e-1
+    return found > 1e-1 and not sure
 
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:

@@ -87,8 +87,9 @@ class SelfCheck:
     These samples are compared:
 
     - In the first batch of every size: up to eight, evenly spread from the first to the last.
-    - In batches number 1, 2, 4, ... 64 of a structure, in every 64th after that, and after :meth:`renew` in the first
-      batch of a known size: the first sample, the last, and a third whose position changes from check to check.
+    - In batches number 1, 2, 4, ... 64 of a structure, in every 64th after that (counted from the first one of the
+      largest size), and after :meth:`renew` in the first batch of a known size: the first sample, the last, and a third
+      whose position changes from check to check.
 
     If a sample differs, this batch and all later ones are refused, until :meth:`restart` or :meth:`renew`.
     """
@@ -124,6 +125,11 @@ class SelfCheck:
         known = self._progress.get(structure)
         return known is None or size not in known.checked_sizes or is_scheduled(known.num_batches + 1)
 
+    def is_first(self, structure: Any, size: int) -> bool:
+        """Whether no batch of this structure had this size or a larger one."""
+        known = self._progress.get(structure)
+        return known is None or size > known.largest
+
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
         """Record the data rows of the next batch."""
         self._rows = (what, rows)
@@ -155,8 +161,13 @@ class SelfCheck:
         return sorted({0, turn, size - 1}) if scheduled else [turn]
 
     @contextmanager
-    def batch(self, structure: Any, size: int, positions: Sequence[int]) -> Iterator[None]:
-        """Record a batch that is streamed inside the block and compared at these positions."""
+    def batch(
+        self, structure: Any, size: int, positions: Sequence[int], *, confirms: bool = True
+    ) -> Iterator[None]:
+        """Record a batch that is streamed inside the block and compared at these positions.
+
+        ``confirms`` is whether the comparison tells enough to trust the batches before.
+        """
         rows, self._rows = self._rows, None
         try:
             yield
@@ -176,6 +187,7 @@ class SelfCheck:
         if positions:
             known.num_checks[size] = known.num_checks.get(size, 0) + 1
             known.checked_sizes.add(size)
+        if positions and confirms:
             self._unconfirmed.pop(structure, None)
         elif rows is not None:
             self._unconfirmed.setdefault(structure, []).append(rows)

@@ -270,7 +270,14 @@ class CallableModelOutput(AbstractModelOutput):
     has_curvature: bool = False
 
     def __init__(self, function: TaskFunction) -> None:
-        """Store the function; raise InvalidInputError if it cannot be called."""
+        """Store the function.
+
+        Args:
+            function: Returns f of every sample, given a :class:`ModelCall` and a batch.
+
+        Raises:
+            InvalidInputError: If it cannot be called.
+        """
         if not callable(function):
             raise InvalidInputError(
                 f"The model output function is a {type(function).__name__}. Expected a callable "

@@ -201,7 +201,14 @@ class MultiLabelModelOutput(AbstractModelOutput):
     _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["margin", "log_prob"] = "margin") -> None:
-        """Store the definition of f; any other value raises InvalidInputError."""
+        """Store the settings.
+
+        Args:
+            output: Definition of f.
+
+        Raises:
+            InvalidInputError: For any other value.
+        """
         self.output = one_of(("margin", "log_prob"), output=output)
         self.has_curvature = self.output == "margin"
 
@@ -261,7 +268,14 @@ class RegressionModelOutput(AbstractModelOutput):
     _setting_names = ("output",)
 
     def __init__(self, *, output: Literal["prediction", "neg_squared_error"] = "prediction") -> None:
-        """Store the definition of f; any other value raises InvalidInputError."""
+        """Store the settings.
+
+        Args:
+            output: Definition of f.
+
+        Raises:
+            InvalidInputError: For any other value.
+        """
         self.output = one_of(("prediction", "neg_squared_error"), output=output)
         self.has_curvature = self.output == "prediction"
 

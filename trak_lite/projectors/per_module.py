@@ -52,9 +52,15 @@ class NoOpProjector(AbstractProjector):
         device: str | torch.device | None = None,
         **kwargs: object,
     ) -> None:
-        """Store the device of the features, ``None`` for that of the gradients; the other arguments are ignored.
+        """Store the device.
 
-        The attribute ``proj_dim`` is 0, because K is the P of the gradients.
+        Args:
+            grad_dim: Has no effect.
+            proj_dim: Has no effect; the attribute is 0, because K is the P of the gradients.
+            seed: Has no effect.
+            proj_type: Has no effect.
+            device: Device of the features; ``None`` for the gradients' device.
+            **kwargs: Ignored; accepts the arguments of other projectors.
         """
         super().__init__(grad_dim, 0, seed, proj_type, device)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from trak_lite._devices import to_device
 from trak_lite._validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.methods import AbstractMethod
+from trak_lite.methods import METHODS, AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
@@ -164,7 +164,8 @@ def method_of_scores(
         return method
     if path_of("scores", name) in paths:
         return base
-    return store.open_table(paths[0]).spec.fingerprint.get("method") if len(paths) == 1 else method
+    stored = store.open_table(paths[0]).spec.fingerprint.get("method", {}) if len(paths) == 1 else {}
+    return stored if stored.get("name") in METHODS else method
 
 
 def all_score_paths(store: AbstractFeatureStore) -> list[str]:
@@ -276,7 +277,7 @@ def require_order(tables: Mapping[str, AbstractRowTable], digests: Iterable[str]
 
     Tables are in the order in which their checkpoints came into the store; weights of checkpoints go by it.
     """
-    order = [digest for digest in digests if digest in tables]
+    order = [digest for digest in dict.fromkeys(digests) if digest in tables]
     if order != [digest for digest in tables if digest in set(order)]:
         names = some_of(table_path(table) for table in tables.values())
         raise InvalidInputError(

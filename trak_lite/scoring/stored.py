@@ -60,6 +60,8 @@ def stored_scores(
             digests = list(table.spec.fingerprint["checkpoints"])
         else:
             digests = _digests_of_targets(store, name, method, known)
+            if run is not None and len(set(method.weights(len(digests)))) > 1:
+                tables.require_order({digest: known[digest] for digest in digests}, run.last)
         train = list(tables.complete_tables(store, digests, known).values())
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)

@@ -19,6 +19,7 @@ from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
+from trak_lite.methods import AbstractMethod
 from trak_lite.report.page import visible
 from trak_lite.scoring.choices import RowChoice, chosen_top
 from trak_lite.scoring.matrix import HeldMatrix
@@ -42,8 +43,8 @@ class Sets:
     """Columns of the train data by name."""
     num_rows: int
     """N."""
-    _kernels: dict[str, list[SegmentKernel]] = field(init=False, default_factory=dict)
-    """Shared by all scores, because factorising a kernel takes longer than all the rest."""
+    _kernels: dict[AbstractMethod, dict[str, list[SegmentKernel]]] = field(init=False, default_factory=dict)
+    """Shared by all scores of the first method, because factorising a kernel takes longer than all the rest."""
     _scores: OrderedDict[str, Scores] = field(init=False, default_factory=OrderedDict)
     _read: OrderedDict[tuple[str, int], NDArray[np.float32]] = field(init=False, default_factory=OrderedDict)
     _orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = field(
@@ -77,8 +78,8 @@ class Sets:
 
     def _sharing(self, scores: Scores) -> Scores:
         """Return the scores; their source uses the shared kernels if it has any."""
-        if scores.method.multiplies_rows:
-            scores.source.hold_kernels(self._kernels)
+        if scores.method.multiplies_rows and (not self._kernels or scores.method in self._kernels):
+            scores.source.hold_kernels(self._kernels.setdefault(scores.method, {}))
         return scores
 
     def column(self, name: str, target: int) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products
-from trak_lite.data.batches import batch_size, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError, summary
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
@@ -28,6 +28,7 @@ from trak_lite.gradient_computers.parameters import (
     differentiating_only,
     select_parameters,
 )
+from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of_mixing
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.reference import fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
@@ -70,9 +71,10 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     If rows are selected, sorted or moved by values (routed experts, masks, sorted or ragged samples), additional
     backward passes find the sample of every row: one per factor of 64 in the batch size. Rows that mix samples are
-    refused. f of every batch is compared with f of its two halves, since an expert with a capacity drops samples of
-    some batches (in 16 bits: on the schedule of the self-check, and only if a float64 copy of the model fits). An index
-    into an axis that does not grow with the batch (a label's logit, the last token) needs none of this.
+    refused. On the schedule of the self-check, f of a batch is compared with f of its two halves, since an expert with
+    a capacity drops samples of some batches: if a float64 copy of the model, which decides, fits, and no module is in
+    train mode. An index into an axis that does not grow with the batch (a label's logit, the last token) needs none of
+    this.
 
     In :meth:`run`, which the package's own loops use, the torch operations of a batch are recorded and replayed for
     later ones of the same shape, without hooks, rules and autograd's graph, if enough batches follow for this to save
@@ -353,34 +355,38 @@ class HookGradientComputer(AbstractStreamingComputer):
             often = plan.flattened or in_python
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
-        with self.checks.batch(key, size, positions):
+        is_due, is_first = self.checks.is_due(key, size), self.checks.is_first(key, size)
+        with self.checks.batch(key, size, positions, confirms=is_due or not plan.may_mix):
             terms = self._run(plan, part, samples.passing(part.sink))
             if not terms.output.requires_grad:
                 refuse_detached(self.model, self.modelout_fn, part.batch, kept)
             seen = {name: p for name, p in kept.items() if name not in plan.escaped}
             if seen and positions:
                 compare(self, part.batch, seen, samples, list(plan.dtypes))
-            if positions and self._compares_halves(plan, is_due=self.checks.is_due(key, size)):
+            if positions and (is_due if plan.may_mix else is_first):
                 self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)
         return OutputTerms(*(term.detach() for term in terms))
 
-    def _halves_may_differ(self) -> bool:
-        plans = self._plans.values()
-        return self._sharded is None and any(self._compares_halves(plan, is_due=True) for plan in plans)
+    def look_at_halves(self, batch: Batch) -> None:
+        """Refuse a model that moves rows by values, if f of a sample is another one in half of its batch.
 
-    def _compares_halves(self, plan: Plan, *, is_due: bool) -> bool:
-        if not plan.may_mix:
-            return False
-        # In 16 bits rounding may send a row to another expert, which takes a pass in float64 to tell.
-        narrow = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in plan.dtypes)
-        return not narrow or (is_due and fits_in_float64(self.model))
+        An expert with a capacity drops the last samples of some batches, which a few samples need not show.
 
-    def _look_at_mixing(self) -> None:
-        try:
-            super()._look_at_mixing()
-        except UnsupportedModelError as error:
-            raise SelfCheckError(str(error)) from None
+        Raises:
+            SelfCheckError: If f differs.
+        """
+        if self.self_check and self._sharded is None and any(plan.may_mix for plan in self._plans.values()):
+            with self._products(), self._prepared(select_parameters(self.model, self.grad_wrt)):
+                self._compare_halves(map_tensors(Tensor.detach, batch))
+
+    def _compare_halves(self, batch: Batch) -> None:
+        count, trains = batch_size(batch), any((self._tree or ModelTree(self.model)).modes)
+        # In float32 and less, rounding that depends on the batch size may send a row to another expert.
+        if count < 2 or trains or not fits_in_float64(self.model):
+            return
+        if depends_on_batch(self, batch, -(-count // 2), sure=True):
+            raise SelfCheckError(refusal_of_mixing(self.model))
 
     def _run(self, plan: Plan, part: _Part, sink: BlockSink) -> OutputTerms:
         """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""

@@ -197,7 +197,11 @@ class ChunkedCudaProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch; raise if chunks do not end where parameters do, in model order."""
+        """Return a new accumulator for one batch of ``num_samples`` rows.
+
+        Raises:
+            InvalidInputError: If chunk boundaries are not parameter boundaries, in model order.
+        """
         chunks: list[dict[str, tuple[int, ...]]] = [{} for _ in self.params_per_chunk]
         ends = list(accumulate(self.params_per_chunk))
         start = 0

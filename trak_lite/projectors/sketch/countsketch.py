@@ -115,7 +115,13 @@ class CountSketchProjector(AbstractProjector):
         self._scratch = Scratch()
 
     def sketch(self, block: GradientBlock, shape: tuple[int, ...], model_id: int) -> Tensor:
-        """Return the features ``(b, K)`` of the block of a parameter with this shape, not yet scaled."""
+        """Return the features ``(b, K)`` of one block, not yet scaled.
+
+        Args:
+            block: Gradients of b samples of one parameter.
+            shape: Shape of the parameter.
+            model_id: The checkpoint.
+        """
         if len(block.parts) > 1:
             return functools.reduce(torch.add, (self.sketch(part, shape, model_id) for part in block.parts))
         single: SingleBlock = block.parts[0].moved(self.device)

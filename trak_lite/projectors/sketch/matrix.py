@@ -85,7 +85,7 @@ class MatrixSketch:
         if kernels is not None:
             return self._made_by(kernels).dense(rows)
         many = has_many_pieces(self.shape, self._proj_dim) and rows.device.type == "cpu"
-        if many and len(rows) * self._proj_dim < _FEW_NUMBERS:
+        if many and len(rows) * self._proj_dim**2 < _FEW_NUMBERS:
             return self._dense_pieces(rows, scratch)
         total = self._zeros(scratch, len(rows), sum_dtype(rows.dtype), rows.device)
         matrices = rows.view(len(rows), *self.shape)
@@ -341,7 +341,9 @@ def _drawn(shape: tuple[int, int], size: int, keys: Keys) -> BlockHashes:
 
 
 _MANY_PIECES = 2
-_FEW_NUMBERS = 2560  # of a row for all samples: to add fewer takes less time than to start the addition
+_FEW_NUMBERS = (
+    80_000  # b K K, up to which pieces take less time than rows: 20 samples for K = 64, 1 for K = 256
+)
 
 # Nanoseconds on one CPU thread, measured by benchmarks/bench_projection.py; only their ratios matter.
 _PRODUCT = 0.01  # one multiplication and addition when an entry is formed

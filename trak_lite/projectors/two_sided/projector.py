@@ -179,7 +179,11 @@ class TwoSidedProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch; raise if the principal axes were fitted for other matrices."""
+        """Return a new accumulator for one batch of ``num_samples`` rows.
+
+        Raises:
+            InvalidInputError: If the principal axes were fitted for other matrices.
+        """
         matrices, rest = self._divide(parameters)
         # Made even where nothing is left for it, so that it refuses blocks of unknown names.
         rest_accumulator = self.rest.accumulator(num_samples, model_id=model_id, parameters=rest)
@@ -188,7 +192,11 @@ class TwoSidedProjector(AbstractProjector):
         return _TwoSidedAccumulator(self, by_name, total, rest_accumulator, num_samples, model_id, parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
-        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment."""
+        """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment.
+
+        Raises:
+            InvalidInputError: If the principal axes were fitted for other matrices.
+        """
         matrices, rest = self._divide(parameters)
         inner = self.rest.layout(rest).segments if rest else ()
         widths = [(matrix.name, matrix.stop - matrix.start) for matrix in matrices]
