@@ -112,6 +112,8 @@ class _Plan:
     train_fn: Any
     """A function, or what trains several models side by side."""
     output_fn: OutputFunction
+    step: int = 0
+    """Added to the seeds for every further subset."""
     at_once: int | None = None
     """Number of models that are trained side by side; ``None`` trains one after the other."""
     _repeated: dict[tuple[int, int], NDArray[np.float32]] = field(init=False, default_factory=dict)
@@ -124,7 +126,8 @@ class _Plan:
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
         for row in rows:
             subset, place = divmod(row, len(self.seeds))
-            yield _Job(row, subset, self.seeds[place], np.flatnonzero(self.masks[subset]))
+            seed = self.seeds[place] + self.step * subset
+            yield _Job(row, subset, seed, np.flatnonzero(self.masks[subset]))
 
     def spec(self, num_targets: int) -> TableSpec:
         """Return the spec of the table of outputs: row = subset * R + index of the seed."""
@@ -295,12 +298,16 @@ def retrain_into(
     masks: ArrayLike,
     *,
     seeds: Sequence[int],
+    others: bool = False,
 ) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
-    In a group, each combination of masks, seeds, functions and ``settings`` (JSON values) has its own table.
+    In a group, each combination of masks, seeds, functions and ``settings`` (JSON values) has its own table. With
+    ``others``, ``seeds`` are those of the first subset, and every further one has the next, which no other has.
     """
-    plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
+    step = max(seeds) - min(seeds) + 1 if others and len(seeds) else 0
+    more = {**settings, "seeds_step": step} if step else settings
+    plan = replace(_plan(train_fn, masks, output_fn, seeds, train_id, more), step=step)
     known = workspace.store().table_names(group) if workspace.exists else []
     number = 0
     while (path := retrained_path(group, plan.fingerprint, number)) in known:

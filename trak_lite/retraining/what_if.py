@@ -237,7 +237,7 @@ def try_removals(
             that resemble the set, and 60 give them for most sets. More make the intervals narrower.
         shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval.
         groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
-        seeds: Seeds of the models that are trained without a set.
+        seeds: Seeds of the models that are trained without the first set; those of the other sets follow them.
         base_seeds: Seeds of the models that are trained on all rows, at least 2.
         seed: Seed of the sets.
         train_id: As in :func:`~trak_lite.verify`.
@@ -269,7 +269,8 @@ def try_removals(
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
         of_all = retrain(np.ones((1, num_rows), np.bool_), seeds=base_seeds)
-        without = retrain(masks, seeds=seeds)
+        # With the same seeds all sets would share the error of these models, which other seeds do not have.
+        without = retrain(masks, seeds=seeds, others=True)
         effects = SummedEffects(scores)
         predicted = np.stack([-effects.sum(members) for members in sets])
         standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
