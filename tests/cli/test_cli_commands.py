@@ -218,6 +218,10 @@ def test_scores_are_found_whichever_method_the_last_command_had(copied, capsys):
     said = refused(["effects", store, *ask, "--score.name=held-out", "--score.method=GradDot"], capsys)
     assert "made with GradDot" in said
     assert "with one of ['held-out', 'other']" in refused(["effects", store, *ask, "--score.name=no"], capsys)
+    lazy = ["--score.name", "held-out", "--score.method", "GradDot", "--score.dense", "false"]
+    done(["score", str(copied / "run.yaml"), *lazy], capsys)
+    of_rows = what_if(found.scores("held-out", method="GradDot", dense=False), [3])
+    assert done(["effects", store, *ask], capsys) == f"{of_rows}\n"
 
 
 WRONG_QUESTIONS = [

@@ -156,7 +156,7 @@ def test_new_labels_change_scores_as_if_the_rows_had_been_trained_with_them(scor
 
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
-    settings = {"budget": 12, "shares": (0.05, 0.1), "groups": "source", "seeds": (0, 1)}
+    settings = {"budget": 12, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
     trials = try_removals(found, training, ASKED, **settings)
     assert len(training.calls) == 5 + 2 * 12
     assert [count for count, _ in training.calls[5::2]] == [N - 6] * 6 + [N - 12] * 6

@@ -318,13 +318,15 @@ def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
     settings, method_of = stored_settings(config, manifest), methods_of(config, manifest)
 
     def opened(name: str, *, dense: bool = True) -> Scores:
-        return stored_scores(Workspace(config.path), settings, name, method_of(name), dense=dense)
+        # Only a stored matrix tells a method; other scores are computed by any.
+        method = method_of(name) if dense else settings.scored_by(config.values["score"]["method"])
+        return stored_scores(Workspace(config.path), settings, name, method, dense=dense)
 
     return opened
 
 
 def methods_of(config: RunConfig, manifest: Manifest) -> Callable[[str], AbstractMethod]:
-    """Return a function that returns the method by which the scores of a name are read.
+    """Return a function that returns the method by which the stored scores of a name are read.
 
     The method of a record is that of its last command: scores of a name that has none of it are read all the same.
     """

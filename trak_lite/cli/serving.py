@@ -82,13 +82,15 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
     arguments, values = config.recipe_arguments, config.values
     model = recipe.call("build_model", arguments)
     attributor = Attributor.open(config.path, model, device=values["device"], progress=False)
-    method = values["score"]["method"]
-    chosen = attributor.method if method is None else as_method(method)
+    names = _names(config)
     train, targets = (
         Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
         for kind, what in (("train", "the train data"), ("target", "the targets"))
     )
     with open_store(config.path) as store:
+        given = values["score"]["method"]
+        method = methods_of(config, store.manifest)(names[0]) if names else given  # that of the first page
+        chosen = attributor.method if method is None else as_method(method)
         return LiveModel(
             attributor,
             values["checkpoints"],

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import to_device
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, refuse_machine_failure
 from trak_lite.types import Batch
 
 DEFAULT_BATCH_SIZE: Final = 32
@@ -85,9 +85,18 @@ def _as_class_of(batch: dict[Any, Any] | UserDict[Any, Any], mapped: dict[Any, A
     try:
         made = type(batch)(mapped)
         is_same = len(made) == len(mapped) and all(made[key] is value for key, value in mapped.items())
-    except (TypeError, ValueError, KeyError, AttributeError):
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
         return mapped
-    return made if is_same else mapped
+    # Public attributes beside the values are not known to the new object.
+    beside = [
+        name for name in getattr(batch, "__dict__", {}) if name not in {*mapped, "data"} and name[:1] != "_"
+    ]
+    return (
+        made
+        if is_same and all(getattr(made, name, made) is getattr(batch, name) for name in beside)
+        else mapped
+    )
 
 
 def _holds_tensors(batch: Batch) -> bool:

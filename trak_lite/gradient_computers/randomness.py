@@ -17,7 +17,13 @@ from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.recording import version_of
-from trak_lite.gradient_computers.reference import CheckedComputer, fits_in_float64, in_float64, widened
+from trak_lite.gradient_computers.reference import (
+    CheckedComputer,
+    SeenDtypes,
+    fits_in_float64,
+    in_float64,
+    widened,
+)
 from trak_lite.models.sharded import class_of
 from trak_lite.types import Batch
 
@@ -128,13 +134,14 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, 
         return False
     if found > 1e-3 and fits_in_float64(computer.model):
         try:
-            with in_float64(computer.model):
+            with in_float64(computer.model), SeenDtypes() as seen:
                 exact, dtype = difference(map_tensors(widened, batch))
         except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
             refuse_machine_failure(error)
         else:
             if dtype == torch.float64:
-                return exact > 1e-6
+                # Parts that a model computes in a dtype of their own round to that.
+                return exact > (1e-3 if sure and seen.dtypes - {torch.float64} else 1e-6)
     return found > 1e-1 and not sure
 
 

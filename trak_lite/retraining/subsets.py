@@ -305,9 +305,10 @@ def retrain_into(
     In a group, each combination of masks, seeds, functions and ``settings`` (JSON values) has its own table. With
     ``others``, ``seeds`` are those of the first subset, and every further one has the next, which no other has.
     """
-    step = max(seeds) - min(seeds) + 1 if others and len(seeds) else 0
-    more = {**settings, "seeds_step": step} if step else settings
-    plan = replace(_plan(train_fn, masks, output_fn, seeds, train_id, more), step=step)
+    plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
+    if others:
+        step = max(plan.seeds) - min(plan.seeds) + 1
+        plan = replace(plan, fingerprint={**plan.fingerprint, "seeds_step": step}, step=step)
     known = workspace.store().table_names(group) if workspace.exists else []
     number = 0
     while (path := retrained_path(group, plan.fingerprint, number)) in known:

@@ -218,7 +218,7 @@ def try_removals(
     budget: int = 60,
     shares: Sequence[float] = _SHARES,
     groups: ArrayLike | str | None = None,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] = (5,),
     base_seeds: Sequence[int] = (0, 1, 2, 3, 4),
     seed: int = 0,
     train_id: str | None = None,
@@ -237,7 +237,8 @@ def try_removals(
             that resemble the set, and 60 give them for most sets. More make the intervals narrower.
         shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval.
         groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
-        seeds: Seeds of the models that are trained without the first set; those of the other sets follow them.
+        seeds: Seeds of the models that are trained without the first set; those of the other sets follow them. They are
+            not those of the models of all rows.
         base_seeds: Seeds of the models that are trained on all rows, at least 2.
         seed: Seed of the sets.
         train_id: As in :func:`~trak_lite.verify`.

@@ -342,7 +342,7 @@ def _drawn(shape: tuple[int, int], size: int, keys: Keys) -> BlockHashes:
 
 _MANY_PIECES = 2
 _FEW_NUMBERS = (
-    80_000  # b K K, up to which pieces take less time than rows: 20 samples for K = 64, 1 for K = 256
+    80_000  # b K K, up to which pieces take less time than rows: 19 samples for K = 64, 1 for K = 256
 )
 
 # Nanoseconds on one CPU thread, measured by benchmarks/bench_projection.py; only their ratios matter.
