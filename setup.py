@@ -19,10 +19,13 @@ ZOO = ["transformers>=5", "peft", "timm"]
 TRL = ["trl>=1.16", *HF]
 LIGHTNING = ["lightning>=2.5"]
 TRITON = "triton; platform_system == 'Linux'"  # its interpreter runs the CUDA kernels in tests
-TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"]
+TEST = [
+    *("pytest>=8", "pytest-xdist", "hypothesis", "traker==0.3.2", TRITON, "setuptools", "wheel"),
+    *(*DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF),
+]
 NOTEBOOKS = ["nbclient>=0.10", "ipykernel>=6.29"]
 DOCS = ["mkdocs-material", "mkdocstrings[python]", "latex2mathml"]
-DEV = ["ruff", "mypy"]
+LINT = ["ruff", "mypy"]
 BENCHMARK = [
     "traker==0.3.2",
     "dattri==0.3.0",
@@ -63,8 +66,9 @@ setup(
         "zoo": ZOO,
         "benchmark": BENCHMARK,
         "docs": DOCS,
-        "test": [*TEST, *NOTEBOOKS, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
-        "dev": [*DEV, *TEST, *NOTEBOOKS, *DOCS, *DEMO, *TABLES, *REMOTE, *REPORT, *SERVE, *CLI, *HF],
+        "test": TEST,
+        "lint": LINT,
+        "dev": [*TEST, *LINT, *NOTEBOOKS, *DOCS],
     },
     entry_points={"console_scripts": ["trak-lite = trak_lite.cli:main"]},
     classifiers=[

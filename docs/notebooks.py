@@ -1,7 +1,7 @@
 """Executes the notebooks of ``examples/`` and stores their outputs in them.
 
 A notebook runs in a kernel of its own, in a temporary copy of ``examples/``. Run after each change of a notebook, or of
-what it shows; the tests compare the stored outputs with new ones. Needs nbclient and ipykernel (extra ``test``).
+what it shows; the tests compare the stored outputs with new ones. Needs nbclient and ipykernel (extra ``dev``).
 
 Run:  python docs/notebooks.py [NAME ...]      (without names: all of them)
 """
@@ -13,11 +13,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
-from nbformat import NotebookNode
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 METADATA = {
@@ -40,6 +39,10 @@ def execute(name: str, *, more: str = "") -> NotebookNode:
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell raises an exception.
     """
+    import nbformat
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     if more:
         notebook.cells.append(nbformat.v4.new_code_cell(more))
@@ -57,6 +60,8 @@ def execute(name: str, *, more: str = "") -> NotebookNode:
 
 def main(names: list[str]) -> None:
     """Execute the notebooks in place."""
+    import nbformat
+
     for name in names or sorted(path.stem for path in EXAMPLES.glob("*.ipynb")):
         notebook = execute(name)
         nbformat.write(notebook, EXAMPLES / f"{name}.ipynb")

@@ -101,6 +101,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the campaign; skip what needs a GPU, with the reason, where there is none."""
     mark_campaign(items)
+    # Last: the hook with which they watch Python cannot be removed, and every later event would call it.
+    items.sort(key=lambda item: item.path.name == "test_cli_security.py")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here")

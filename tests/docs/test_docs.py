@@ -65,7 +65,7 @@ SOURCES = {
 def test_the_site_builds_strictly_is_complete_and_asks_nobody_else_for_anything(tmp_path: Path) -> None:
     """Built once: every public name has its place, formulas are drawn, no page loads a thing from elsewhere."""
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
+        pytest.skip("mkdocs is not installed: pip install '.[dev]'")
     command = ["mkdocs", "build", "--strict", "-q", "-f", DOCS / "mkdocs.yml", "-d", tmp_path]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run([sys.executable, "-m", *command], env=environ, capture_output=True, text=True)

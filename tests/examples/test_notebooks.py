@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from late import script
 
-if not all(map(find_spec, ("nbclient", "ipykernel"))):
-    pytest.skip("needs nbclient and ipykernel (extra: test)", allow_module_level=True)
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+NOTEBOOKS = script(ROOT / "docs" / "notebooks.py")
 LARGEST = 200_000  # bytes of a notebook
 CLAIMS = {
     "mislabelled_digits": """
@@ -50,12 +45,6 @@ assert from_wrong["chosen"] < min(from_wrong["similar"], from_wrong["whole pool"
 """What the last cell of a test asserts, by notebook. Who is right is known from the data, not from scores."""
 
 
-@cache
-def notebooks() -> ModuleType:
-    """Return the script that executes them, which imports Jupyter."""
-    return script(ROOT / "docs" / "notebooks.py")
-
-
 def stored(name: str) -> dict[str, Any]:
     return json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
 
@@ -72,7 +61,7 @@ def test_a_stored_notebook_was_executed_in_order_and_holds_nothing_of_the_machin
 
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert all(cell["metadata"] == {} for cell in content["cells"])
-    assert content["metadata"] == notebooks().METADATA
+    assert content["metadata"] == NOTEBOOKS.METADATA
     kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
     assert kinds <= {"stream", "display_data", "execute_result"}
     assert len(text) < LARGEST
@@ -95,7 +84,8 @@ def _shown(output: dict[str, Any]) -> tuple[str, list[str], list[float]]:
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_notebook_reaches_what_it_claims_and_shows_what_is_stored(name: str) -> None:
-    cells = notebooks().execute(name, more=CLAIMS[name]).cells[:-1]
+    pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (extra: dev)")
+    cells = NOTEBOOKS.execute(name, more=CLAIMS[name]).cells[:-1]
     for new, old in zip(shown(cells), shown(stored(name)["cells"]), strict=True):
         assert [one[:2] for one in new] == [one[:2] for one in old], f"Run: python docs/notebooks.py {name}"
         for (*_, values), (*_, expected) in zip(new, old, strict=True):
