@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,8 @@ _CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.tr
 """Module and name of methods that are not called: that of transformers only chooses kernels."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Mode, parameters, buffers, submodules and hooks."""
+_HOOKS = sorted(name for name in _OF_EVERY_MODULE if re.match("_(forward|backward)_.*hooks", name))
+"""Dicts of the hooks that a pass runs, and of what is noted of some of them."""
 
 
 def has_own_train(module: nn.Module) -> bool:
@@ -89,18 +92,21 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
 def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Return a function that undoes what passes set: values that modules computed from parameters and keep.
 
-    Attributes, buffers and the values in dicts that are attributes become the objects that they are now. Parameters,
-    submodules, modes, hooks, and what is deeper in an attribute are left as they are.
+    Attributes, buffers and the values in dicts that are attributes become the objects that they are now, hooks too if
+    an attribute was set. Parameters, submodules, modes, and what is deeper in an attribute are left as they are.
     """
     modules = tuple(modules)
     put_back_buffers = buffers_kept(modules)
     kept = [(vars(module), _attributes(module)) for module in modules]
     dicts = [(value, dict(value)) for _, own in kept for value in own.values() if type(value) is dict]
+    hooks = [(place, dict(place)) for module in modules for place in map(vars(module).__getitem__, _HOOKS)]
 
     def put_back() -> None:
         put_back_buffers()
-        for place, own in (*kept, *dicts):
-            _put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE)
+        changed = [_put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE) for place, own in kept]
+        # An attribute may say that hooks are there: Transformers adds some in the first pass, and would again.
+        for place, own in (*dicts, *(hooks if any(changed) else ())):
+            _put_back(place, own, place.keys() - own.keys())
 
     return put_back
 
@@ -109,11 +115,12 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
-def _put_back(place: Any, own: Mapping[Any, Any], new: Iterable[Any]) -> None:
-    """Remove new entries of a place, and put back those that were replaced or removed."""
+def _put_back(place: Any, own: Mapping[Any, Any], new: Collection[Any]) -> bool:
+    """Remove new entries of a place, and put back those that were replaced or removed; return whether any was."""
     for name in new:
         del place[name]
     now = dict(place)
-    for name, value in own.items():
-        if name not in now or now[name] is not value:
-            place[name] = value
+    replaced = {name: value for name, value in own.items() if name not in now or now[name] is not value}
+    for name, value in replaced.items():
+        place[name] = value
+    return bool(new or replaced)

@@ -277,3 +277,39 @@ def test_what_a_pass_keeps_in_an_attribute_is_not_used_for_the_next_checkpoint(w
     assert not by_length
     assert model.buffer is None
     assert model.filled.isnan().all()
+
+
+class Hooking(nn.Module):
+    """Adds a hook in its first pass and notes that, as models of Transformers that return hidden states."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.last, self.where = nn.Linear(4, 4), nn.Linear(4, 3), where
+        self.has_hook, self.notes = False, [False]
+
+    def forward(self, x):
+        if not (self.has_hook or self.notes[0]):
+            self.first.register_forward_hook(lambda module, inputs, output: output * 1.5)
+            if self.where == "attribute":
+                self.has_hook = True
+            else:
+                self.notes[0] = True
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("where", ["attribute", "list"])
+def test_hooks_that_a_first_pass_adds_are_there_once(where):
+    def make():
+        torch.manual_seed(0)
+        return Hooking(where)
+
+    model = make()
+    states = [{k: v * factor for k, v in model.state_dict().items()} for factor in (1.0, -2.0, 0.5)]
+
+    made = attributed(model)
+    made.featurize(Rows(TRAIN, batch_size=4), states)
+
+    np.testing.assert_allclose(made.score(TRAIN).numpy(), products(make, states), rtol=1e-4, atol=1e-5)
+    assert len(model.first._forward_hooks) == (model.has_hook or model.notes[0])
+    model(TRAIN.tensors[0])
+    assert len(model.first._forward_hooks) == 1
