@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_runs import Counting, contents, labelled, perceptron, random_states, rewrite_settings
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import (
@@ -382,6 +383,30 @@ def test_contexts_of_the_caller_change_no_number(tmp_path, context, expected):
             context is CONTEXTS["autocast"],
             context is CONTEXTS["inference_mode"],
         )
+
+
+def test_threads_take_turns_with_a_model_and_its_store():
+    """Two attributors of one model with a checkpoint each; both are asked by two threads, as in a server."""
+    shared, rows = model(), Rows(TRAIN, batch_size=5)
+    alone = [attributor() for _ in range(2)]
+    together = [attributor(model=shared) for _ in range(2)]
+    before = {name: value.clone() for name, value in shared.state_dict().items()}
+
+    def run(made, state):
+        made.featurize(rows, checkpoints=[state])
+        return made.score(TARGETS, name="test").numpy()
+
+    def ask(made):
+        return made.score(Subset(TARGETS, range(4)), name="four").numpy()
+
+    with ThreadPoolExecutor(4) as threads:
+        expected = list(map(run, alone, states(2)))
+        np.testing.assert_array_equal(list(threads.map(run, together, states(2))), expected)
+        np.testing.assert_array_equal(
+            list(threads.map(ask, [*together, *together])), list(map(ask, [*alone, *alone]))
+        )
+    assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
+    assert all(parameter.requires_grad for parameter in shared.parameters())
 
 
 def test_a_model_that_cannot_be_differentiated_is_refused_at_once(stored):

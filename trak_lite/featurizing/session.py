@@ -37,7 +37,7 @@ from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, require_separate_documents
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.models.borrowing import BorrowedModel, borrow_model
+from trak_lite.models.borrowing import BorrowedModel, borrow_model, turn_of_thread
 from trak_lite.models.checkpoints import (
     Checkpoint,
     CheckpointSource,
@@ -182,6 +182,7 @@ class Run:
         manifest = self.settings.manifest(dataset)
         try:
             with (
+                turn_of_thread(self.model),  # of which two would close each other's store
                 self.workspace.opened(manifest, appended_to=appended_to),
                 borrow_model(self.model, self.settings.device) as borrowed,
                 without_autocast(self.settings.device),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sh
 
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Names of the hooks of Transformers and of PEFT that let embedded tokens require grad."""
+_TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -130,11 +133,23 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[BorrowedMod
     attributes (modes, numbers, strings) of all modules, and the hooks by which Transformers lets embedded tokens
     require grad for gradient checkpointing. Attributes that a pass set or replaced are the objects that they were.
     The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
+    Threads that borrow the same model take turns.
 
     Raises:
         UnsupportedModelError: If the model is sharded by anything other than FSDP2, or has no eval mode.
         InvalidInputError: If the model is sharded and on another device.
     """
+    with turn_of_thread(model), _borrowed(model, device) as borrowed:
+        yield borrowed
+
+
+def turn_of_thread(model: nn.Module) -> threading.RLock:
+    """Return the lock that a thread holds while it uses a model, whose weights and hooks others would see."""
+    return _TURNS.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]:
     refuse_unsupported_sharding(model)
     home = model_device(model)
     sharded = is_sharded(model)
