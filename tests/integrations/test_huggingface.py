@@ -29,6 +29,7 @@ MODELS = {
     "dora-bert": hub.lora_bert,
     "dora-llama": hub.dora,
     "ia3-llama": hub.ia3,
+    "lora-mixtral": hub.lora_mixtral,  # of parameters that hold all experts
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers for it

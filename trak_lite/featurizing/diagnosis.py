@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,11 @@ def naming_rows(
         UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
             batch.
     """
-    versions = {} if is_sharded(model) else {name: p._version for name, p in model.named_parameters()}
+    parameters = {} if is_sharded(model) else dict(model.named_parameters())
+    modules: Iterator[Any] = model.modules()
+    # PEFT's LoRA on target_parameters sets each of them to itself in every pass, which counts as a change.
+    same = {id(module.get_param()) for module in modules if type(module).__name__ == "ParamWrapper"}
+    versions = {name: p._version for name, p in parameters.items() if id(p) not in same}
     try:
         yield
         _refuse_changed_parameters(model, versions)
