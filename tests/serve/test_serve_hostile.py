@@ -81,6 +81,19 @@ def test_wrong_parameters_get_400_or_404_and_a_sentence(client, path):
             assert re.search('id="status"[^>]*>[^<]{20,}', answer.text), (path, name, str(pairs)[:80])
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "known"),
+    [
+        ("/?targets=1", "targets", "set, target, k, from, text, tokens, where-COLUMN"),
+        ("/review?k=3", "k", "set, show, from, done, where-COLUMN"),
+    ],
+)
+def test_an_unknown_parameter_is_named_with_the_known_ones(client, path, name, known):
+    answer = client.get(path)
+    assert answer.status == 400
+    assert f"Unknown parameter '{name}'. Known: {known}." in Parsed(answer.text).text
+
+
 def test_values_that_match_nothing_are_no_failure(client):
     for value in [*NO_NUMBERS, f"0.{HUGE}", "1e999", "-inf", "\ufffe"]:
         for path in ("/?target=0&", "/review?"):
@@ -92,6 +105,7 @@ WRONG_FIELDS = [
     ("/mark", "row", [*NO_NUMBERS, "40", "", None], "row must be a whole number from 0 to 39"),
     ("/mark", "mark", [*NO_NAMES, "burn", "", None], "mark must be one of"),
     ("/mark", "label", ["x" * 201], "at most 200 characters"),
+    ("/mark", "label", ["", " ", None], "needs its new label"),
     (
         "/ask",
         "text",
