@@ -54,6 +54,7 @@ from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.models._adapters import parameter_versions
 from trak_lite.models.borrowing import model_device, refuse_without_values, resolve_device
 from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
 from trak_lite.models.sharded import refuse_sharded
@@ -164,7 +165,7 @@ class TRAKer:
         self._kernel = KernelSettings(weighting="none", lambda_reg=self.lambda_reg, rescale_inverse=True)
         self._digest: str | None = None
         """Digest of the weights that were loaded."""
-        self._versions: list[int] = []
+        self._versions: dict[str, int] = {}
         """Autograd's counters of what is written to them, which tell changes without reading a weight."""
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
@@ -466,7 +467,7 @@ class TRAKer:
         self.model.eval()
         self.task.prepare(self.model)
         self.gradient_computer.load_model_params(self.model)
-        self._digest, self._versions = weights_digest(self.model), _versions(self.model)
+        self._digest, self._versions = weights_digest(self.model), parameter_versions(self.model)
         return self._digest
 
     def _refuse_changed_model(self, cursor: _Cursor) -> None:
@@ -475,7 +476,7 @@ class TRAKer:
                 f"The model has the weights of another checkpoint, not those for {cursor.label}. Load that checkpoint "
                 "again (load_checkpoint or start_scoring_checkpoint)."
             )
-        if _versions(self.model) != self._versions:
+        if parameter_versions(self.model) != self._versions:
             raise StateError(
                 "The weights of the model have changed since the checkpoint was loaded. Load the checkpoint again."
             )
@@ -653,10 +654,6 @@ class TRAKer:
                 self.proj_dim,
                 self.train_set_size,
             )
-
-
-def _versions(model: nn.Module) -> list[int]:
-    return [0 if p.is_inference() else p._version for p in model.parameters()]
 
 
 @final

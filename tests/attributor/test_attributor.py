@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -288,6 +289,17 @@ def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(tmp_path
         made.scores("test")
     found = made.score(Rows(TARGETS, **targets), name="test").numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_an_attributor_and_its_scores_go_on_from_their_pickles(tmp_path, place):
+    made, scores = finished(None if place == "memory" else tmp_path / "run.zarr")
+
+    again, same = pickle.loads(pickle.dumps((made, scores)))
+
+    np.testing.assert_array_equal(same.numpy(), scores.numpy())
+    assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
+    np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), scores.numpy())
 
 
 def test_open_takes_every_setting_from_the_manifest(tmp_path):

@@ -19,6 +19,13 @@ from trak_lite import Attributor, Normalization, cli
 WRONG_KEYS = [
     ("seed: many", "seed must be int, got 'many'."),
     ("seed: 1.5", "seed must be int, got 1.5."),
+    ("seed: '60'", "seed must be int, got '60'."),
+    ("store_norms: 'true'", "store_norms must be bool, got 'true'."),
+    ("batch_size: 'null'", "batch_size must be Optional[int], got 'null'."),
+    ("verify: {alpha: '0.5'}", "verify.alpha must be float, got '0.5'."),
+    ("train_data: {indices: '[1]'}", "train_data.indices must be Optional[list[int]], got '[1]'."),
+    ("train_data: {indices: ['1']}", "train_data.indices must be Optional[list[int]], got ['1']."),
+    ("recipe_arguments: {steps: '3'}", "recipe_arguments.steps must be int, got '3'."),
     ("seed: true", "seed must be int, got True."),
     ("seed: null", "seed must be int, got None."),
     ("store_norms: 1", "store_norms must be bool, got 1."),
@@ -168,7 +175,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
     """As the run is recorded; the record, written out as a config, is the same run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "below").mkdir()
-    more = "seed: 3\nverify: {budget: 4, seeds: [0, 1]}\nrecipe_arguments: {steps: 2, num_train: 20}\n"
+    more = "seed: 3\nverify: {budget: 4, seeds: [0, 1], alpha: 2e-1}\nrecipe_arguments: {steps: 2, num_train: 20}\n"
     more += "method: {name: TRAK, damping: 1}\ntrain_data: {indices: [3]}\n"
     more += "normalize: {kind: clip, threshold: 2, scope: module}\n"
     recipe = RECIPE.replace("steps: int = 3", "steps: int = 3, method: str = 'sgd', normalize: str = 'rows'")
@@ -192,7 +199,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
     assert values["score"]["method"] == {"name": "graddot", "checkpoint_weights": [1, -1]}
     assert (values["grad_wrt"], values["store_norms"], values["score"]["name"]) == ("0.*", True, "held-out")
     assert values["method"] == {"name": "GradDot"}  # not merged with the fields of the file
-    assert (values["verify"]["alpha"], values["train_data"]["indices"]) == (0.5, [3, 5])
+    assert (values["verify"]["alpha"], values["train_data"]["indices"]) == (0.2, [3, 5])
     arguments = {"width": 8, "num_train": 20, "steps": 2, "method": "adam", "normalize": "rows"}
     assert values["recipe_arguments"] == arguments
     assert values["recipe"] == str(tmp_path / "below" / "recipe.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,15 @@ def ia3() -> nn.Module:
     return peft.get_peft_model(llama(), peft.IA3Config(task_type="CAUSAL_LM", **names))
 
 
-def mixtral() -> nn.Module:
+def mixtral(**settings: Any) -> nn.Module:
     experts = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts, **settings))
+
+
+def lora_mixtral() -> nn.Module:
+    base = partial(mixtral, experts_implementation="eager")  # the others have no float64
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    return lora(base, target_modules=["q_proj"], target_parameters=names)
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

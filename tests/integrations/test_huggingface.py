@@ -15,9 +15,9 @@ from tiny_runs import adam_scale
 from torch import nn
 from watching import Restless, random_states
 
-from trak_lite import Attributor, Rows
+from trak_lite import Attributor, Rows, TRAKer
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
-from trak_lite.gradient_computers import FunctionalGradientComputer
+from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import resolve_task
 
 huggingface = Late("trak_lite.integrations.huggingface")
@@ -29,6 +29,7 @@ MODELS = {
     "dora-bert": hub.lora_bert,
     "dora-llama": hub.dora,
     "ia3-llama": hub.ia3,
+    "lora-mixtral": hub.lora_mixtral,  # of parameters that hold all experts
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers for it
@@ -57,6 +58,28 @@ def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(name, dtype, tmp_
     task = resolve_task(huggingface.task_of(model))
     with pytest.raises(UnsupportedModelError, match=r"torch.func.vmap cannot transform .* Use Iterative"):
         FunctionalGradientComputer(model.eval(), task).compute_per_sample_grad(batch)
+
+
+def test_traker_goes_on_after_a_pass_in_which_parameters_are_set_to_themselves(tmp_path):
+    model, ids = hub.made(hub.lora_mixtral).double().eval(), torch.arange(3, 35).reshape(4, 8)
+
+    def scores(size):
+        settings = {
+            "save_dir": tmp_path / str(size),
+            "proj_dim": 16,
+            "lambda_reg": 1.0,
+            "gradient_computer": HookGradientComputer,
+        }
+        traker = TRAKer(model, "causal_language_modeling", train_set_size=4, **settings)
+        traker.load_checkpoint(model.state_dict(), 0)
+        for some in ids.split(size):
+            traker.featurize({"input_ids": some, "labels": some}, num_samples=size)
+        traker.finalize_features()
+        traker.start_scoring_checkpoint("targets", model.state_dict(), 0, num_targets=4)
+        traker.score({"input_ids": ids, "labels": ids}, num_samples=4)
+        return traker.finalize_scores("targets")
+
+    np.testing.assert_allclose(scores(2), scores(4), rtol=1e-4, atol=1e-4)  # rows in float16
 
 
 @pytest.mark.parametrize("name", ["lora-llama", "dora-llama", "ia3-llama"])

@@ -161,12 +161,16 @@ def test_verdict_and_settings_of_scores_and_rows_are_on_the_page(out):
     assert "Not tested yet" not in tested
 
 
-def test_a_render_that_fails_leaves_the_older_page_and_nothing_else(tmp_path):
+def test_an_interrupted_report_leaves_the_older_page_and_nothing_else(tmp_path):
     out = tmp_path / "folder" / "r.html"
     page_of(out, drawn_scores())
     before = out.read_bytes()
-    with pytest.raises(ZeroDivisionError):
-        page_of(out, drawn_scores(), train_render=lambda row: 1 // 0)
+
+    def interrupted(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        page_of(out, drawn_scores(), train_render=interrupted)
     assert out.read_bytes() == before
     assert list(out.parent.iterdir()) == [out]
 
@@ -184,13 +188,6 @@ def rendering(content: Any) -> dict[str, Any]:
         ({"k": 0}, InvalidInputError, "k must be an integer of at least 1"),
         ({"figures": ["histgram"]}, InvalidInputError, "histogram"),
         ({"out": Path()}, InvalidInputError, r"is a folder. Name a file in it"),
-        (rendering(3.5), InvalidInputError, "gave a float. Expected an image"),
-        (rendering(np.zeros((2, 3, 5))), InvalidInputError, r"shape \(2, 3, 5\). Expected \(H, W\)"),
-        (rendering(np.zeros((0, 3))), InvalidInputError, r"shape \(0, 3\)"),
-        (rendering(np.zeros((2, 2), complex)), InvalidInputError, "complex128. Expected real"),
-        (rendering([("a", 1), "bc"]), InvalidInputError, r"\(token, weight\) pairs"),
-        (rendering(np.full((2, 2), np.nan)), NonFiniteError, "train row"),
-        (rendering([("a", float("inf"))]), NonFiniteError, "train row"),
         (
             {"scores": {"features": np.full((3, 6), 3e38), "method": GradDot()}},
             NonFiniteError,
@@ -203,6 +200,38 @@ def test_what_cannot_be_shown_is_refused_by_name(out, arguments, error, message)
     with pytest.raises(error, match=message):
         page_of(**{"out": out, "scores": scores, **arguments})
     assert not list(out.parent.iterdir())
+
+
+UNSHOWN = [
+    (3.5, "gave a float. Expected an image"),
+    (np.zeros((2, 3, 5)), "shape (2, 3, 5). Expected (H, W)"),
+    (np.zeros((0, 3)), "shape (0, 3)"),
+    (np.zeros((2, 2), complex), "complex128. Expected real"),
+    ([("a", 1), "bc"], "gave a sequence with 'bc'. Expected (token, weight) pairs"),
+    ([("a", "b")], "gave a sequence with ('a', 'b'). Expected (token, weight) pairs"),
+    (np.full((2, 2), np.nan), "NaN or infinite"),
+    ([("a", float("inf"))], "NaN or infinite"),
+    (OSError("<b>no row</b>"), "OSError: <b>no row</b>"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), UNSHOWN, ids=[said for _, said in UNSHOWN])
+def test_a_row_that_cannot_be_shown_has_the_error_in_its_place(out, caplog, content, said):
+    scores = drawn_scores()
+    broken = scores.top(1).indices[:, 0].tolist()
+
+    def render(row):
+        if row in broken and isinstance(content, Exception):
+            raise content
+        return content if row in broken else f"this is {row};"
+
+    page = page_of(out, scores, k=2, train_render=render)
+
+    assert set(page.rows()) > set(broken)
+    for row in page.rows():
+        assert (f"train row {row} cannot be shown: " if row in broken else f"this is {row};") in page.text
+    assert said in page.text
+    assert [said in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("module", ["jinja2", "PIL", "matplotlib"])

@@ -81,6 +81,19 @@ def test_wrong_parameters_get_400_or_404_and_a_sentence(client, path):
             assert re.search('id="status"[^>]*>[^<]{20,}', answer.text), (path, name, str(pairs)[:80])
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "known"),
+    [
+        ("/?targets=1", "targets", "set, target, k, from, text, tokens, where-COLUMN"),
+        ("/review?k=3", "k", "set, show, from, done, where-COLUMN"),
+    ],
+)
+def test_an_unknown_parameter_is_named_with_the_known_ones(client, path, name, known):
+    answer = client.get(path)
+    assert answer.status == 400
+    assert f"Unknown parameter '{name}'. Known: {known}." in Parsed(answer.text).text
+
+
 def test_values_that_match_nothing_are_no_failure(client):
     for value in [*NO_NUMBERS, f"0.{HUGE}", "1e999", "-inf", "\ufffe"]:
         for path in ("/?target=0&", "/review?"):
@@ -92,6 +105,7 @@ WRONG_FIELDS = [
     ("/mark", "row", [*NO_NUMBERS, "40", "", None], "row must be a whole number from 0 to 39"),
     ("/mark", "mark", [*NO_NAMES, "burn", "", None], "mark must be one of"),
     ("/mark", "label", ["x" * 201], "at most 200 characters"),
+    ("/mark", "label", ["", " ", None], "needs its new label"),
     (
         "/ask",
         "text",
@@ -269,9 +283,19 @@ def test_a_port_that_is_taken_is_refused(client, ran, capsys):
 
 def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(copy):
     with (copy / "recipe.py").open("a") as file:
-        file.write('\n\ndef render(index):\n    raise LookupError("<b>no row</b>")\n')
+        file.write('\n\ndef predict(model, sample):\n    raise LookupError("<b>no output</b>")\n')
     with served(pages_in(copy)) as client:
         answer = client.get("/", target=0)
         assert answer.status == 500
-        assert "LookupError: <b>no row</b>" in Parsed(answer.text).text
+        assert "LookupError: <b>no output</b>" in Parsed(answer.text).text
         assert client.get("/").status == 200
+
+
+def test_a_row_that_the_recipe_cannot_show_has_the_error_in_its_place(copy):
+    with (copy / "recipe.py").open("a") as file:
+        file.write("\n\ndef render(index):\n    return [('a', 'b')] if index % 2 else f'this is {index};'\n")
+    with served(pages_in(copy)) as client:
+        for page in (client.page("/", target=0, k=4), client.page("/review")):
+            for row in {*page.rows(), *page.rows("tr")}:
+                said = f"train row {row} cannot be shown: InvalidInputError" if row % 2 else f"this is {row};"
+                assert said in page.text

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from inspect import formatannotation
@@ -193,9 +195,10 @@ def _value(
         if option:
             value = parser.parse_args([f"--{option}={given}"], before)[name]
         else:
-            value = parser.parse_object({name: given}, before)[name]
-        # jsonargparse accepts null for every type, NaN as a number and a set as a list.
+            value = parser.parse_object({name: deepcopy(given)}, before)[name]  # which changes lists in place
+        # jsonargparse accepts null for every type, NaN as a number, a set as a list, and "60" as 60.
         fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
+        fits = fits and (bool(option) or value == given)
     except (ArgumentError, OverflowError):
         fits = False
     if not fits:
@@ -278,3 +281,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+# For PyYAML 1e-3 and 1.5e3 are texts: it asks for a dot and a sign.
+_REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _REAL, "-+.0123456789")

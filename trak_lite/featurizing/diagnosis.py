@@ -23,6 +23,7 @@ from trak_lite.errors import (
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.models._adapters import parameter_versions
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.types import Batch, OutputTerms
 
@@ -40,7 +41,7 @@ def naming_rows(
         UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
             batch.
     """
-    versions = {} if is_sharded(model) else {name: p._version for name, p in model.named_parameters()}
+    versions = {} if is_sharded(model) else parameter_versions(model)
     try:
         yield
         _refuse_changed_parameters(model, versions)
@@ -71,7 +72,8 @@ def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) ->
 
     RWKV does this in its first pass in eval mode, and records it in an attribute.
     """
-    changed = [name for name, p in model.named_parameters() if versions.get(name, p._version) != p._version]
+    now = parameter_versions(model)
+    changed = [name for name, version in versions.items() if now.get(name) != version]
     if changed:
         raise UnsupportedModelError(
             f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters "

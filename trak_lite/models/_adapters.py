@@ -6,7 +6,7 @@ PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,16 @@ def adapter_parameters(model: nn.Module) -> set[str]:
     adapters = [active] if isinstance(active, str) else active if isinstance(active, list) else []
     names = [name for name, _ in model.named_parameters()]
     return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
+
+
+def parameter_versions(model: nn.Module) -> dict[str, int]:
+    """Return the versions by name of the parameters that no pass may change."""
+    modules: Iterator[Any] = model.modules()
+    # LoRA on target_parameters sets each of them to itself in every pass, which counts as a change.
+    wrapper = "<class 'peft.tuners.lora.layer.ParamWrapper'>"
+    same = {id(module.get_param()) for module in modules if str(type(module)) == wrapper}
+    named = [(name, p) for name, p in model.named_parameters() if id(p) not in same]
+    return {name: 0 if p.is_inference() else p._version for name, p in named}
 
 
 def completed_adapter(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias, final
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, SupportsFloat, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from trak_lite._validate import require_packages
 from trak_lite.data.columns import Column
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.errors import InvalidInputError, MissingPackageError, NonFiniteError, summary
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.linalg.topk import TopRows
 from trak_lite.store import Manifest
+
+logger = logging.getLogger(__name__)
 
 Render: TypeAlias = Callable[[int], Any]
 """Returns the content of a row from its number; :func:`rendered` lists the types of content."""
@@ -112,17 +115,31 @@ class Renders:
     target: Render | None = None
     pair: PairRender | None = None
     """Used for train rows instead of ``train``."""
+    _logged: set[type[Exception]] = field(init=False, default_factory=set, compare=False)
 
     def of_target(self, target: int) -> Content | None:
         """Return the content of a target."""
-        return None if self.target is None else rendered(self.target(target), f"target {target}")
+        return None if self.target is None else self._content(f"target {target}", self.target, target)
 
     def of_row(self, row: int, target: int) -> Content | None:
         """Return the content of a train row for a target."""
         what = f"train row {row}"
         if self.pair is not None:
-            return rendered(self.pair(row, target), what)
-        return None if self.train is None else rendered(self.train(row), what)
+            return self._content(what, self.pair, row, target)
+        return None if self.train is None else self._content(what, self.train, row)
+
+    def _content(self, what: str, render: Callable[..., Any], *numbers: int) -> Content:
+        """Return what a render gives; if it cannot be shown, the error as text. The first of each type is logged."""
+        try:
+            return rendered(render(*numbers), what)
+        except MissingPackageError:
+            raise
+        except Exception as error:  # the user's function may raise any
+            said = f"{what} cannot be shown: {summary(error)}"
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.warning(said)
+            return rendered(said, what)
 
 
 def rendered(content: Any, what: str) -> Content:
@@ -180,7 +197,8 @@ def _fields(row: Mapping[Any, Any], what: str) -> Content:
 def _tokens(pairs: Sequence[Any], what: str) -> Content:
     """Return tokens, shaded by the sign of their weight and its share of the largest one."""
     for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], SupportsFloat)):
             raise InvalidInputError(
                 f"The render of {what} gave a sequence with {pair!r:.80}. Expected (token, weight) pairs: text and a "
                 "number."

@@ -71,7 +71,7 @@ def write_report(
         out: Path of the file; an existing file is replaced when the new one is complete.
         train_render: ``train_render(row)`` returns the content of a train row: an image (array or tensor ``(H, W)``,
             ``(H, W, C)`` or ``(C, H, W)``, or a Pillow image), text, a mapping of names to values, or
-            ``(token, weight)`` pairs.
+            ``(token, weight)`` pairs. If it fails, or gives something else, the page shows the error in its place.
         target_render: The same for targets.
         pair_render: ``pair_render(row, target)``, used instead of ``train_render`` if the content of a row depends on
             the target, such as tokens with their scores (:func:`~trak_lite.token_scores`).
@@ -82,9 +82,8 @@ def write_report(
         where: Show some train rows only, as in :meth:`trak_lite.Scores.top`; the histogram is that of these rows.
 
     Raises:
-        InvalidInputError: If the path is a folder, a target or figure does not exist, no row satisfies ``where``, or
-            the result of a render cannot be displayed.
-        NonFiniteError: If a score, a pixel or the weight of a token is NaN or infinite.
+        InvalidInputError: If the path is a folder, a target or figure does not exist, or no row satisfies ``where``.
+        NonFiniteError: If a score is NaN or infinite.
         MissingPackageError: If a package of the extra ``report`` is not installed: Jinja2, matplotlib (for figures) or
             Pillow (for images).
     """
@@ -121,7 +120,7 @@ class Gallery:
         """Write the gallery as one offline HTML file and return its path.
 
         Raises:
-            InvalidInputError: If the path is a folder, or the result of a render cannot be displayed.
+            InvalidInputError: If the path is a folder.
             MissingPackageError: If a package of the extra ``report`` is not installed.
         """
         values = {"title": f"Targets {self.name!r}", "searchable": False, "layout": "page.html"}

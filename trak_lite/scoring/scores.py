@@ -430,7 +430,8 @@ class Scores:
         Args:
             targets: Targets to show; ``None`` takes the first 100.
             render: ``render(row)`` returns the content of train row ``row``: an image (array, tensor, PIL), text, a
-                mapping of names to values, or ``(token, weight)`` pairs. ``None`` shows row numbers.
+                mapping of names to values, or ``(token, weight)`` pairs. If it fails, or gives something else, the
+                error is shown in its place. ``None`` shows row numbers.
             target_render: The same for targets.
             pair_render: ``pair_render(row, target)``, used instead of ``render`` if the content of a row depends on the
                 target, such as tokens with their scores (:func:`~trak_lite.token_scores`).
@@ -438,8 +439,7 @@ class Scores:
             where: Show some train rows only, as in :meth:`top`.
 
         Raises:
-            InvalidInputError: If a target does not exist, no row satisfies ``where``, or the result of a render cannot
-                be shown.
+            InvalidInputError: If a target does not exist, or no row satisfies ``where``.
         """
         survey = Survey.of(self, targets, k=k, where=where)
         return Gallery(self.name, survey, Renders(render, target_render, pair_render))

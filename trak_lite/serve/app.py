@@ -19,10 +19,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from trak_lite.errors import InvalidInputError, TrakLiteError
-from trak_lite.serve.pages import Pages, Params
+from trak_lite.serve.pages import WHERE, Pages, Params
 
 PATIENCE: Final = 15.0
 """Seconds for a client to send a request, and to accept what it is sent."""
+_ANY_WHERE: Final = f"{WHERE}COLUMN"
 _HOSTS: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE | re.ASCII)
 """Accepted in the Host header. Another name is one of a page that was rebound to this address."""
 _MOST_BYTES: Final = 64 << 10
@@ -46,8 +47,8 @@ def application(pages: Pages, *, patience: float = PATIENCE) -> Application:
         return Response(await run_in_threadpool(pages.table), media_type="text/csv", headers=headers)
 
     routes = [
-        Route("/", _page(pages.start)),
-        Route("/review", _page(pages.review)),
+        Route("/", _page(pages.start, "set", "target", "k", "from", "text", "tokens", _ANY_WHERE)),
+        Route("/review", _page(pages.review, "set", "show", "from", "done", _ANY_WHERE)),
         Route("/marks.csv", table),
         Route("/ask", _post(pages, pages.ask, patience), methods=["POST"]),
         Route("/mark", _post(pages, pages.mark, patience), methods=["POST"]),
@@ -96,11 +97,15 @@ def _refusal(method: str, headers: Headers) -> tuple[HTTPStatus, str] | None:
     return None
 
 
-def _page(make: Callable[[Params], str]) -> Handler:
-    """Return the handler of a page that only reads."""
+def _page(make: Callable[[Params], str], *known: str) -> Handler:
+    """Return the handler of a page that only reads, and has some parameters."""
 
     async def answer(request: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(make, _params(request.query_params.multi_items())))
+        params = _params(request.query_params.multi_items())
+        for name in params:
+            if (_ANY_WHERE if name.startswith(WHERE) else name) not in known:
+                raise InvalidInputError(f"Unknown parameter {name!r:.40}. Known: {', '.join(known)}.")
+        return HTMLResponse(await run_in_threadpool(make, params))
 
     return answer
 

@@ -40,7 +40,8 @@ _TARGETS, _REVIEWED = 24, 25
 _TEXT_BYTES: Final = 8192
 _LISTED_VALUES: Final = 100
 """Columns with more values are filtered by a text field."""
-_WHERE: Final = "where-"
+WHERE: Final = "where-"
+"""Prefix of the parameters that filter by a column."""
 _SHOWN: Final = ("all", "unmarked", *MARKS)
 _END: Final = 2**62
 _QUIET: Final = 0.5
@@ -181,6 +182,8 @@ class Pages:
                 "These train rows have no column label, so no label is wrong. Mark keep or drop."
             )
         label = params.get("label", "").strip() if chosen == "flip" else ""
+        if chosen == "flip" and not label:
+            raise InvalidInputError("A row to flip needs its new label. Enter it, or mark keep or drop.")
         with self._turn():
             self.marks.put(row, None if chosen == "clear" else Mark(chosen, label))
         kept = {key: value for key, value in params.items() if key in ("set", "show", "from")}
@@ -367,7 +370,7 @@ class Pages:
         fields = []
         for name, column in self.sets.columns.items():
             values = column.texts if len(column.labels) <= _LISTED_VALUES else None
-            fields.append((name, f"{_WHERE}{name}", filters.get(name, ""), values))
+            fields.append((name, f"{WHERE}{name}", filters.get(name, ""), values))
         return fields
 
     def _target_content(self, name: str, target: int) -> Content | None:
@@ -435,12 +438,12 @@ def _first(params: Params, count: int, step: int) -> int:
 
 def _filters(params: Params) -> dict[str, str]:
     """Return the chosen values by column; an empty value does not filter."""
-    given = {name: value for name, value in params.items() if name.startswith(_WHERE) and value}
-    return {name.removeprefix(_WHERE): value for name, value in given.items()}
+    given = {name: value for name, value in params.items() if name.startswith(WHERE) and value}
+    return {name.removeprefix(WHERE): value for name, value in given.items()}
 
 
 def _where(filters: Mapping[str, str]) -> dict[str, str]:
-    return {f"{_WHERE}{name}": value for name, value in filters.items()}
+    return {f"{WHERE}{name}": value for name, value in filters.items()}
 
 
 def _address(path: str, params: Params) -> str:

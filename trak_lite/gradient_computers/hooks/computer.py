@@ -32,7 +32,7 @@ from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.reference import fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import Samples, SelfCheckError, compare, draws_masks
+from trak_lite.gradient_computers.self_check import MixedSamplesError, Samples, compare, draws_masks
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -374,7 +374,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         An expert with a capacity drops the last samples of some batches, which a few samples need not show.
 
         Raises:
-            SelfCheckError: If f differs.
+            MixedSamplesError: If f differs.
         """
         if self.self_check and self._sharded is None and any(plan.may_mix for plan in self._plans.values()):
             with self._products(), self._prepared(select_parameters(self.model, self.grad_wrt)):
@@ -386,7 +386,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         if count < 2 or trains or not fits_in_float64(self.model):
             return
         if depends_on_batch(self, batch, -(-count // 2), sure=True):
-            raise SelfCheckError(refusal_of_mixing(self.model))
+            raise MixedSamplesError(refusal_of_mixing(self.model))
 
     def _run(self, plan: Plan, part: _Part, sink: BlockSink) -> OutputTerms:
         """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""
