@@ -54,7 +54,7 @@ def _cheap() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_comparisons(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The self-check compares two samples of a first batch in place of eight, and few later batches.
+    """The self-check compares one sample of a first batch in place of eight, and few later batches.
 
     Where it is not the check that is tested: each sample costs a backward pass, and those of batches 2, 4 and 8 would
     be as many passes as those of the batches of a test that featurizes a few rows.
@@ -62,7 +62,7 @@ def _few_comparisons(request: pytest.FixtureRequest) -> Iterator[None]:
     place = {request.path.stem, request.path.relative_to(Path(__file__).parent).parts[0]}
     with pytest.MonkeyPatch.context() as patched:
         if not place & {"device", "test_replays", "test_self_check", "zoo"}:
-            patched.setattr("trak_lite.gradient_computers.self_check._SAMPLES_AT_FIRST", 2)
+            patched.setattr("trak_lite.gradient_computers.self_check._SAMPLES_AT_FIRST", 1)
             patched.setattr(
                 "trak_lite.gradient_computers.self_check.is_scheduled", lambda number: number % 64 == 0
             )
