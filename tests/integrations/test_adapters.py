@@ -1,8 +1,9 @@
-"""Checkpoints of PEFT: each active adapter gets its own weights."""
+"""Checkpoints of PEFT: each active adapter gets its own weights, and they mean what they meant when they were saved."""
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 
 import hub_models as hub
@@ -109,6 +110,42 @@ def test_an_adapter_that_was_not_saved_is_refused(tmp_path, active, moved, folde
         CheckpointError, match=r"has the adapters \['default', 'b'\], and .* active. Found \['/"
     ):
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "checkpoint-1" / folder)
+
+
+@pytest.mark.parametrize(
+    ("here", "match"),
+    [
+        ({"lora_alpha": 16}, "lora_alpha is 4 there, 16 here"),
+        ({"use_rslora": True}, "use_rslora is False there, True here"),
+        ({"alpha_pattern": {"2": 9}}, r"alpha_pattern is \{\} there, \{'2': 9\} here"),
+        ({"target_modules": "[02]"}, None),
+        ({"lora_dropout": 0.5, "bias": "none", "revision": "main"}, None),
+    ],
+)
+def test_settings_that_change_what_an_adapter_computes_are_those_of_its_file(tmp_path, here, match):
+    saved = adapted("default")
+    saved.save_pretrained(tmp_path / "a")
+    model = adapted("default", scale=2.0, **here)
+
+    if match is None:
+        check_rows(tmp_path, model, tmp_path / "a", saved)
+        return
+    with pytest.raises(
+        CheckpointError, match=f"adapter_config.json has other settings .* 'default' .*: {match}"
+    ):
+        attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "a")
+
+
+def test_settings_that_an_old_version_did_not_save_are_not_compared(tmp_path):
+    saved = adapted("default", use_rslora=True)
+    saved.save_pretrained(tmp_path / "a")
+    config = tmp_path / "a" / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "alpha_pattern": None, "lora_alpha": 4.0}))
+
+    check_rows(tmp_path, adapted("default", scale=2.0, use_rslora=True), tmp_path / "a", saved)
+    config.write_text("[1]")
+    with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
+        attributor_of(tmp_path, saved).featurize(ROWS, tmp_path / "a")
 
 
 def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(tmp_path):

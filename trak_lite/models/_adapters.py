@@ -7,18 +7,35 @@ PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CheckpointError
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_CONFIG = "adapter_config.json"
 _FLAT = "default"
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
+# Only settings that change the outputs of the same weights. Names and shapes of weights show the others, and PEFT
+# itself changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
+_SETTINGS = (
+    "r",
+    "lora_alpha",
+    "alpha",
+    "randlora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "scaling",
+    "random_loc_seed",
+    "alora_invocation_tokens",
+)
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:
@@ -40,7 +57,7 @@ def adapter_files(model: nn.Module, source: Path) -> dict[str, Path]:
     one adapter, the file may be that of an adapter of any name.
 
     Raises:
-        CheckpointError: If the model has no active adapter or a file is missing.
+        CheckpointError: If the model has no active adapter, a file is missing, or settings differ.
     """
     active = _active_adapters(model)
     if not active:
@@ -67,7 +84,33 @@ def adapter_files(model: nn.Module, source: Path) -> dict[str, Path]:
             f"Expected the active ones as save_pretrained writes them: {_FLAT!r} in the folder, others in a folder of "
             "their name. Activate the adapters that were saved, or pass the folder with these."
         )
+    for adapter, file in files.items():
+        _refuse_other_settings(model, adapter, file.parent / _CONFIG)
     return files
+
+
+def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
+    config: Any = getattr(model, "peft_config", {}).get(adapter)
+    if config is None or not path.is_file():
+        return
+    try:
+        saved = dict(parse_json(path.read_bytes(), finite=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"Cannot read the settings of an adapter {path} ({type(error).__name__}: {error}). Expected a JSON object, "
+            "as save_pretrained writes it."
+        ) from error
+    # Versions of PEFT differ in the settings they have, and in None, False or {} for an unused one.
+    differences = [
+        f"{name} is {reprlib.repr(saved[name])} there, {reprlib.repr(own)} here"
+        for name in _SETTINGS
+        if name in saved and (saved[name] or None) != ((own := getattr(config, name, saved[name])) or None)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path} has other settings than the adapter {adapter!r} of the model: {'; '.join(differences)}. With them "
+            "the saved weights compute something else. Build the model with PeftModel.from_pretrained(base, folder)."
+        )
 
 
 def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
