@@ -280,7 +280,7 @@ def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path, load):
     ("active", "without", "match"),
     [
         ("default", "head.weight", r"missing: \['head.modules_to_save.default.weight'\]"),
-        (["default", "other"], "", r"the active adapters \['default', 'other'\]"),
+        (["default", "other"], "", r"\['default', 'other'\] active"),
         ("other", "", r"unexpected: .*'head.lora_A.weight'"),
         (None, "", "has no adapter"),
     ],

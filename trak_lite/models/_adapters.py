@@ -1,26 +1,38 @@
-"""Mapping from the weights in PEFT adapter files to the weights of a model.
+"""Files of PEFT adapters, and the mapping from their weights to those of a model.
 
 PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the model's
-``q_proj.lora_A.default.weight``) and does not save the frozen base model.
+``q_proj.lora_A.default.weight``) and does not save the frozen base model. ``save_pretrained`` puts the adapter
+``default`` into the folder, and each other adapter into a folder of its name in it.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from trak_lite._validate import parse_json
 from trak_lite.errors import CheckpointError
 
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_CONFIG = "adapter_config.json"
+_FLAT = "default"
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
+# Only settings that change the outputs of the same weights. Names and shapes of weights show the others, and PEFT
+# itself changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
+_SETTINGS = (
+    *("r", "lora_alpha", "alpha", "randlora_alpha", "alpha_pattern", "use_rslora", "use_dora", "scaling"),
+    *("random_loc_seed", "alora_invocation_tokens"),
+)
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters of a ``peft.PeftModel``'s active adapters; none for other models."""
-    active: Any = getattr(model, "active_adapter", None) if hasattr(model, "peft_config") else None
-    adapters = [active] if isinstance(active, str) else active if isinstance(active, list) else []
+    adapters = _active_adapters(model) if hasattr(model, "peft_config") else []
     names = [name for name, _ in model.named_parameters()]
     return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
 
@@ -35,33 +47,121 @@ def parameter_versions(model: nn.Module) -> dict[str, int]:
     return {name: 0 if p.is_inference() else p._version for name, p in named}
 
 
-def completed_adapter(
-    model: nn.Module, saved: Mapping[str, Any], held: Mapping[str, Any], base: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a complete state dict under the model's names: the saved adapter and the base weights.
+def named_adapters(folder: Path) -> list[Path]:
+    """Return the weights of adapters in folders of their names."""
+    return sorted(path for name in ADAPTER_FILES for path in folder.glob(f"*/{name}"))
 
-    ``held`` is the model's state dict, and ``base`` has the weights of the base model. Adapter weights are never taken
-    from it, so that weights missing in the file are detected. A model without one active adapter raises
-    CheckpointError.
+
+def adapter_files(model: nn.Module, source: Path) -> dict[str, Path]:
+    """Return the file of each active adapter of a model.
+
+    ``source`` is the file of one adapter, or the place of that of ``default`` if the folder has none. If the model has
+    one adapter, the file may be that of an adapter of any name.
+
+    Raises:
+        CheckpointError: If the model has no active adapter, a file is missing, or settings differ.
     """
-    adapter: Any = getattr(model, "active_adapter", None)
-    if isinstance(adapter, list) and len(adapter) == 1:
-        (adapter,) = adapter
-    if not isinstance(adapter, str):
-        seen = f"the active adapters {adapter}" if isinstance(adapter, list) else "no adapter"
+    active = _active_adapters(model)
+    if not active:
         raise CheckpointError(
-            f"The checkpoint is a PEFT adapter, but {type(model).__name__} has {seen}. Expected a model with one "
+            f"The checkpoint is a PEFT adapter, but {type(model).__name__} has no adapter. Expected a model with an "
             "active adapter: peft.get_peft_model(base, config), or PeftModel.from_pretrained(base, folder)."
         )
-    saved_names = {name: _saved_name(name, adapter) for name in held}
-    held_names = {saved_name: name for name, saved_name in saved_names.items()}
-    given = {held_names.get(name, name): value for name, value in saved.items()}
-    frozen = {
-        name: base[name]
-        for name, saved_name in saved_names.items()
-        if name == saved_name and name in base and name not in given
-    }
+    adapters, folder = _adapters(model), source.parent
+    # The folder "b" may also be the one in which default and b were saved.
+    is_named = folder.name in adapters and not (folder / folder.name).is_dir()
+    owner, root = (folder.name, folder.parent) if is_named else (_FLAT, folder)
+    named, files = named_adapters(root), {}
+    for adapter in active:
+        inside = root if adapter == _FLAT else root / adapter
+        places = [source] if adapter == owner else [inside / name for name in ADAPTER_FILES]
+        if len(adapters) == 1:
+            places += [source, *(named if len(named) == 1 else [])]
+        if found := next((place for place in places if place.is_file()), None):
+            files[adapter] = found
+    if len(files) < len(active) or (is_named and owner not in active):
+        seen = [str(path) for path in dict.fromkeys([source, *named]) if path.is_file()]
+        raise CheckpointError(
+            f"{type(model).__name__} has the adapters {adapters}, and {active} active. Found {seen}. "
+            f"Expected the active ones as save_pretrained writes them: {_FLAT!r} in the folder, others in a folder of "
+            "their name. Activate the adapters that were saved, or pass the folder with these."
+        )
+    for adapter, file in files.items():
+        _refuse_other_settings(model, adapter, file.parent / _CONFIG)
+    return files
+
+
+def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
+    config: Any = getattr(model, "peft_config", {}).get(adapter)
+    if config is None or not path.is_file():
+        return
+    try:
+        saved = dict(parse_json(path.read_bytes(), finite=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"Cannot read the settings of an adapter {path} ({type(error).__name__}: {error}). Expected a JSON object, "
+            "as save_pretrained writes it."
+        ) from error
+    # Versions of PEFT differ in the settings they have, and in None, False or {} for an unused one.
+    differences = [
+        f"{name} is {reprlib.repr(saved[name])} there, {reprlib.repr(own)} here"
+        for name in _SETTINGS
+        if name in saved and (saved[name] or None) != ((own := getattr(config, name, saved[name])) or None)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path} has other settings than the adapter {adapter!r} of the model: {'; '.join(differences)}. With them "
+            "the saved weights compute something else. Build the model with PeftModel.from_pretrained(base, folder)."
+        )
+
+
+def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return a state dict of ``peft.get_peft_model_state_dict`` under the name of its adapter; empty for other ones.
+
+    Raises:
+        CheckpointError: If the model has several adapters: the state dict does not show which one it is of.
+    """
+    active = _active_adapters(model)
+    held = model.state_dict() if active else {}
+    known = {_saved_name(name, adapter) for name in held for adapter in active}.union(held)
+    if not known.issuperset(state) or held.keys() >= state.keys():
+        return {}
+    if len(_adapters(model)) > 1:
+        raise CheckpointError(
+            f"A state dict has the weights of one PEFT adapter without its name, and {type(model).__name__} has the "
+            f"adapters {_adapters(model)}. Pass model.state_dict(), or a folder of save_pretrained."
+        )
+    return {active[0]: state}
+
+
+def completed_adapters(
+    adapters: Mapping[str, Mapping[str, Any]], held: Mapping[str, Any], base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a complete state dict under the model's names: the saved adapters and the base weights.
+
+    ``held`` is the model's state dict, and ``base`` has the weights of the base model. Weights of the saved adapters
+    are never taken from it, so that weights missing in a file are detected.
+    """
+    given: dict[str, Any] = {}
+    frozen = {name: base[name] for name in held if name in base}
+    for adapter, saved in adapters.items():
+        names = {_saved_name(name, adapter): name for name in held}
+        given.update({names.get(name, name): value for name, value in saved.items()})
+        frozen = {name: value for name, value in frozen.items() if _saved_name(name, adapter) == name}
     return {**frozen, **given}
+
+
+def _adapters(model: nn.Module) -> list[str]:
+    return list(getattr(model, "peft_config", None) or _active_adapters(model))
+
+
+def _active_adapters(model: nn.Module) -> list[str]:
+    # base_model.set_adapter([...]) changes only the first. Models of Transformers have methods of these names.
+    for name in ("active_adapters", "active_adapter"):
+        active: Any = getattr(model, name, None)
+        if isinstance(active, str | list):
+            return [active] if isinstance(active, str) else active
+    return []
 
 
 def _saved_name(name: str, adapter: str) -> str:

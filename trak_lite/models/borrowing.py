@@ -121,8 +121,7 @@ class BorrowedModel:
             for name, buffer in self.model.named_buffers():
                 if name not in state and name in self.own:
                     buffer.copy_(self.own[name])
-        has_own = checkpoint.load is None or checkpoint.is_adapter
-        load_into(self.model, checkpoint, self.own, self.modes if has_own else {})
+        load_into(self.model, checkpoint, self.own, self.modes)
 
 
 @contextmanager

@@ -29,7 +29,13 @@ from torch import Tensor, nn
 from trak_lite._eval_caches import in_modes
 from trak_lite._validate import parse_json, some_of
 from trak_lite.errors import CheckpointError, summary
-from trak_lite.models._adapters import completed_adapter
+from trak_lite.models._adapters import (
+    ADAPTER_FILES,
+    adapter_files,
+    completed_adapters,
+    named_adapters,
+    unnamed_adapter,
+)
 from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
 
 logger = logging.getLogger(__name__)
@@ -41,14 +47,12 @@ such files, a :class:`Checkpoint`, or an iterable of these.
 A state dict may stand in a mapping beside that of the optimizer: ``{"model": ..., "optimizer": ...}``."""
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 _INDEX = ".index.json"
-_ADAPTER = "adapter_model."
 HUGGING_FACE_FILES = (
     "model.safetensors",
     f"model.safetensors{_INDEX}",
     "pytorch_model.bin",
     f"pytorch_model.bin{_INDEX}",
-    f"{_ADAPTER}safetensors",
-    f"{_ADAPTER}bin",
+    *ADAPTER_FILES,
 )
 """Names of weights in a folder saved by Hugging Face, the first that exists being used."""
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
@@ -145,7 +149,7 @@ def noted_checkpoint(source: object) -> Checkpoint | None:
         return None
     try:
         path = Path(source)
-        return _from_file(path, path.stem) if path.is_file() else None
+        return _from_file(path, path.stem) if path.is_file() or path == weights_inside(path.parent) else None
     except (OSError, ValueError):
         return None  # not a valid path: too long, or with a null byte
 
@@ -156,8 +160,13 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 
 def weights_inside(folder: Path) -> Path | None:
-    """Return the weights file or shard index of a folder saved by Hugging Face; ``None`` if it has neither."""
-    return next((folder / name for name in HUGGING_FACE_FILES if (folder / name).is_file()), None)
+    """Return the weights file or shard index of a folder saved by Hugging Face; ``None`` if it has neither.
+
+    For a ``checkpoint-N`` that has only adapters in folders of their names, it is the missing file beside these.
+    """
+    is_split = _STEP_FOLDER.fullmatch(folder.name) and named_adapters(folder)
+    missing = folder / ADAPTER_FILES[0] if is_split else None
+    return next((folder / name for name in HUGGING_FACE_FILES if (folder / name).is_file()), missing)
 
 
 def _from_path(path: Path) -> Iterator[Checkpoint]:
@@ -195,7 +204,7 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
 
 
 def _from_file(path: Path, name: str) -> Checkpoint:
-    return Checkpoint(name, str(path.absolute()), lambda: read_weights(path), path.name.startswith(_ADAPTER))
+    return Checkpoint(name, str(path.absolute()), lambda: read_weights(path), path.name in ADAPTER_FILES)
 
 
 def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
@@ -309,35 +318,44 @@ def load_into(
         own: The model's original weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
             ``None`` if the model has them now.
         modes: ``training``, when the values were read, of modules that override ``train``, by name; of those that are
-            not in it ``True``. Values are loaded in these modes.
+            not in it ``True``. The model's own values, and adapters, are loaded in these modes.
 
     Raises:
-        CheckpointError: If names, shapes or the adapter do not fit; lists the first mismatches. Nothing is copied.
+        CheckpointError: If names, shapes or adapters do not fit; lists the first mismatches. Nothing is copied.
     """
     reshard(model)
+    adapters: dict[str, Mapping[str, Any]] = {}
     if checkpoint.load is None:
         if own is None:
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
+    elif checkpoint.is_adapter and checkpoint.source is not None:
+        state, files = {}, adapter_files(model, Path(checkpoint.source))
+        adapters = {adapter: read_weights(file) for adapter, file in files.items()}
     else:
         state = _unwrapped(checkpoint.load())
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
-    with in_modes(model, modes):
-        _load_state(model, checkpoint, state, own)
+    adapters = adapters or unnamed_adapter(model, state)
+    with in_modes(model, modes if checkpoint.load is None or adapters else {}):
+        _load_state(model, checkpoint, state, adapters, own)
 
 
 def _load_state(
-    model: nn.Module, checkpoint: Checkpoint, state: Mapping[str, Any], own: Mapping[str, Tensor] | None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    adapters: Mapping[str, Mapping[str, Any]],
+    own: Mapping[str, Tensor] | None,
 ) -> None:
     """Copy a state dict into a model in its present modes; see :func:`load_into`."""
     held = model.state_dict(keep_vars=True)
     base = held if own is None else own
     given, versions = _under_own_names(state, held)
-    if checkpoint.is_adapter:
-        given = completed_adapter(model, state, held, base)
+    if adapters:
+        given = completed_adapters(adapters, held, base)
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
         _keep_others(given, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.
