@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -674,7 +674,7 @@ def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(sto
 
     assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
     np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), expected)
-    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
+    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr.*it cannot be written.*Make the folder writable"):
         again.score(TARGETS, name="new")
     with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr"):
         again.featurize(TRAIN, checkpoints=states(3))
@@ -692,7 +692,38 @@ def test_gradients_that_really_are_zero_are_stored(fitted):
 
     made = attributor(model=linear, task=task, dtype="float16" if fitted.stop else "float32")
 
-    assert made.featurize(Rows(TensorDataset(x, y), batch_size=None if fitted.stop else 1)).rows_written == N
+    with nullcontext() if fitted.stop else pytest.warns(UserWarning, match=f"all {N} computed rows"):
+        found = made.featurize(Rows(TensorDataset(x, y), batch_size=None if fitted.stop else 1))
+    assert found.rows_written == N
+
+
+class Unused(nn.Module):
+    """Keeps the gradients of a module that the output does not depend on, but for one row if asked."""
+
+    def __init__(self, used=False):
+        super().__init__()
+        self.first = nn.Linear(4, 3, dtype=torch.float32, device="cpu").requires_grad_(False)
+        self.second = nn.Linear(4, 3, dtype=torch.float32, device="cpu")
+        self.used = used
+
+    def forward(self, x):
+        last = (x == TRAIN.tensors[0][-1]).all(1, keepdim=True)
+        return self.first(x) + (last * self.second(x) if self.used else 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_rows_that_are_all_zero_are_told_once_per_call(dtype, recwarn):
+    """With two checkpoints; a single row that is not zero, in the last batch, is enough to say nothing."""
+    for used, count in ((True, 0), (False, 1)):
+        torch.manual_seed(0)
+        made = attributor(model=Unused(used), dtype=dtype, method="GradDot")
+        made.featurize(Rows(TRAIN, batch_size=4), [Unused().state_dict() for _ in range(2)])
+        assert len(recwarn) == count
+    made.score(TARGETS, "asked")
+    first, second = (str(warning.message) for warning in recwarn)
+    assert f"all {N} computed rows of the train data are zero" in first
+    assert "rows of the targets are zero" in second
+    assert "adapters that are merged or disabled" in second
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import Counting, labelled, perceptron
 
 from trak_lite import Attributor, Rows
-from trak_lite.errors import ManifestMismatchError, StateError
+from trak_lite.errors import ManifestMismatchError, StateError, UnsupportedStoreError
 from trak_lite.store import RemotePlace
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -68,3 +68,5 @@ def test_scores_equal_those_of_a_local_run_bitwise(where, expected, tmp_path):
     other = attributor(where, seed=1)
     with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here"):
         other.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
+    with pytest.raises(UnsupportedStoreError, match=r"rows cannot be appended.*Copy the store to a local"):
+        again.featurize(Rows(labelled(N + 1, 0), name="train"), CHECKPOINTS, append=True)

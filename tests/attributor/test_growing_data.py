@@ -174,7 +174,7 @@ def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp
         assert "to the same data in the same order" in str(caught.value)
     assert made.featurize(rows(N), append=True).rows_written == 0
     monkeypatch.setattr("os.access", lambda *args: False)
-    with pytest.raises(ReadOnlyStoreError):
+    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr was opened for reading: it cannot be written"):
         attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
     assert contents(tmp_path) == before
 

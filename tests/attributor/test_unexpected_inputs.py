@@ -217,6 +217,15 @@ def test_other_rows_and_another_model_at_a_path_are_told_in_words(tmp_path, said
         attributor(model, tmp_path / "a.zarr").featurize(data)
 
 
+def test_a_store_in_memory_is_named_where_train_data_have_changed_before_a_fit():
+    changing = TensorDataset(X.clone(), Y)
+    made = attributor(method="EKFAC")
+    made.featurize(changing)
+    changing.tensors[0][3] += 1
+    with pytest.raises(ManifestMismatchError, match=r"^the store in memory was made with .*dataset"):
+        made.score(TRAIN)
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path, in_file):
     first, second = (net(seed).state_dict() for seed in (0, 1))

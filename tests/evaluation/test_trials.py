@@ -47,7 +47,7 @@ def test_the_quantile_is_the_one_that_is_counted_by_hand():
     [
         (np.ones((3, 2)), np.ones(2), 0.9, r"weights must be \(3,\) or \(3, 2\), got \(2,\)"),
         (np.ones(3), np.ones(3), 0.9, "residuals must be a matrix"),
-        (np.ones((3, 2)), np.ones(3), 1.0, "confidence must lie between 0 and 1, got 1.0"),
+        (np.ones((3, 2)), np.ones(3), 1.0, "level must lie between 0 and 1, got 1.0"),
     ],
 )
 def test_what_has_no_quantile_is_refused(residuals, weights, level, seen):
@@ -174,7 +174,7 @@ def test_sets_that_no_trials_resemble_have_no_interval():
     assert found.half_width[4] == np.inf
     with pytest.raises(NonFiniteError, match="predicted"):
         known.interval([np.nan], [0.0], 0.05)
-    with pytest.raises(InvalidInputError, match="confidence"):
+    with pytest.raises(InvalidInputError, match="level must lie"):
         known.interval(asked, asked, 0.05, level=1.5)
 
 

@@ -151,6 +151,62 @@ def test_new_labels_change_scores_as_if_the_rows_had_been_trained_with_them(scor
         what_if(held_scores(np.ones((N, M))), relabel=(rows, same))
 
 
+class Drawn(TensorDataset):
+    """Inputs with noise that is drawn anew at each access."""
+
+    def __getitem__(self, row):
+        values, label = super().__getitem__(row)
+        return values + torch.randn(D, dtype=torch.float32, device="cpu"), label
+
+
+def test_samples_of_other_rows_are_no_new_labels(scores):
+    """Named are the rows of which no tensor is that of the train row; only the process that featurized knows these."""
+    rows, labels = np.array([5, 80, 17]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float32, device="cpu")
+    own, others = DATA.tensors[0][rows], DATA.tensors[0][[80, 5, 17]]
+    for inputs, seen in ((others, "rows 5, 80 differ"), (torch.flip(own, [1]), "rows 5, 80, 17 differ")):
+        with pytest.raises(InvalidInputError, match=f"{seen} from the train rows in all tensors"):
+            what_if(scores, relabel=(rows, TensorDataset(inputs, labels)))
+    mask = np.isin(EVERYTHING, rows)
+    with pytest.raises(InvalidInputError, match="rows 17, 80 differ"):
+        what_if(scores, relabel=(mask, TensorDataset(own, labels)))
+    what_if(scores, relabel=(mask, TensorDataset(DATA.tensors[0][mask], labels)))
+    what_if(scores, relabel=(rows, TensorDataset(others, DATA.tensors[1][rows])))  # the label alone is shared
+
+
+def test_samples_that_cannot_be_compared_with_train_rows_are_not_refused(tmp_path):
+    """Drawn anew, of one tensor, of another length, or token ids that hold the label; nor without train data."""
+    torch.manual_seed(0)
+    drawn_anew = Attributor(model(weights(EVERYTHING)), "regression", None, proj_dim=4, progress=False)
+    drawn_anew.featurize(Drawn(*DATA.tensors))
+    what_if(drawn_anew.score(ASKED), relabel=([3], Rows(Drawn(*DATA.tensors), indices=[3])))
+
+    tokens = torch.randint(7, (20, 4), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    embedding = nn.Embedding(8, 3, dtype=torch.float32, device="cpu")
+
+    def mean(net, batch):
+        return net(batch[0]).mean((1, 2))
+
+    answer = torch.cat([tokens[:2, :3], torch.full((2, 1), 7, dtype=torch.int64, device="cpu")], 1)
+    for parts in (1, 2):
+        made = Attributor(
+            embedding, mean, tmp_path / f"{parts}.zarr", proj_dim=4, progress=False, method="GradDot"
+        )
+        made.featurize(TensorDataset(*[tokens] * parts))
+        found = made.score(TensorDataset(*[tokens] * parts))
+        for inputs in (answer, answer[:, 1:]):
+            what_if(found, relabel=([0, 1], TensorDataset(*[inputs] * parts)))
+    with pytest.raises(InvalidInputError, match="rows 0, 1 differ"):
+        what_if(found, relabel=([0, 1], TensorDataset(*[torch.full_like(answer, 7)] * 2)))
+    again = Attributor.open(tmp_path / "2.zarr", embedding, task=mean).scores("targets")
+    what_if(again, relabel=([0, 1], TensorDataset(*[torch.full_like(answer, 7)] * 2)))
+
+
+@pytest.mark.parametrize("level", ["x", 2, -1, np.nan, None, 1.0, True])
+def test_levels_outside_0_and_1_are_refused_without_trials_too(level):
+    with pytest.raises(InvalidInputError, match=f"level must lie between 0 and 1, got {level!r}"):
+        what_if(held_scores(np.ones((10, 3))), remove=[1], level=level)
+
+
 # ------------------------------------------------------------------------ with trials
 
 

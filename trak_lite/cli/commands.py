@@ -48,6 +48,7 @@ _DEFAULT_NAME = "targets"
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 _SHOWN_GROUPS = 20
 _MOST_NAMED = 10_000_000
+_ROWS = "numbers and ranges, such as 3,8-11"
 _Number = TypeVar("_Number", int, float)
 
 
@@ -413,8 +414,12 @@ def _row_numbers(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if not first:  # "-1"
+            raise InvalidInputError(f"--remove must be {_ROWS}, got {part!r:.40}.")
         start, stop = _number(int, "remove", first), _number(int, "remove", last or first)
-        if not start <= stop < start + _MOST_NAMED:
+        if stop < start:
+            raise InvalidInputError(f"--remove: {part!r:.40} ends before it begins. Use {stop}-{start}.")
+        if stop >= start + _MOST_NAMED:
             raise InvalidInputError(f"--remove: {part!r:.40} is no range of at most {_MOST_NAMED:,} rows.")
         found += range(start, stop + 1)
     return found
@@ -425,8 +430,7 @@ def _number(kind: type[_Number], name: str, text: str) -> _Number:
         return kind(text)
     except ValueError as error:
         raise InvalidInputError(
-            f"--{name} must be {'numbers and ranges, such as 3,8-11' if name == 'remove' else 'a number'}, got "
-            f"{text!r:.40}."
+            f"--{name} must be {_ROWS if name == 'remove' else 'a number'}, got {text!r:.40}."
         ) from error
 
 

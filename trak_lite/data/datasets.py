@@ -132,6 +132,8 @@ class Rows(_AsTheyAre):
         """A few rows of the first loaded batch; ``None`` before a batch is loaded."""
         self.may_pad = self.collate is not default_collate
         """Whether f of a sample may depend on the padding of its batch, as far as it was looked at."""
+        self.may_be_zero = True
+        """Whether the user is to be told if all computed rows are zero; once per call."""
         self._size = len(self.dataset)
         self._indices = None if indices is None else checked_indices(indices, self._size, what)
         if len(self) == 0:

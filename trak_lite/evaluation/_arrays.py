@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -29,11 +31,12 @@ def finite_matrix(values: ArrayLike, name: str) -> NDArray[np.float64]:
     return array
 
 
-def coverage(confidence: float) -> float:
-    """Return the confidence after checking that it lies between 0 and 1."""
-    if not 0.0 < confidence < 1.0:
-        raise InvalidInputError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-    return confidence
+def coverage(**named: object) -> float:
+    """Return the one keyword value as a float after checking that it lies between 0 and 1."""
+    ((name, value),) = named.items()
+    if not isinstance(value, Real) or not 0.0 < float(value) < 1.0:
+        raise InvalidInputError(f"{name} must lie between 0 and 1, got {value!r}.")
+    return float(value)
 
 
 def standardised(values: NDArray[np.floating]) -> NDArray[np.float64]:

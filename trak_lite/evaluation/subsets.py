@@ -146,7 +146,7 @@ def target_loss_rise(
             f"before must be (M,) and after (M,) or (R, M), got {first.shape} and {last.shape}."
         )
     rise = (last if last.ndim == 1 else last.mean(axis=0)) - first
-    tail = (1.0 - coverage(confidence)) / 2.0
+    tail = (1.0 - coverage(confidence=confidence)) / 2.0
     rng = np.random.default_rng(seed)
     draws = [
         rise[rng.integers(0, len(rise), len(rise))].mean()

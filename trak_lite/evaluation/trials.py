@@ -85,7 +85,7 @@ def conformal_quantile(residuals: ArrayLike, weights: ArrayLike, level: float) -
     if mass.ndim == 1:
         mass = np.repeat(mass[:, None] / values.shape[1], values.shape[1], axis=1)
     order = np.argsort(values, axis=None, kind="stable")
-    reached = np.cumsum(mass.reshape(-1)[order]) >= coverage(level) * (mass.sum() + 1.0) - 1e-9
+    reached = np.cumsum(mass.reshape(-1)[order]) >= coverage(level=level) * (mass.sum() + 1.0) - 1e-9
     return float(values.reshape(-1)[order[np.argmax(reached)]]) if reached.any() else np.inf
 
 
@@ -96,7 +96,7 @@ def fewest_trials(level: float) -> int:
         >>> fewest_trials(0.9)
         9
     """
-    return int(np.ceil(round(coverage(level) / (1.0 - level), 9)))
+    return int(np.ceil(round(coverage(level=level) / (1.0 - level), 9)))
 
 
 @final
@@ -243,7 +243,7 @@ class Trials:
             centre = float(np.sinh(value * _TARGET_WIDTH))
             weights = self.weights_for(share, concentration, centre, level)
             found.similar[here] = weights.sum()
-            if weights.sum() >= coverage(level) / (1.0 - level):
+            if weights.sum() >= coverage(level=level) / (1.0 - level):
                 pair = self._calibrated(asked[here], share, weights, level)
                 found.predicted[here], found.half_width[here] = pair
         return found

@@ -91,7 +91,7 @@ class Capture:
                 self._look(workspace.store())
         if not resume and (self._finished is not None or self._path):
             raise StateError(
-                f"{run.workspace.path} has {int(self._done.sum())} rows of a capture {name!r}. If this training "
+                f"{run.workspace.name} has {int(self._done.sum())} rows of a capture {name!r}. If this training "
                 "continues that one, pass resume=True. Otherwise use another name, or remove them: "
                 f"drop_checkpoint({name!r})."
             )

@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _PADDED = "Leave the padding out of f (a mask), pad all samples to one length, or use batch_size=1."
+_ZERO = (
+    "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
+    "merged or disabled, at unused parts of the model, and at parameters that are frozen or left out (grad_wrt)."
+)
 _MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
 
 
@@ -280,6 +284,10 @@ class HostRows:
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self.is_done = self._copy.is_done
 
+    def are_zero(self) -> bool:
+        """Return whether all features are zero, after :meth:`put`."""
+        return not self._copy.arrays()[self._names.index(FEATURES) - len(self._names)].any()
+
     def put(self, write: Write, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
         """Wait for the columns, check them, and write them as rows ``(B,)`` of a table.
 
@@ -349,6 +357,9 @@ class RowWork:
         """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
         with shared as work, turns:
             first = not self.compare(turns, own)
+            # Of a table that is continued, a few rows alone may be zero.
+            are_new = work.pending_at_first == table.spec.num_rows
+            are_zero = are_new and isinstance(rows, Rows) and rows.may_be_zero
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
                 copies = ((wanted, HostRows(found, table.spec)) for wanted, found in stream)
@@ -356,6 +367,7 @@ class RowWork:
                 for wanted, copy in one_behind(copies):
                     written = work.written
                     copy.put(work.put, wanted, rows.what, numbers=rows.numbers(wanted))
+                    are_zero = are_zero and copy.are_zero()
                     if work.written > written:
                         own.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
@@ -364,6 +376,10 @@ class RowWork:
                         self.compare(turns, own)
             if work.written < work.pending_at_first:  # others wrote the rest
                 self.compare(turns, own)
+        if isinstance(rows, Rows) and are_zero and work.written:
+            rows.may_be_zero = False
+            text = f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {_ZERO}"
+            warnings.warn(text, UserWarning, stacklevel=2)
         return work.written
 
     def check(self, wanted: RowNumbers | None = None) -> None:

@@ -507,7 +507,7 @@ class FeaturizingSession:
         compare_fingerprints(
             {"dataset": stored},
             {"dataset": rows.identity()},
-            where=str(self.workspace.path),
+            where=self.workspace.name,
             remedy=f"{need} the train data of the store. Call featurize(train_data, ...) with them first.",
         )
         return rows

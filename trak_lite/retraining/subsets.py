@@ -377,7 +377,7 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
     table = workspace.table(path)
     if table is None:
         return True, ""
-    where = f"{workspace.path or 'memory'}:{path}"
+    where = f"{workspace.name}:{path}"
     compare_fingerprints(
         table.spec.fingerprint,
         plan.fingerprint,

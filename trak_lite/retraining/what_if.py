@@ -11,12 +11,17 @@ from functools import cached_property
 from typing import Any, Final, final
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from trak_lite._validate import positive_int
+from trak_lite._devices import undisturbed
+from trak_lite._validate import positive_int, some_of
+from trak_lite.data.batches import flatten_batch, rows_in_batches
 from trak_lite.data.columns import Column, require_columns
-from trak_lite.data.datasets import every_nth
+from trak_lite.data.datasets import Rows, every_nth
 from trak_lite.errors import InvalidInputError, printable
+from trak_lite.evaluation._arrays import coverage
 from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.trials import (
     Array,
@@ -122,17 +127,20 @@ def what_if(
         remove: Row numbers, or a mask ``(N,)``, of the rows that are left out.
         add: Row numbers or a mask of the rows that are trained on twice.
         relabel: The rows, and a dataset (or :class:`~trak_lite.Rows`) of the same rows with their new labels, in the
-            same order. Their features are computed at all checkpoints.
-        level: Nominal coverage of the intervals. A higher one takes in trials that resemble the set less, and the
-            prediction is fitted to these.
+            same order. Their features are computed at all checkpoints. After ``featurize`` in this process, each sample
+            must share one of its tensors with its train row, or some of the entries of one of int32 or int64 (token
+            ids). Samples of one tensor, of other shapes, or drawn anew at each access are not compared.
+        level: Nominal coverage of the intervals, above 0 and below 1. A higher one takes in trials that resemble the
+            set less, and the prediction is fitted to these.
 
     Raises:
         InvalidInputError: If no row is given, a row does not exist or occurs in two of the arguments, all rows are
-            removed, or there is not one relabelled sample per row.
+            removed, there is not one relabelled sample per row, a sample is not that of its row, or the level is out of
+            range.
         StateError: With ``relabel``, if the scores were opened without a model or not made from stored rows, or the
             weights of a checkpoint cannot be found.
     """
-    num_rows = len(scores)
+    num_rows, level = len(scores), coverage(level=level)
     removed, added = (_numbers(rows, num_rows, what) for rows, what in ((remove, "remove"), (add, "add")))
     relabelled = _numbers(None if relabel is None else relabel[0], num_rows, "relabel")
     everything = np.concatenate([removed, added, relabelled])
@@ -146,7 +154,7 @@ def what_if(
         return effects.without(removed, level)
     total = effects.sum(added) - effects.sum(removed) - effects.sum(relabelled)
     if relabel is not None:
-        total += _scores_of_samples(scores, relabel[1], len(relabelled))
+        total += _scores_of_samples(scores, relabel[1], relabelled)
     verbs = {"without": removed, "twice": added, "with other labels": relabelled}
     change = ", ".join(_counted(verb, len(rows), num_rows) for verb, rows in verbs.items() if len(rows))
     basis = (
@@ -327,15 +335,17 @@ def _groups(scores: Scores, groups: ArrayLike | str | None) -> NDArray[np.int64]
     return Column.of(groups, len(scores), "The groups of train rows").places
 
 
-def _scores_of_samples(scores: Scores, data: Any, count: int) -> Array:
+def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) -> Array:
     """Return the scores that samples would have as train rows, summed, ``(M,)``."""
-    run, method = scores.run, scores.method
+    run, method, count = scores.run, scores.method, len(numbers)
     rows = run.rows(data, "the relabelled rows")
     if len(rows) != count:
         raise InvalidInputError(
             f"relabel names {count} rows, but its data has {len(rows)} samples. Pass one per row."
         )
     terms = scores.source.terms()
+    if run.train is not None and len(run.train) >= len(scores):
+        _refuse_other_samples(run.train, numbers, rows)
     places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
     products, factors = np.zeros((len(terms), count, scores.shape[1])), np.zeros((len(terms), count, 1))
     with run.session() as session:
@@ -356,6 +366,32 @@ def _scores_of_samples(scores: Scores, data: Any, count: int) -> Array:
         products *= factors if method.q == "inside" else factors.mean(axis=0)
     total: Array = products.sum(axis=(0, 1))
     return total
+
+
+def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], given: Rows) -> None:
+    """Raise if a sample shares nothing with its train row, where that can be told."""
+    is_other = np.zeros(len(numbers), np.bool_)
+    for places in rows_in_batches(np.arange(len(numbers)), given.batch_size):
+        # One batch per call: the workers of a loader would draw the same augmentation at both accesses.
+        asked = ((train, numbers[places]), (train, numbers[places]), (given, places))
+        with undisturbed():
+            batches = [batch for rows, wanted in asked for _, batch in rows.batches([wanted])]
+        own, again, other = ([leaf.cpu() for leaf in flatten_batch(batch)[0]] for batch in batches)
+        shapes = [[leaf.shape for leaf in leaves] for leaves in (own, again, other)]
+        if len(own) < 2 or shapes != shapes[:1] * 3 or not all(map(torch.equal, own, again)):
+            return
+        is_other[places] = ~torch.stack(list(map(_shared, own, other))).any(0).numpy()
+    if is_other.any():
+        raise InvalidInputError(
+            f"In relabel, the samples of rows {some_of(map(str, numbers[is_other]))} differ from the train rows in all "
+            "tensors, not only in their labels. Pass the samples of these rows, in the order of the row numbers."
+        )
+
+
+def _shared(own: Tensor, other: Tensor) -> Tensor:
+    """Return which samples of two batches have the same values, ``(b,)``; of token ids, some of them."""
+    equal = (own == other).reshape(len(own), -1)
+    return equal.any(1) if own.dtype in (torch.int32, torch.int64) else equal.all(1)
 
 
 def _numbers(rows: ArrayLike | None, num_rows: int, what: str) -> NDArray[np.int64]:

@@ -60,6 +60,11 @@ class Workspace:
         self._store: AbstractFeatureStore | None = None
         self._manifest = Manifest({})
 
+    @property
+    def name(self) -> str:
+        """The store in messages."""
+        return str(self.path or "the store in memory")
+
     def holds_other_data(self, dataset: Mapping[str, Any]) -> bool:
         """Return whether the store is in memory and was made for train data with another identity."""
         if self._memory is None:
@@ -160,10 +165,10 @@ class Workspace:
         """Return a table that is created when its first rows are put, with the store if it does not exist."""
         existing = self.table(path)
         if existing is not None:
-            compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.path}:{path}")
+            compare_fingerprints(existing.spec.fingerprint, spec.fingerprint, where=f"{self.name}:{path}")
             if existing.spec.num_rows > spec.num_rows:
                 raise StateError(
-                    f"{self.path}:{path} has {existing.spec.num_rows} rows, and the data has {spec.num_rows}: another "
+                    f"{self.name}:{path} has {existing.spec.num_rows} rows, and the data has {spec.num_rows}: another "
                     "process has appended rows. Call again with the longer data."
                 )
             if existing.spec.num_rows < spec.num_rows:
@@ -200,7 +205,7 @@ class Workspace:
         compare_fingerprints(
             stored,
             {**given, "dataset": dict(first_rows(num_rows))},
-            where=str(self.path or "the store in memory"),
+            where=self.name,
             remedy="Rows can only be appended to the same data in the same order, featurized with the same settings.",
         )
         captured = [
@@ -222,7 +227,7 @@ class Workspace:
         if "dataset" not in given:
             compared.pop("dataset", None)
         try:
-            compare_fingerprints(compared, given, where=str(self.path or "the store in memory"))
+            compare_fingerprints(compared, given, where=self.name)
         except ManifestMismatchError as error:
             cause = _cause([key for key, *_ in differing_keys(compared, given)])
             cause = cause or _other_settings(stored.made_with, self._manifest.made_with)

@@ -148,7 +148,13 @@ class Scores:
         Raises:
             StateError: If they were not computed from stored rows.
         """
-        if self.record.source is None or not self.method.multiplies_rows:
+        if self.record.source is not None and not self.method.multiplies_rows:
+            raise StateError(
+                f"The scores {self.name!r} are those of {self.method.name}, a method of whole matrices: it has no "
+                "self-influence, and nothing else that multiplies stored rows. Use the scores of another method (for "
+                "Mean: of the methods in it)."
+            )
+        if self.record.source is None:
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
                 "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."

@@ -8,11 +8,10 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from trak_lite.errors import ReadOnlyStoreError
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._exchange import Difference, diff_tables, refuse_conflicts, take_missing
 from trak_lite.store._grid import flat_spec
-from trak_lite.store._table import AbstractRowTable
+from trak_lite.store._table import AbstractRowTable, opened_for_reading
 from trak_lite.store.manifest import Manifest, compare_fingerprints, differing_keys
 
 NEEDED_UNTIL = "needed_until"
@@ -225,9 +224,7 @@ class AbstractFeatureStore(ABC):
 
     def _require_writable(self) -> None:
         if not self.writable:
-            raise ReadOnlyStoreError(
-                f"{self.path or 'The store'} was opened for reading. Open it with mode='r+'."
-            )
+            raise opened_for_reading(self.path or "The store")
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import IncompleteStoreError, InvalidInputError, StateError
+from trak_lite.errors import IncompleteStoreError, InvalidInputError, ReadOnlyStoreError, StateError
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import shape_to_json
 from trak_lite.store._values import short_list
@@ -283,3 +283,11 @@ class AbstractRowTable(ABC):
             f"Rows {first} to {stop - 1} (chunk {chunk}) of {self._where} are not complete: "
             f"{pending} of {stop - first} are pending. Featurize them first; pending() lists them."
         )
+
+
+def opened_for_reading(where: str) -> ReadOnlyStoreError:
+    """Return the error of a write. Attributors open a store that they cannot write for reading, and have no mode."""
+    return ReadOnlyStoreError(
+        f"{where} was opened for reading: it cannot be written, or was opened with mode='r'. Make the folder writable, "
+        "or open it with mode='r+'."
+    )

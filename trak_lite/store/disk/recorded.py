@@ -14,14 +14,13 @@ from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
     MissingStoreError,
-    ReadOnlyStoreError,
     StateError,
 )
 from trak_lite.store._base import AbstractFeatureStore
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._grid import check_spec, flat_spec, plain_json
 from trak_lite.store._names import is_name, natural_order, path_parts
-from trak_lite.store._table import AbstractRowTable
+from trak_lite.store._table import AbstractRowTable, opened_for_reading
 from trak_lite.store._values import check_derived
 from trak_lite.store.disk.documents import (
     attributes_from_json,
@@ -160,7 +159,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
 
     def _require_writable(self) -> None:
         if not self._writable:
-            raise ReadOnlyStoreError(f"{self._where} was opened for reading. Open it with mode='r+'.")
+            raise opened_for_reading(self._where)
         if self._closed:
             raise StateError(f"{self._where} was closed. Open it again.")
 

@@ -23,14 +23,13 @@ from trak_lite.errors import (
     CorruptStoreError,
     HeldHereError,
     IncompleteStoreError,
-    ReadOnlyStoreError,
     StateError,
     StoreError,
 )
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
-from trak_lite.store._table import AbstractRowTable
+from trak_lite.store._table import AbstractRowTable, opened_for_reading
 from trak_lite.store._values import RowBlock, check_block
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.files import named_errors
@@ -386,9 +385,7 @@ class RowTable(AbstractRowTable):
     def _require_writable(self) -> None:
         where = self._files.where
         if not self._writable:
-            raise ReadOnlyStoreError(
-                f"{where} was opened for reading. Open the store with mode='r+' to put rows."
-            )
+            raise opened_for_reading(where)
         if self._closed:
             raise StateError(
                 f"{where}: the store was closed, or the table dropped. Open it again to put rows."

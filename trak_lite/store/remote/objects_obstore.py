@@ -34,8 +34,9 @@ class ObstoreObjects(AbstractObjects):
     def __init__(self, store: ObjectStore, *, url: str | None = None) -> None:
         """Wrap a store whose prefix is the folder of the objects; messages name ``url``, or else its ``repr``."""
         described = repr(store)
-        # a memory address in the repr is unique only within this process
-        self._url = url or (f"{described} of pid {os.getpid()}" if " at 0x" in described else described)
+        if " at 0x" in described:  # a memory address is unique only within this process
+            described = f"{type(store).__name__} {id(store):#x} of process {os.getpid()}"
+        self._url = url or described
         self._store = store
 
     @property
