@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.train")})
 """Module and name of methods that are not called: that of transformers only chooses kernels."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Mode, parameters, buffers, submodules and hooks."""
+_MOST_PASSES = 64
 _HOOKS = sorted(name for name in _OF_EVERY_MODULE if re.match("_(forward|backward)_.*hooks", name))
 """Dicts of the hooks that a pass runs, and of what is noted of some of them."""
 
@@ -92,23 +96,54 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
 def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Return a function that undoes what passes set: values that modules computed from parameters and keep.
 
-    Attributes, buffers and the values in dicts that are attributes become the objects that they are now, hooks too if
-    an attribute was set. Parameters, submodules, modes, and what is deeper in an attribute are left as they are.
+    Attributes, buffers and the values in dicts that are attributes become the objects that they are now. If one was
+    set, the hooks are removed that passes of this thread added. Parameters, submodules, modes, other hooks, and what
+    is deeper in an attribute are left as they are.
     """
     modules = tuple(modules)
     put_back_buffers = buffers_kept(modules)
     kept = [(vars(module), _attributes(module)) for module in modules]
     dicts = [(value, dict(value)) for _, own in kept for value in own.values() if type(value) is dict]
-    hooks = [(place, dict(place)) for module in modules for place in map(vars(module).__getitem__, _HOOKS)]
+    added = _AddedHooks()
+    _THREAD.watching.add(added)
 
     def put_back() -> None:
         put_back_buffers()
         changed = [_put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE) for place, own in kept]
-        # An attribute may say that hooks are there: Transformers adds some in the first pass, and would again.
-        for place, own in (*dicts, *(hooks if any(changed) else ())):
-            _put_back(place, own, place.keys() - own.keys())
+        changed += [_put_back(place, own, place.keys() - own.keys()) for place, own in dicts]
+        # The attribute may say that the hooks are there: Transformers adds some in the first pass, and would again.
+        for place in (vars(module)[name] for module in modules for name in _HOOKS) if any(changed) else ():
+            for number in [one for one in place if any(one in numbers for numbers in added.of_passes)]:
+                del place[number]
 
     return put_back
+
+
+class _AddedHooks:
+    """Numbers of the hooks that the first passes added, to tensors too, by pass."""
+
+    def __init__(self) -> None:
+        self.of_passes: list[range] = []
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.watching: WeakSet[_AddedHooks] = WeakSet()
+
+
+_THREAD = _OfThread()
+
+
+@contextmanager
+def hooks_noted() -> Iterator[None]:
+    """Note for :func:`attributes_kept` which hooks the block adds: a pass, not the task that calls the model."""
+    first = RemovableHandle.next_id
+    try:
+        yield
+    finally:
+        for added in _THREAD.watching:
+            if len(added.of_passes) < _MOST_PASSES:
+                added.of_passes.append(range(first, RemovableHandle.next_id))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

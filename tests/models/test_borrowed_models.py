@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Rows, TRAKer
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.methods import GradDot
+from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.types import OutputTerms
 
 TRAIN = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3)
 
@@ -285,31 +287,109 @@ class Hooking(nn.Module):
     def __init__(self, where):
         super().__init__()
         self.first, self.last, self.where = nn.Linear(4, 4), nn.Linear(4, 3), where
-        self.has_hook, self.notes = False, [False]
+        self.has_hook, self.notes, self.named = False, [False], {}
 
     def forward(self, x):
-        if not (self.has_hook or self.notes[0]):
-            self.first.register_forward_hook(lambda module, inputs, output: output * 1.5)
-            if self.where == "attribute":
-                self.has_hook = True
-            else:
-                self.notes[0] = True
+        if not (self.has_hook or self.notes[0] or self.named):
+            if self.where != "task":
+                self.first.register_forward_hook(doubled)
+            self.has_hook, self.notes[0] = self.where in ("attribute", "task"), self.where == "list"
+            self.named.update({"dict": {"hook": True}}.get(self.where, {}))
         return self.last(torch.tanh(self.first(x)))
 
 
-@pytest.mark.parametrize("where", ["attribute", "list"])
-def test_hooks_that_a_first_pass_adds_are_there_once(where):
+def doubled(module, inputs, output):
+    return output * 1.5
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict", "list", "task"])
+def test_hooks_that_a_first_pass_adds_are_there_once_and_those_of_a_task_stay(where):
     def make():
         torch.manual_seed(0)
         return Hooking(where)
 
+    def reference():
+        model = make()
+        if where == "task":
+            model.first.register_forward_hook(doubled)
+        return model
+
+    class Task(AbstractModelOutput):
+        is_ready = False
+
+        def prepare(self, model):
+            if where == "task" and not self.is_ready:
+                model.first.register_forward_hook(doubled)
+                self.is_ready = True
+
+        def evaluate(self, call, batch):
+            output = log_probability(call, batch)
+            return OutputTerms(output, torch.ones_like(output), torch.ones_like(output))
+
     model = make()
     states = [{k: v * factor for k, v in model.state_dict().items()} for factor in (1.0, -2.0, 0.5)]
 
-    made = attributed(model)
+    made = Attributor(
+        model, Task(), None, method=GradDot(q="off"), projector="none", dtype="float32", progress=False
+    )
     made.featurize(Rows(TRAIN, batch_size=4), states)
 
-    np.testing.assert_allclose(made.score(TRAIN).numpy(), products(make, states), rtol=1e-4, atol=1e-5)
-    assert len(model.first._forward_hooks) == (model.has_hook or model.notes[0])
+    np.testing.assert_allclose(made.score(TRAIN).numpy(), products(reference, states), rtol=1e-4, atol=1e-5)
     model(TRAIN.tensors[0])
     assert len(model.first._forward_hooks) == 1
+
+
+def test_the_models_own_state_dict_among_others_is_that_of_the_call():
+    """Its tensors are the model's, which hold the other checkpoint when it is loaded."""
+    model = nn.Linear(4, 3)
+    early = {k: v * -2 for k, v in model.state_dict().items()}
+    given = [early, {k: v.clone() for k, v in model.state_dict().items()}]
+
+    made = attributed(model)
+    made.featurize(Rows(TRAIN, batch_size=4), [early, model.state_dict()])
+
+    np.testing.assert_allclose(
+        made.score(TRAIN).numpy(), products(lambda: nn.Linear(4, 3), given), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_generator_may_train_the_model_itself():
+    """It goes on with the weights that it yielded last, and yields the model's own tensors."""
+    model, seen = nn.Linear(4, 3), []
+
+    def trained():
+        for _ in range(3):
+            with torch.no_grad():
+                model.weight.mul_(-1.5)
+            seen.append({k: v.clone() for k, v in model.state_dict().items()})
+            yield model.state_dict()
+
+    made = attributed(model)
+    made.featurize(Rows(TRAIN, batch_size=4), trained())
+
+    np.testing.assert_allclose(
+        made.score(TRAIN, checkpoints=seen).numpy(),
+        products(lambda: nn.Linear(4, 3), seen),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+class Equal(nn.Linear):
+    """A layer whose ``==`` compares weights, and is no truth value."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        return self.weight == other.weight
+
+
+def test_a_model_may_define_equality():
+    made, model = attributed(Equal(4, 3)), nn.Linear(4, 3)
+    model.load_state_dict(made.model.state_dict())
+
+    made.featurize(TRAIN)
+
+    np.testing.assert_allclose(
+        made.score(TRAIN).numpy(), products(lambda: model, [model.state_dict()]), rtol=1e-4, atol=1e-5
+    )

@@ -79,7 +79,7 @@ def test_sources_may_be_lists_generators_and_loaders(tmp_path, values):
     save_file(filled(7.0), tmp_path / "seven.safetensors")
 
     assert values([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
-    assert values(filled(float(n)) for n in range(3)) == [0.0, 1.0, 2.0]
+    assert values(filled(float(n)) for n in range(1, 4)) == [1.0, 2.0, 3.0]
     assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
     own = nn.Linear(3, 2)
     assert values([own.state_dict(), filled(0.5)]) == [own.weight[0, 0].item(), 0.5]

@@ -133,6 +133,7 @@ def test_a_bound_is_stated_for_no_set_but_the_measured_one():
         assert found.settings.get("candidates") == candidates
 
 
+@pytest.mark.filterwarnings("ignore:.* all 1,000 computed rows")
 @pytest.mark.parametrize("rows", ["int4", "int8", "float16", "rank one and zero"])
 def test_narrow_rows_and_rows_of_low_rank_are_scored_as_they_are_stored(rows):
     few, dtype, method = decaying(1000, 160), "float32", METHOD

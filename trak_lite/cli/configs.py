@@ -198,6 +198,8 @@ def _value(
             value = parser.parse_object({name: deepcopy(given)}, before)[name]  # which changes lists in place
         # jsonargparse accepts null for every type, NaN as a number, a set as a list, and "60" as 60.
         fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
+        if not option and isinstance(given, str) and str in get_args(key.type):
+            value = given
         fits = fits and (bool(option) or value == given)
     except (ArgumentError, OverflowError):
         fits = False
@@ -284,5 +286,5 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 # For PyYAML 1e-3 and 1.5e3 are texts: it asks for a dot and a sign.
-_REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_REAL = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _REAL, "-+.0123456789")

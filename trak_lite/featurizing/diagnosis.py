@@ -73,7 +73,7 @@ def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) ->
     RWKV does this in its first pass in eval mode, and records it in an attribute.
     """
     now = parameter_versions(model)
-    changed = [name for name, version in versions.items() if now.get(name) != version]
+    changed = [name for name, version in versions.items() if now.get(name, version) != version]
     if changed:
         raise UnsupportedModelError(
             f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite._devices import Float32Products, model_pass
-from trak_lite._eval_caches import drop_eval_caches
+from trak_lite._eval_caches import drop_eval_caches, hooks_noted
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
@@ -66,7 +66,7 @@ class ModelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
-        with model_pass(self.model, self._float32_products):
+        with model_pass(self.model, self._float32_products), hooks_noted():
             if not self._replaced:
                 return self.model(*args, **kwargs)
             # functional_call does not restore the tensors of a module that is registered under two names.

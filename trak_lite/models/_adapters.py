@@ -22,11 +22,20 @@ _CONFIG = "adapter_config.json"
 _FLAT = "default"
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
-# Only settings that change the outputs of the same weights. Names and shapes of weights show the others, and PEFT
-# itself changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
+# Settings that change the outputs of the same weights. Names and shapes of weights show most others, and PEFT itself
+# changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
 _SETTINGS = (
     *("r", "lora_alpha", "alpha", "randlora_alpha", "alpha_pattern", "use_rslora", "use_dora", "scaling"),
-    *("random_loc_seed", "alora_invocation_tokens"),
+    *(
+        "random_loc_seed",
+        "alora_invocation_tokens",
+        "apply_GS",
+        "coft",
+        "eps",
+        "block_share",
+        "use_cayley_neumann",
+    ),
+    *("num_cayley_neumann_terms", "use_qalora", "wavelet_family", "use_idwt", "act_fn"),
 )
 
 
@@ -69,7 +78,7 @@ def adapter_files(model: nn.Module, source: Path) -> dict[str, Path]:
         )
     adapters, folder = _adapters(model), source.parent
     # The folder "b" may also be the one in which default and b were saved.
-    is_named = folder.name in adapters and not (folder / folder.name).is_dir()
+    is_named = folder.name != _FLAT and folder.name in adapters and not (folder / folder.name).is_dir()
     owner, root = (folder.name, folder.parent) if is_named else (_FLAT, folder)
     named, files = named_adapters(root), {}
     for adapter in active:
@@ -115,21 +124,28 @@ def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
         )
 
 
-def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def unnamed_adapter(
+    model: nn.Module, state: Mapping[str, Any], *, is_adapter: bool
+) -> dict[str, Mapping[str, Any]]:
     """Return a state dict of ``peft.get_peft_model_state_dict`` under the name of its adapter; empty for other ones.
+
+    One that is known to be an adapter's is that of the only active one.
 
     Raises:
         CheckpointError: If the model has several adapters: the state dict does not show which one it is of.
     """
     active = _active_adapters(model)
+    if is_adapter and len(active) == 1:
+        return {active[0]: state}
     held = model.state_dict() if active else {}
     known = {_saved_name(name, adapter) for name in held for adapter in active}.union(held)
-    if not known.issuperset(state) or held.keys() >= state.keys():
+    if not is_adapter and (not known.issuperset(state) or held.keys() >= state.keys()):
         return {}
-    if len(_adapters(model)) > 1:
+    adapters = _adapters(model)
+    if len(adapters) != 1:
         raise CheckpointError(
             f"A state dict has the weights of one PEFT adapter without its name, and {type(model).__name__} has the "
-            f"adapters {_adapters(model)}. Pass model.state_dict(), or a folder of save_pretrained."
+            f"adapters {adapters}, {active} active. Pass model.state_dict(), or a folder of save_pretrained."
         )
     return {active[0]: state}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sh
 
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Names of the hooks of Transformers and of PEFT that let embedded tokens require grad."""
-_TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_TURNS: dict[int, threading.RLock] = {}
+"""Locks by the ``id`` of the model: a module may define ``==``."""
+os.register_at_fork(after_in_child=_TURNS.clear)  # held by threads that the child does not have
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -111,6 +113,8 @@ class BorrowedModel:
     """The caller's modes, in which ``own`` was read, of the modules that override ``train``."""
     put_back: Callable[[], None]
     """Undoes what passes set in attributes of the modules."""
+    _versions: dict[str, int] = field(init=False, default_factory=dict)
+    """Of the tensors, after the last load."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone."""
@@ -121,7 +125,9 @@ class BorrowedModel:
             for name, buffer in self.model.named_buffers():
                 if name not in state and name in self.own:
                     buffer.copy_(self.own[name])
-        load_into(self.model, checkpoint, self.own, self.modes)
+        load_into(self.model, checkpoint, self.own, self.modes, self._versions)
+        held = {} if is_sharded(self.model) else _tensors(self.model)
+        self._versions.update((name, t._version) for name, t in held.items() if not t.is_inference())
 
 
 @contextmanager
@@ -144,7 +150,9 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[BorrowedMod
 
 def turn_of_thread(model: nn.Module) -> threading.RLock:
     """Return the lock that a thread holds while it uses a model, whose weights and hooks others would see."""
-    return _TURNS.setdefault(model, threading.RLock())
+    if id(model) not in _TURNS:
+        weakref.finalize(model, _TURNS.pop, id(model), None)
+    return _TURNS.setdefault(id(model), threading.RLock())
 
 
 @contextmanager

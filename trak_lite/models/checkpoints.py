@@ -17,6 +17,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
@@ -204,7 +205,19 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
 
 
 def _from_file(path: Path, name: str) -> Checkpoint:
-    return Checkpoint(name, str(path.absolute()), lambda: read_weights(path), path.name in ADAPTER_FILES)
+    is_adapter = path.name in ADAPTER_FILES
+    load = _AdapterFiles(path) if is_adapter else partial(read_weights, path)
+    return Checkpoint(name, str(path.absolute()), load, is_adapter)
+
+
+@dataclass(frozen=True)
+class _AdapterFiles:
+    """The file of an adapter, beside which may be those of others; the model's active adapters say which are read."""
+
+    path: Path
+
+    def __call__(self) -> Mapping[str, Tensor]:
+        return read_weights(self.path)
 
 
 def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
@@ -309,6 +322,7 @@ def load_into(
     checkpoint: Checkpoint,
     own: Mapping[str, Tensor] | None = None,
     modes: Mapping[str, bool] = MappingProxyType({}),
+    versions: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Copy a checkpoint's weights into the tensors of a model.
 
@@ -319,6 +333,7 @@ def load_into(
             ``None`` if the model has them now.
         modes: ``training``, when the values were read, of modules that override ``train``, by name; of those that are
             not in it ``True``. The model's own values, and adapters, are loaded in these modes.
+        versions: Of the model's tensors after the last load, by name.
 
     Raises:
         CheckpointError: If names, shapes or adapters do not fit; lists the first mismatches. Nothing is copied.
@@ -329,8 +344,8 @@ def load_into(
         if own is None:
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
-    elif checkpoint.is_adapter and checkpoint.source is not None:
-        state, files = {}, adapter_files(model, Path(checkpoint.source))
+    elif isinstance(checkpoint.load, _AdapterFiles):
+        state, files = {}, adapter_files(model, checkpoint.load.path)
         adapters = {adapter: read_weights(file) for adapter, file in files.items()}
     else:
         state = _unwrapped(checkpoint.load())
@@ -338,9 +353,9 @@ def load_into(
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
-    adapters = adapters or unnamed_adapter(model, state)
+    adapters = adapters or unnamed_adapter(model, state, is_adapter=checkpoint.is_adapter)
     with in_modes(model, modes if checkpoint.load is None or adapters else {}):
-        _load_state(model, checkpoint, state, adapters, own)
+        _load_state(model, checkpoint, state, adapters, own, versions)
 
 
 def _load_state(
@@ -349,6 +364,7 @@ def _load_state(
     state: Mapping[str, Any],
     adapters: Mapping[str, Mapping[str, Any]],
     own: Mapping[str, Tensor] | None,
+    loaded_versions: Mapping[str, int],
 ) -> None:
     """Copy a state dict into a model in its present modes; see :func:`load_into`."""
     held = model.state_dict(keep_vars=True)
@@ -356,6 +372,13 @@ def _load_state(
     given, versions = _under_own_names(state, held)
     if adapters:
         given = completed_adapters(adapters, held, base)
+    for name in given.keys() & loaded_versions & base.keys():
+        # model.state_dict() in a list: its tensors are the model's, where the checkpoint before it was loaded. A
+        # generator that goes on with the training has changed them since.
+        value, tensor = given[name], held[name]
+        is_same = isinstance(value, Tensor) and value.data_ptr() == tensor.data_ptr()
+        if is_same and tensor._version == loaded_versions[name]:
+            given[name] = base[name]
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
         _keep_others(given, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.
