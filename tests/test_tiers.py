@@ -50,3 +50,4 @@ def test_collecting_imports_no_package_that_a_test_names_late() -> None:
     assert not hasattr(package, "_mock_name")
     assert "this" not in sys.modules
     assert package.d["A"] == "N"
+    del sys.modules["this"]  # tests of security look for it

@@ -89,7 +89,6 @@ SOME: dict[str, int] = {
     "attributor/test_unexpected_inputs.py::test_layers_of_two_dtypes": 2,
     "cli/test_cli_commands.py": 2,
     "cli/test_cli_configs.py::test_a_class_path_in_any_key_is_refused_and_imports_nothing": 1,
-    "cli/test_cli_security.py::test_no_command_runs_python_that_only_a_store_names": 3,
     "data/test_datasets.py::test_an_error_inside_a_dataset_names_the_sample": 3,
     "data/test_datasets.py::test_batches_of_perceptrons_are_larger_unless_a_size_is_given": 3,
     "featurizing/kronecker/test_ekfac.py::test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues": 1,

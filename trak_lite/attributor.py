@@ -118,7 +118,8 @@ class Attributor:
         """Check and resolve every setting. Nothing is written yet.
 
         Args:
-            model: The trained module. It runs in eval mode and is restored after every call.
+            model: The trained module. It runs in eval mode and is restored after every call. Threads that use it take
+                turns.
             task: Name of a model output function, a custom one, or a callable ``f(model_call, batch) -> (B,)``.
             path: Folder of the store (``runs/digits.zarr``), or its address in an object store: a URL
                 (``s3://bucket/digits.zarr``), an obstore store or a :class:`~trak_lite.store.RemotePlace`. ``None``
