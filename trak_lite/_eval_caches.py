@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -16,7 +16,7 @@ _CACHES_NOTHING = frozenset({("transformers.modeling_utils", "PreTrainedModel.tr
 """Module and name of methods that are not called: that of transformers only chooses kernels."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Mode, parameters, buffers, submodules and hooks."""
-_MOST_PASSES = 64
+_MOST_PASSES = 256
 _HOOKS = sorted(name for name in _OF_EVERY_MODULE if re.match("_(forward|backward)_.*hooks", name))
 """Dicts of the hooks that a pass runs, and of what is noted of some of them."""
 
@@ -104,7 +104,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     put_back_buffers = buffers_kept(modules)
     kept = [(vars(module), _attributes(module)) for module in modules]
     dicts = [(value, dict(value)) for _, own in kept for value in own.values() if type(value) is dict]
-    added = _AddedHooks()
+    added = _AddedHooks([vars(module)[name] for module in modules for name in _HOOKS])
     _THREAD.watching.add(added)
 
     def put_back() -> None:
@@ -112,18 +112,32 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
         changed = [_put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE) for place, own in kept]
         changed += [_put_back(place, own, place.keys() - own.keys()) for place, own in dicts]
         # The attribute may say that the hooks are there: Transformers adds some in the first pass, and would again.
-        for place in (vars(module)[name] for module in modules for name in _HOOKS) if any(changed) else ():
-            for number in [one for one in place if any(one in numbers for numbers in added.of_passes)]:
-                del place[number]
+        if any(changed):
+            added.remove()
 
     return put_back
 
 
 class _AddedHooks:
-    """Numbers of the hooks that the first passes added, to tensors too, by pass."""
+    """Numbers of the hooks that passes added, to tensors too, by pass."""
 
-    def __init__(self) -> None:
-        self.of_passes: list[range] = []
+    def __init__(self, places: Sequence[dict[int, Any]]) -> None:
+        self._places = places
+        self._of_passes: list[range] = []
+
+    def note(self, numbers: range) -> None:
+        """Note the numbers that were given in a pass. Most are of tensors, or of hooks that are removed by now."""
+        self._of_passes.append(numbers)
+        if len(self._of_passes) > _MOST_PASSES:
+            there = {number for place in self._places for number in place}
+            self._of_passes = [one for one in self._of_passes if any(number in one for number in there)]
+
+    def remove(self) -> None:
+        """Remove those that are there."""
+        for place in self._places:
+            for number in [one for one in place if any(one in numbers for numbers in self._of_passes)]:
+                del place[number]
+        self._of_passes.clear()
 
 
 class _OfThread(threading.local):
@@ -141,9 +155,9 @@ def hooks_noted() -> Iterator[None]:
     try:
         yield
     finally:
-        for added in _THREAD.watching:
-            if len(added.of_passes) < _MOST_PASSES:
-                added.of_passes.append(range(first, RemovableHandle.next_id))
+        if RemovableHandle.next_id > first:
+            for added in _THREAD.watching:
+                added.note(range(first, RemovableHandle.next_id))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -303,7 +303,9 @@ def doubled(module, inputs, output):
 
 
 @pytest.mark.parametrize("where", ["attribute", "dict", "list", "task"])
-def test_hooks_that_a_first_pass_adds_are_there_once_and_those_of_a_task_stay(where):
+def test_hooks_that_a_first_pass_adds_are_there_once_and_those_of_a_task_stay(where, monkeypatch):
+    monkeypatch.setattr("trak_lite._eval_caches._MOST_PASSES", 2)  # as in a long run
+
     def make():
         torch.manual_seed(0)
         return Hooking(where)
@@ -339,17 +341,19 @@ def test_hooks_that_a_first_pass_adds_are_there_once_and_those_of_a_task_stay(wh
     assert len(model.first._forward_hooks) == 1
 
 
-def test_the_models_own_state_dict_among_others_is_that_of_the_call():
-    """Its tensors are the model's, which hold the other checkpoint when it is loaded."""
-    model = nn.Linear(4, 3)
-    early = {k: v * -2 for k, v in model.state_dict().items()}
-    given = [early, {k: v.clone() for k, v in model.state_dict().items()}]
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: merging().eval()])
+def test_the_models_own_state_dict_among_others_is_that_of_the_call(make):
+    """Its tensors are the model's, which hold the other checkpoint when it is loaded; merged in eval mode."""
+    model = make()
+    plain = copy.deepcopy(model).train()
+    early = {k: v * -2 for k, v in plain.state_dict().items()}
+    given = [early, {k: v.clone() for k, v in plain.state_dict().items()}]
 
     made = attributed(model)
     made.featurize(Rows(TRAIN, batch_size=4), [early, model.state_dict()])
 
     np.testing.assert_allclose(
-        made.score(TRAIN).numpy(), products(lambda: nn.Linear(4, 3), given), rtol=1e-4, atol=1e-5
+        made.score(TRAIN).numpy(), products(lambda: make().train(), given), rtol=1e-4, atol=1e-5
     )
 
 
@@ -359,8 +363,7 @@ def test_a_generator_may_train_the_model_itself():
 
     def trained():
         for _ in range(3):
-            with torch.no_grad():
-                model.weight.mul_(-1.5)
+            model.weight.data.mul_(-1.5)  # no new version
             seen.append({k: v.clone() for k, v in model.state_dict().items()})
             yield model.state_dict()
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from inspect import formatannotation
 from pathlib import Path
-from typing import Any, TypeAlias, final, get_args
+from types import UnionType
+from typing import Any, TypeAlias, Union, final, get_args, get_origin
 
 import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
@@ -198,8 +199,8 @@ def _value(
             value = parser.parse_object({name: deepcopy(given)}, before)[name]  # which changes lists in place
         # jsonargparse accepts null for every type, NaN as a number, a set as a list, and "60" as 60.
         fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
-        if not option and isinstance(given, str) and str in get_args(key.type):
-            value = given
+        may_be_text = get_origin(key.type) in (Union, UnionType) and str in get_args(key.type)
+        value = given if isinstance(given, str) and may_be_text and not option else value
         fits = fits and (bool(option) or value == given)
     except (ArgumentError, OverflowError):
         fits = False

@@ -305,7 +305,7 @@ class CLIPModelOutput(AbstractModelOutput):
                     batch = [
                         part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
                     ]
-                embedded.append(_pairs_of(self._call(model, move_batch(batch, device))))
+                embedded.append(_pairs_of(self._call(ModelCall(model), move_batch(batch, device))))
                 if sum(len(pairs.image) for pairs in embedded) >= size:
                     break
         if not embedded:

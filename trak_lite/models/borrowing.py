@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -113,8 +113,6 @@ class BorrowedModel:
     """The caller's modes, in which ``own`` was read, of the modules that override ``train``."""
     put_back: Callable[[], None]
     """Undoes what passes set in attributes of the modules."""
-    _versions: dict[str, int] = field(init=False, default_factory=dict)
-    """Of the tensors, after the last load."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone."""
@@ -125,9 +123,7 @@ class BorrowedModel:
             for name, buffer in self.model.named_buffers():
                 if name not in state and name in self.own:
                     buffer.copy_(self.own[name])
-        load_into(self.model, checkpoint, self.own, self.modes, self._versions)
-        held = {} if is_sharded(self.model) else _tensors(self.model)
-        self._versions.update((name, t._version) for name, t in held.items() if not t.is_inference())
+        load_into(self.model, checkpoint, self.own, self.modes)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from trak_lite.models._adapters import (
     named_adapters,
     unnamed_adapter,
 )
-from trak_lite.models.sharded import class_of, of_all_ranks, reshard, shard_like
+from trak_lite.models.sharded import class_of, is_sharded, of_all_ranks, reshard, shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class Checkpoint:
     """Whether the state dict is that of a PEFT adapter; the other weights are then the model's."""
     is_captured: bool = False
     """Whether the capture of this name has computed its train rows, with the weights before each step."""
+    is_held: bool = False
+    """Whether the state dict is there before the first checkpoint is loaded, and no code of the user makes it later."""
 
 
 def iterate_checkpoints(
@@ -113,13 +115,15 @@ def iterate_checkpoints(
     elif isinstance(checkpoints, Checkpoint):
         yield checkpoints
     elif isinstance(checkpoints, Mapping):
-        yield Checkpoint("0", None, lambda: checkpoints)
+        yield Checkpoint("0", None, lambda: checkpoints, is_held=True)
     elif isinstance(checkpoints, str | os.PathLike):
         yield from _from_path(Path(checkpoints))
     elif isinstance(checkpoints, Iterable):
         for number, item in enumerate(checkpoints):
             for checkpoint in iterate_checkpoints(item):
-                yield replace(checkpoint, name=str(number)) if isinstance(item, Mapping) else checkpoint
+                is_held = checkpoint.is_held and isinstance(checkpoints, list | tuple)
+                name = str(number) if isinstance(item, Mapping) else checkpoint.name
+                yield replace(checkpoint, name=name, is_held=is_held)
     else:
         raise CheckpointError(
             f"Cannot take checkpoints from {type(checkpoints).__name__}. Expected a state dict, a path, a folder, an "
@@ -322,7 +326,6 @@ def load_into(
     checkpoint: Checkpoint,
     own: Mapping[str, Tensor] | None = None,
     modes: Mapping[str, bool] = MappingProxyType({}),
-    versions: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Copy a checkpoint's weights into the tensors of a model.
 
@@ -333,14 +336,14 @@ def load_into(
             ``None`` if the model has them now.
         modes: ``training``, when the values were read, of modules that override ``train``, by name; of those that are
             not in it ``True``. The model's own values, and adapters, are loaded in these modes.
-        versions: Of the model's tensors after the last load, by name.
 
     Raises:
         CheckpointError: If names, shapes or adapters do not fit; lists the first mismatches. Nothing is copied.
     """
     reshard(model)
     adapters: dict[str, Mapping[str, Any]] = {}
-    if checkpoint.load is None:
+    is_own = checkpoint.load is None or (own is not None and _is_of(model, checkpoint))
+    if is_own or checkpoint.load is None:
         if own is None:
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
@@ -354,8 +357,34 @@ def load_into(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     adapters = adapters or unnamed_adapter(model, state, is_adapter=checkpoint.is_adapter)
-    with in_modes(model, modes if checkpoint.load is None or adapters else {}):
-        _load_state(model, checkpoint, state, adapters, own, versions)
+    with in_modes(model, modes if is_own or adapters else {}):
+        _load_state(model, checkpoint, state, adapters, own)
+
+
+def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint is ``model.state_dict()``, whose tensors have what was loaded last by now.
+
+    A generator or a loader may have put other values into them since; then these are meant.
+    """
+    if not checkpoint.is_held or checkpoint.load is None or is_sharded(model):
+        return False
+    state, held = _unwrapped(checkpoint.load()), model.state_dict(keep_vars=True)
+    given, _ = _under_own_names(state, held)
+    return given.keys() == held.keys() and all(_is_same(value, held[name]) for name, value in given.items())
+
+
+def _is_same(value: Any, own: Any) -> bool:
+    if not (isinstance(value, Tensor) and isinstance(own, Tensor)):
+        return False
+    kinds = [
+        (one.dtype, one.device, one.layout, one.shape, one.layout is torch.strided) for one in (value, own)
+    ]
+    if kinds[0] != kinds[1] or not kinds[0][-1]:
+        return False
+    address = value.data_ptr()
+    return (
+        value.stride() == own.stride() and address == own.data_ptr() and (address != 0 or not value.numel())
+    )
 
 
 def _load_state(
@@ -364,7 +393,6 @@ def _load_state(
     state: Mapping[str, Any],
     adapters: Mapping[str, Mapping[str, Any]],
     own: Mapping[str, Tensor] | None,
-    loaded_versions: Mapping[str, int],
 ) -> None:
     """Copy a state dict into a model in its present modes; see :func:`load_into`."""
     held = model.state_dict(keep_vars=True)
@@ -372,13 +400,6 @@ def _load_state(
     given, versions = _under_own_names(state, held)
     if adapters:
         given = completed_adapters(adapters, held, base)
-    for name in given.keys() & loaded_versions & base.keys():
-        # model.state_dict() in a list: its tensors are the model's, where the checkpoint before it was loaded. A
-        # generator that goes on with the training has changed them since.
-        value, tensor = given[name], held[name]
-        is_same = isinstance(value, Tensor) and value.data_ptr() == tensor.data_ptr()
-        if is_same and tensor._version == loaded_versions[name]:
-            given[name] = base[name]
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
         _keep_others(given, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.

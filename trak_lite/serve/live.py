@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from trak_lite._eval_caches import attributes_kept
+from trak_lite._eval_caches import attributes_kept, hooks_noted
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
@@ -124,7 +124,8 @@ class LiveModel:
             with torch.no_grad():
                 task.prepare(attributor.model)
                 terms = task.evaluate(ModelCall(attributor.model), move_batch(batch, attributor.device))
-                shown = None if self.predict is None else self.predict(attributor.model, sample)
+                with hooks_noted():
+                    shown = None if self.predict is None else self.predict(attributor.model, sample)
         finally:
             put_back()  # scores of a text load other checkpoints
         return float(terms.output[0]), None if shown is None else rendered(shown, "the output")
