@@ -81,7 +81,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
 
 SOME: dict[str, int] = {
     "attributor/test_attributor.py::test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits": 1,
-    "attributor/test_attributor.py::test_contexts_of_the_caller_change_no_number": 2,
     "attributor/test_attributor_remote.py": 1,
     "attributor/test_growing_data.py": 1,
     "attributor/test_shortage.py::test_rows_done_before_a_shortage_are_kept_and_the_others_are_right": 1,

@@ -26,16 +26,8 @@ _VECTOR = "lora_magnitude_vector"
 # changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
 _SETTINGS = (
     *("r", "lora_alpha", "alpha", "randlora_alpha", "alpha_pattern", "use_rslora", "use_dora", "scaling"),
-    *(
-        "random_loc_seed",
-        "alora_invocation_tokens",
-        "apply_GS",
-        "coft",
-        "eps",
-        "block_share",
-        "use_cayley_neumann",
-    ),
-    *("num_cayley_neumann_terms", "use_qalora", "wavelet_family", "use_idwt", "act_fn"),
+    *("random_loc_seed", "alora_invocation_tokens", "apply_GS", "coft", "eps", "block_share"),
+    *("use_cayley_neumann", "num_cayley_neumann_terms", "use_qalora", "wavelet_family", "use_idwt", "act_fn"),
 )
 
 

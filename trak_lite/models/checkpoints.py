@@ -342,22 +342,22 @@ def load_into(
     """
     reshard(model)
     adapters: dict[str, Mapping[str, Any]] = {}
-    is_own = checkpoint.load is None or (own is not None and _is_of(model, checkpoint))
-    if is_own or checkpoint.load is None:
+    load = None if own is not None and _is_of(model, checkpoint) else checkpoint.load
+    if load is None:
         if own is None:
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
-    elif isinstance(checkpoint.load, _AdapterFiles):
-        state, files = {}, adapter_files(model, checkpoint.load.path)
+    elif isinstance(load, _AdapterFiles):
+        state, files = {}, adapter_files(model, load.path)
         adapters = {adapter: read_weights(file) for adapter, file in files.items()}
     else:
-        state = _unwrapped(checkpoint.load())
+        state = _unwrapped(load())
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     adapters = adapters or unnamed_adapter(model, state, is_adapter=checkpoint.is_adapter)
-    with in_modes(model, modes if is_own or adapters else {}):
+    with in_modes(model, modes if load is None or adapters else {}):
         _load_state(model, checkpoint, state, adapters, own)
 
 
@@ -374,17 +374,11 @@ def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
 
 
 def _is_same(value: Any, own: Any) -> bool:
-    if not (isinstance(value, Tensor) and isinstance(own, Tensor)):
-        return False
-    kinds = [
-        (one.dtype, one.device, one.layout, one.shape, one.layout is torch.strided) for one in (value, own)
-    ]
-    if kinds[0] != kinds[1] or not kinds[0][-1]:
-        return False
-    address = value.data_ptr()
-    return (
-        value.stride() == own.stride() and address == own.data_ptr() and (address != 0 or not value.numel())
-    )
+    """Return whether both are tensors that read the same memory in the same way."""
+    tensors = [one for one in (value, own) if isinstance(one, Tensor) and one.layout is torch.strided]
+    seen = [(one.data_ptr(), one.dtype, one.device, one.shape, one.stride()) for one in tensors]
+    # Subclasses that hold no memory of their own have the address 0.
+    return len(seen) == 2 and seen[0] == seen[1] and (own.data_ptr() != 0 or own.numel() == 0)
 
 
 def _load_state(
