@@ -96,21 +96,26 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
 def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Return a function that undoes what passes set: values that modules computed from parameters and keep.
 
-    Attributes, buffers and the values in dicts that are attributes become the objects that they are now. If one was
-    set, the hooks are removed that passes of this thread added. Parameters, submodules, modes, other hooks, and what
-    is deeper in an attribute are left as they are.
+    Attributes, buffers and the values in dicts that are attributes become the objects that they are now, and so do
+    submodules whose parameters are the same. If one was set, the hooks are removed that passes of this thread added.
+    Parameters, modes, other hooks, and what is deeper in an attribute are left as they are.
     """
     modules = tuple(modules)
     put_back_buffers = buffers_kept(modules)
-    kept = [(vars(module), _attributes(module)) for module in modules]
-    dicts = [(value, dict(value)) for _, own in kept for value in own.values() if type(value) is dict]
-    added = _AddedHooks([vars(module)[name] for module in modules for name in _HOOKS])
+    own = [{name: vars(m)[name] for name in vars(m).keys() - _OF_EVERY_MODULE} for m in modules]
+    kept = [(vars(module), values) for module, values in zip(modules, own, strict=True)]
+    dicts = [(value, value.copy()) for values in own for value in values.values() if type(value) is dict]
+    inner = [(module._modules, module._modules.copy()) for module in modules if module._modules]
+    added = _AddedHooks(modules)
     _THREAD.watching.add(added)
 
     def put_back() -> None:
         put_back_buffers()
         changed = [_put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE) for place, own in kept]
         changed += [_put_back(place, own, place.keys() - own.keys()) for place, own in dicts]
+        for place, own in inner:
+            if place != own and _parameters(place) == _parameters(own):
+                changed.append(_put_back(place, own, place.keys() - own.keys()))
         # The attribute may say that the hooks are there: Transformers adds some in the first pass, and would again.
         if any(changed):
             added.remove()
@@ -118,31 +123,81 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
+@contextmanager
+def remembering_nothing(modules: Sequence[nn.Module], always: bool = False) -> Iterator[None]:
+    """Undo what a pass in the block sets, see :func:`attributes_kept`, if it replaces a buffer or a submodule.
+
+    Such a model remembers its inputs (Transformers' dynamic rotary embeddings follow the longest text, BigBird takes
+    another attention from the first short text on), and rows would depend on those before. Buffers and submodules that
+    are new, such as a mask that is made in the first pass, stay.
+
+    Args:
+        modules: Those of the model.
+        always: Whether a pass is undone in any case: ``functional_call`` puts buffers back by itself, but no
+            attribute that describes them.
+    """
+    if _THREAD.remembers:
+        yield
+        return
+    put_back = attributes_kept(modules)
+    places = [place for module in modules for place in (module._buffers, module._modules) if place]
+    before = [place.copy() for place in places]
+    try:
+        yield
+    finally:
+        if always or any(
+            now.get(name) is not value
+            for now, was in zip(places, before, strict=True)
+            for name, value in was.items()
+            if value is not None
+        ):
+            put_back()
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Let models remember their inputs in the block, in spite of :func:`remembering_nothing`."""
+    before, _THREAD.remembers = _THREAD.remembers, True
+    try:
+        yield
+    finally:
+        _THREAD.remembers = before
+
+
+def _parameters(modules: Mapping[str, nn.Module | None]) -> set[int]:
+    return {id(p) for module in modules.values() if module is not None for p in module.parameters()}
+
+
 class _AddedHooks:
     """Numbers of the hooks that passes added, to tensors too, by pass."""
 
-    def __init__(self, places: Sequence[dict[int, Any]]) -> None:
-        self._places = places
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._of_passes: list[range] = []
 
     def note(self, numbers: range) -> None:
         """Note the numbers that were given in a pass. Most are of tensors, or of hooks that are removed by now."""
         self._of_passes.append(numbers)
         if len(self._of_passes) > _MOST_PASSES:
-            there = {number for place in self._places for number in place}
+            there = {number for place in self._places() for number in place}
             self._of_passes = [one for one in self._of_passes if any(number in one for number in there)]
 
     def remove(self) -> None:
         """Remove those that are there."""
-        for place in self._places:
-            for number in [one for one in place if any(one in numbers for numbers in self._of_passes)]:
-                del place[number]
+        if self._of_passes:
+            for place in self._places():
+                for number in [one for one in place if any(one in numbers for numbers in self._of_passes)]:
+                    del place[number]
         self._of_passes.clear()
+
+    def _places(self) -> Iterator[dict[int, Any]]:
+        return (vars(module)[name] for module in self._modules for name in _HOOKS)
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.watching: WeakSet[_AddedHooks] = WeakSet()
+        self.remembers = False
 
 
 _THREAD = _OfThread()
@@ -158,10 +213,6 @@ def hooks_noted() -> Iterator[None]:
         if RemovableHandle.next_id > first:
             for added in _THREAD.watching:
                 added.note(range(first, RemovableHandle.next_id))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
 def _put_back(place: Any, own: Mapping[Any, Any], new: Collection[Any]) -> bool:

@@ -275,6 +275,22 @@ def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def by_length(samples):
+    ordered = sorted(samples, key=lambda sample: len(sample["x"]), reverse=True)
+    return {"x": torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in ordered], batch_first=True)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_function_that_reorders_its_samples_is_refused(num_workers):
+    samples = [{"x": torch.arange(float(length + 1))} for length in (7, 5, 1, 1, 3, 2)]
+    rows = Rows(
+        DataLoader(samples, batch_size=3, collate_fn=by_length, num_workers=num_workers), name="texts"
+    )
+
+    with pytest.raises(InvalidInputError, match="changes the order of its samples"):
+        list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
+
+
 @pytest.mark.parametrize(
     ("layers", "num_rows", "loader_size", "expected"),
     [

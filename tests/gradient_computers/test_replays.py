@@ -141,6 +141,7 @@ def convolved():
 
 REPLAYED = {
     "perceptron": Net,
+    "replaces a buffer": lambda: Net(does=counts, buffers={"calls": torch.zeros(())}),
     "convolution": convolved,
     "pooled": lambda: Net(pooled, first=nn.Conv1d(1, 4, 3), last=nn.Linear(4, 3)),
     "attention": attending,
@@ -263,7 +264,6 @@ NOT_REPLAYED = {
         does=lambda s, x: np.add(s.calls, 1, out=s.calls), calls=np.zeros(100_000)
     ),
     "counts in a tensor": counts_in_a_tensor,
-    "replaces a buffer": lambda: Net(does=counts, buffers={"calls": torch.zeros(())}),
     "keeps a list": lambda: Net(does=lambda s, x: s.sizes.append(len(x)), sizes=[]),
     "keeps its input": lambda: Net(does=keeps_its_input),
     "fills a cache": lambda: Net(

@@ -90,7 +90,7 @@ def test_what_a_model_keeps_in_eval_mode_stands_for_no_parameter_and_no_other_ch
 def test_a_forward_pass_that_changes_parameters_is_refused_and_the_model_comes_back(engine):
     model, untouched = Rescaling(), Rescaling()
 
-    with pytest.raises(UnsupportedModelError, match=r"changes 1 of its parameters in place.*'first.weight'"):
+    with pytest.raises(UnsupportedModelError, match=r"changes 1 of its parameters.*'first.weight'"):
         scores(model, engine)
 
     assert torch.equal(model.first.weight, untouched.first.weight)
@@ -279,6 +279,89 @@ def test_what_a_pass_keeps_in_an_attribute_is_not_used_for_the_next_checkpoint(w
     assert not by_length
     assert model.buffer is None
     assert model.filled.isnan().all()
+
+
+class Remembering(nn.Module):
+    """Follows the longest text, as dynamic rotary embeddings, or takes another layer from the first short one on."""
+
+    def __init__(self, where):
+        super().__init__()
+        torch.manual_seed(0)
+        self.where, self.longest = where, 2
+        self.first, self.last = nn.Sequential(nn.Linear(1, 4), nn.Tanh()), nn.Linear(4, 3)
+        self.register_buffer("period", torch.ones(1), persistent=False)
+
+    def forward(self, x):
+        if self.where == "buffer" and x.shape[1] > self.longest:
+            self.longest, self.period = x.shape[1], torch.full_like(self.period, x.shape[1])
+        elif self.where == "submodule" and x.shape[1] == 2 and not isinstance(self.first[1], nn.Sigmoid):
+            self.first[1] = nn.Sigmoid()
+        return self.last(self.first(x[..., None] / self.period).mean(1))
+
+
+@pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
+@pytest.mark.parametrize("where", ["buffer", "submodule"])
+def test_rows_do_not_depend_on_the_texts_before(where, engine):
+    lengths, labels = [2, 5, 3, 2, 5, 4], torch.arange(6) % 3
+    texts = [(torch.randn(length), y) for length, y in zip(lengths, labels, strict=True)]
+
+    def gradient(text):
+        model = Remembering(where).double().eval()
+        output = log_probability(model, (text[0][None].double(), text[1][None]))
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(output, list(model.parameters()))])
+
+    rows = torch.stack(list(map(gradient, texts)))
+    model = Remembering(where)
+    made = attributed(model, engine)
+    for _ in range(2):  # checkpoint and question
+        made.featurize(Rows(texts, batch_size=1, name="texts"))
+        found = made.score(Rows(texts, batch_size=1, name="texts"))
+        np.testing.assert_allclose(found.numpy(), rows @ rows.T, rtol=1e-4, atol=1e-5)
+    assert (model.longest, model.period.item(), type(model.first[1])) == (2, 1.0, nn.Tanh)
+
+
+class FromData(nn.Module):
+    """Sets parameters from its first batch, as the normalisation of Glow, or limits them, as EEGNet."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.is_ready, self.linear = kind, False, nn.Linear(4, 3)
+        self.register_buffer("ready", torch.zeros(1))
+
+    def forward(self, x):
+        weight = self.linear.weight
+        if self.kind == "limited":
+            weight.data = weight.data.clamp(-0.3, 0.3)
+        elif self.kind == "drifting":
+            weight.data.mul_(0.9999)
+        elif not (self.is_ready or self.ready):
+            weight.data.copy_(x.detach()[:1].expand(3, 4).to(weight.dtype))
+            self.is_ready = self.kind == "attribute"
+            self.ready.fill_(self.kind == "buffer")
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "drifting"])
+def test_parameters_that_a_pass_sets_behind_autograd_are_refused(kind, engine):
+    model = FromData(kind)
+    weight = model.linear.weight.detach().clone()
+
+    with pytest.raises(UnsupportedModelError, match=r"changes 1 of its parameters, .*'linear.weight'"):
+        scores(model, engine, [copied(model)])
+
+    assert model.linear.weight.equal(weight)
+    assert not model.ready
+
+
+def test_parameters_that_every_pass_limits_to_the_same_values_are_right():
+    found = attributed(FromData("limited"))
+    states = [copied(FromData("limited"))]
+    found.featurize(Rows(TRAIN, batch_size=4), states)
+    np.testing.assert_allclose(
+        found.score(TRAIN).numpy(), products(lambda: FromData("limited"), states), rtol=1e-4, atol=1e-5
+    )
 
 
 class Hooking(nn.Module):

@@ -63,11 +63,16 @@ def test_only_what_is_missing_is_trained_after_one_training_per_seed(tmp_path, f
     assert (stated in found.compared) == (len(repeated) == 2)
 
 
-def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path):
-    stated = r"subset 1, seed 1 \(5 rows\) failed \(ValueError: no luck\)"
+class OwnError(Exception):
+    """Of the user's training."""
+
+
+@pytest.mark.parametrize("error", [ValueError, OwnError, StopIteration])
+def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path, error):
+    stated = rf"subset 1, seed 1 \(5 rows\) failed \({error.__name__}: no luck\)"
     with pytest.raises(RetrainingError, match=stated) as caught:
-        retrained(Recording(3, ValueError), path=tmp_path / "r")
-    assert isinstance(caught.value.__cause__, ValueError)
+        retrained(Recording(3, error), path=tmp_path / "r")
+    assert isinstance(caught.value.__cause__, error)
     rest = Recording()
     retrained(rest, path=tmp_path / "r")
     assert len(rest.calls) == 2 + 7, "one per seed is repeated"

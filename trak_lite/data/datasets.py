@@ -52,7 +52,7 @@ _WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context",
 _NUM_PROBES = 64
 """Samples hashed to recognise a dataset. 64 probes miss a 10 % label change with probability 0.1 %."""
 _NUM_HELD = 8
-"""Samples of the first loaded batch that are kept."""
+"""Samples of the first loaded batch that are kept, and of some batches that are collated again."""
 _MOST_COLUMNS = 4
 """A list of more arrays is a dataset of samples, also if all have one length."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -283,6 +283,8 @@ class _Samples(Dataset[Any]):
     _worker_init: Callable[[int], None] | None
     _what: str
     _marks: ColumnMarks
+    _num_batches: int = 0
+    """Batches of several samples that the user's collate function made."""
 
     def __getitems__(self, indices: list[int]) -> Batch:
         fetch = getattr(self._dataset, "__getitems__", None)
@@ -292,19 +294,46 @@ class _Samples(Dataset[Any]):
             with _naming(indices, self._what):
                 samples = fetch(indices)
         with _naming(indices, self._what):
-            first = None
-            if not self._marks.are_decided and self._collate is not default_collate and len(samples) > 1:
-                first = _copied(samples)  # before the collate function may change it
-            return self._marks.marked(self._collate(samples), lambda: self._alone(first))
+            copies = None
+            if self._collate is not default_collate and len(samples) > 1:
+                self._num_batches += 1
+                if self._num_batches & (self._num_batches - 1) == 0:  # 1, 2, 4, ...
+                    copies = _copied(samples)  # before the collate function may change them
+            if copies is not None:
+                self._refuse_reordering(copies)
+            return self._marks.marked(self._collate(samples), lambda: self._collated(copies and copies[:1]))
 
-    def _alone(self, first: list[Any] | None) -> Batch | None:
-        """Return the batch of one sample, if the collate function makes one."""
+    def _refuse_reordering(self, samples: list[Any]) -> None:
+        """Raise if some samples in reverse order give the same entries of a batch, but not in reverse order."""
+        one, other = (self._collated(_copied(given)) for given in (samples, samples[::-1]))
+        count = len(samples)
+        leaves = list(zip(flatten_batch(one)[0], flatten_batch(other)[0], strict=False))
+        if any(a.shape != b.shape or len(a) != count or a.layout != torch.strided for a, b in leaves):
+            return
+        pairs = [(a, b.flip(0)) for a, b in leaves]
+        if all(torch.equal(a, b) for a, b in pairs):
+            return
+
+        def is_same(i: int, j: int) -> bool:
+            return all(torch.equal(a[i], b[j]) for a, b in pairs)
+
+        # Entries that are drawn anew (masks) are not found.
+        if all(any(is_same(i, j) for j in range(count)) for i in range(count)):
+            raise InvalidInputError(
+                f"The collate function of {self._what} changes the order of its samples: it makes the same batch of "
+                "them in reverse order. Expected entry i of a batch to be sample i, because rows are numbered by it. "
+                "Do not sort in the collate function: nn.utils.rnn.pack_padded_sequence(..., enforce_sorted=False) "
+                "takes lengths in any order."
+            )
+
+    def _collated(self, samples: list[Any] | None) -> Batch | None:
+        """Return the batch of copies of some samples, if the collate function makes one."""
         try:
             with undisturbed():  # collate functions may draw masks
-                return None if first is None else self._collate(first)
-        except Exception as error:  # a user's function, which need not take one sample
+                return None if samples is None else self._collate(samples)
+        except Exception as error:  # a user's function, which need not take so few samples
             refuse_machine_failure(error)
-            logger.debug("A sample is not collated alone: %s", error)
+            logger.debug("Samples are not collated again: %s", error)
             return None
 
     def init_worker(self, worker: int) -> None:
@@ -318,12 +347,12 @@ class _Samples(Dataset[Any]):
 
 
 def _copied(samples: Any) -> list[Any] | None:
-    """Return a copy of the first sample in a list; ``None`` if the dataset gave a batch, or a sample has no copy."""
+    """Return copies of a few samples in a list; ``None`` if the dataset gave a batch, or a sample has no copy."""
     try:
-        return copy.deepcopy(samples[:1]) if isinstance(samples, list) else None
+        return copy.deepcopy(samples[:_NUM_HELD]) if isinstance(samples, list) else None
     except Exception as error:
         refuse_machine_failure(error)
-        logger.debug("A sample is not copied: %s", error)
+        logger.debug("Samples are not copied: %s", error)
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,11 +17,11 @@ from trak_lite.errors import (
     InvalidInputError,
     NonFiniteError,
     TrakLiteError,
-    UnsupportedModelError,
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
+from trak_lite.gradient_computers.randomness import refuse_changed_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models._adapters import parameter_versions
 from trak_lite.models.sharded import class_of, is_sharded
@@ -44,7 +44,10 @@ def naming_rows(
     versions = {} if is_sharded(model) else parameter_versions(model)
     try:
         yield
-        _refuse_changed_parameters(model, versions)
+        now = parameter_versions(model)
+        refuse_changed_parameters(
+            model, {name for name, version in versions.items() if now.get(name, version) != version}
+        )
     except InvalidInputError:
         _refuse_the_row(model, task, batch, rows, what)
         raise
@@ -65,21 +68,6 @@ def naming_rows(
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error
-
-
-def _refuse_changed_parameters(model: nn.Module, versions: Mapping[str, int]) -> None:
-    """Raise if the forward pass writes into parameters: rows of one checkpoint would belong to two models.
-
-    RWKV does this in its first pass in eval mode, and records it in an attribute.
-    """
-    now = parameter_versions(model)
-    changed = [name for name, version in versions.items() if now.get(name, version) != version]
-    if changed:
-        raise UnsupportedModelError(
-            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(changed)} of its parameters "
-            f"in place, the first of them {changed[0]!r}. Expected a forward pass that only reads them. If only "
-            "the first pass changes them, call model.eval() and run one pass before you create the Attributor."
-        )
 
 
 def finite_numbers(features: Tensor, terms: OutputTerms) -> Tensor:

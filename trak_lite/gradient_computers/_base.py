@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products, float32_products
+from trak_lite._eval_caches import remembering_nothing
 from trak_lite._validate import one_of, positive_int
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
@@ -345,7 +346,11 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         # A pass in train mode would update running statistics, and probing a model takes several passes.
         tree, dtype = self._tree or ModelTree(self.model), self.autocast_dtype
         device = next(self.model.parameters()).device.type
-        with torch.autocast(device, dtype) if dtype is not None else nullcontext(), _private_buffers(tree):
+        with (
+            torch.autocast(device, dtype) if dtype is not None else nullcontext(),
+            _private_buffers(tree),
+            remembering_nothing(tree.modules, always=call is not None),
+        ):
             terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), batch)
         with torch._C.DisableTorchFunction():  # a pass would look at every question about a shape
             count = batch_size(batch)

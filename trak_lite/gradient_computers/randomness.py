@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite._eval_caches import attributes_kept, remembering
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.recording import version_of
@@ -146,12 +148,14 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, 
 
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
-    """Raise if f of some samples changes with random numbers or buffers that the model draws or changes in eval mode.
+    """Raise if f of some samples changes with what the model draws or changes in eval mode.
 
     Raises:
-        UnsupportedModelError: If f changes; the message names the operations that draw, or the buffers.
+        UnsupportedModelError: If f changes with random numbers or buffers, or a pass changes parameters by what it
+            computes; the message names the operations that draw, the buffers, or the parameters.
     """
     buffers = [(name, held, version_of(held)) for name, held in computer.model.named_buffers()]
+    weights, put_back = _sizes(computer.model), _state_kept(computer.model)
 
     def draws(part: Batch) -> bool | None:
         try:
@@ -163,11 +167,19 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.callback(put_back)
+        stack.enter_context(remembering())
         # One by one, as some models take samples, or together, as others do. One that takes neither fails in its pass.
         parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
         if (found := draws(parts[0])) is None:
             parts, found = [batch], draws(batch)
         if found is not None:
+            if changed := _changed(computer.model, weights):
+                weights = _sizes(computer.model)
+                put_back()
+                draws(parts[-1])
+                # A limit of their norms changes them once. What is computed from samples changes them again.
+                refuse_changed_parameters(computer.model, _changed(computer.model, weights) & changed)
             _refuse_changed_buffers(computer, parts, buffers)
         if not found:
             return
@@ -182,6 +194,58 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         )
 
 
+def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the norm and the sum of every parameter, divided by the root of its number of entries."""
+    found = {}
+    for name, p in model.named_parameters():
+        values = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+        wide = wide_dtype(values.device)
+        norm = torch.linalg.vector_norm(values, dtype=wide)
+        found[name] = norm, values.sum(dtype=wide) / math.sqrt(max(values.numel(), 1))
+    return found
+
+
+def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
+    """Return the names of parameters with other values than ``before``, beyond rounding."""
+    now = _sizes(model)
+    rounding = {name: 16 * torch.finfo(p.dtype).eps for name, p in model.named_parameters()}
+    return {
+        name
+        for name, sizes in before.items()
+        if name in now
+        and any(
+            float((a - b).abs()) > rounding[name] * float(sizes[0])
+            for a, b in zip(now[name], sizes, strict=True)
+        )
+    }
+
+
+def _state_kept(model: nn.Module) -> Callable[[], None]:
+    """Return a function that puts back attributes and buffers of a model, the values of these included."""
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    put_back_attributes = attributes_kept(model.modules())
+
+    def put_back() -> None:
+        put_back_attributes()
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+    return put_back
+
+
+def refuse_changed_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Raise if a forward pass has changed parameters: rows of one checkpoint would belong to two models."""
+    if names:
+        first = next(name for name, _ in model.named_parameters() if name in names)
+        raise UnsupportedModelError(
+            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(names)} of its parameters, the "
+            f"first of them {first!r}, so rows would not be those of the checkpoint. Expected a forward pass that only "
+            "reads them. If only the first pass changes them, call model.eval() and run one pass before you create the "
+            "Attributor."
+        )
+
+
 def _refuse_changed_buffers(
     computer: CheckedComputer, parts: Sequence[Batch], before: Iterable[tuple[str, Tensor, int | None]]
 ) -> None:
@@ -192,7 +256,8 @@ def _refuse_changed_buffers(
     ]
     if not changed:
         return
-    one, other = _outputs(computer, parts), _outputs(computer, parts)
+    pairs = [(_outputs(computer, [part]), _outputs(computer, [part])) for part in parts]
+    one, other = map(torch.cat, zip(*pairs, strict=True))
     rounding = 64 * torch.finfo(one.dtype).eps
     if float((other - one).abs().max()) > rounding * float(one.abs().max()):  # false if any is NaN
         raise UnsupportedModelError(

@@ -63,6 +63,12 @@ class ModelCall:
         """The tensors that the model runs with, by buffer name."""
         return dict(self.model.named_buffers()) if self._buffers is None else self._buffers
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"A model call has no attribute {name!r} of the model. It has `model`, `parameters` and `buffers` (tensors "
+            "by name), and calls the model: model_call(inputs)"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from trak_lite._validate import positive_int
 from trak_lite.errors import (
-    MODEL_FAILURES,
     BusyError,
     InvalidInputError,
     ManifestMismatchError,
@@ -55,8 +54,6 @@ OUTPUTS = "outputs"
 _MOST_CHUNKS = 1024
 _REPETITIONS_AT_ONCE = 20
 _CONDITIONS = "conditions"
-_FAILURES = (*MODEL_FAILURES, OSError, ArithmeticError, AssertionError)
-"""Exceptions that are treated as failures of the user's training."""
 
 
 @final
@@ -71,7 +68,7 @@ class Retrained:
     seeds: tuple[int, ...]
     """The R seeds."""
     compared: str = ""
-    """Which stored outputs were used, and how they were compared with the present training; empty without any."""
+    """How stored outputs were compared with the present training, and which were used; empty without any."""
 
     @property
     def mean(self) -> NDArray[np.float64]:
@@ -139,7 +136,7 @@ class _Plan:
         for group in self._groups(self.jobs(rows)):
             try:
                 models = self._trained(group)
-            except _FAILURES as error:
+            except Exception as error:
                 if self.at_once is not None and isinstance(error, UnsupportedModelError):
                     raise
                 raise _failed(group, error) from error
@@ -150,14 +147,16 @@ class _Plan:
                     )
                 try:
                     outputs = self.output_fn(model)
-                except _FAILURES as error:
+                except Exception as error:
                     raise _failed([job], error) from error
                 yield job, _checked(outputs, job)
 
     def _trained(self, group: list[_Job]) -> Sequence[Any]:
         rows, seeds = [job.indices for job in group], [job.seed for job in group]
         if self.at_once is None:
-            return list(map(self.train_fn, rows, seeds))
+            return [
+                self.train_fn(*pair) for pair in zip(rows, seeds, strict=True)
+            ]  # map() ends at StopIteration
         found: Sequence[Any] = self.train_fn.train_many(rows, seeds)
         return found
 
@@ -310,14 +309,15 @@ def retrain_into(
         step = max(plan.seeds) - min(plan.seeds) + 1
         plan = replace(plan, fingerprint={**plan.fingerprint, "seeds_step": step}, step=step)
     known = workspace.store().table_names(group) if workspace.exists else []
-    number = 0
+    number, compared = 0, ""
     while (path := retrained_path(group, plan.fingerprint, number)) in known:
         is_same, compared = _compared(workspace, path, plan)
         if is_same:
-            return _fill(workspace, path, plan, progress, compared)
-        logger.info("%s The models are trained again.", compared)
+            break
+        compared += " All models are trained again."
+        logger.info(compared)
         number += 1
-    return _fill(workspace, path, plan, progress, "")
+    return _fill(workspace, path, plan, progress, compared)
 
 
 def _plan(

@@ -255,8 +255,8 @@ class Scores:
     def self_influence(self) -> NDArray[np.float32]:
         r"""Return the score of every train row for itself, ``(N,)`` float32.
 
-        By default this is the sum over modules of
-        :math:`\frac1C\sum_c q_{c,i} \, \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} \phi_{c,i}`. It is large if the model
+        By default this is the mean of q over checkpoints times the sum over modules of
+        :math:`\frac1C\sum_c \phi_{c,i}^\top (H_c + \lambda_c I)^{-1} \phi_{c,i}`. It is large if the model
         needed the row itself to fit it, for example a row with a wrong label; ``Attributor.label_suspicion`` finds
         those better. For methods without a kernel the product is the squared norm of the gradient; for cosines it is
         the number of nonzero segments.

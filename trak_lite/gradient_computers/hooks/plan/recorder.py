@@ -46,7 +46,7 @@ def is_in_place(function: Function) -> bool:
 
 def written(function: Function, args: Sequence[Any], result: Any) -> Any:
     """Return an operation's output: its result, or its first argument if it works in place."""
-    return args[0] if is_in_place(function) and isinstance(args[0], Tensor) else result
+    return args[0] if args and is_in_place(function) and isinstance(args[0], Tensor) else result
 
 
 @dataclass(slots=True)
