@@ -102,16 +102,25 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """
     modules = tuple(modules)
     put_back_buffers = buffers_kept(modules)
-    own = [{name: vars(m)[name] for name in vars(m).keys() - _OF_EVERY_MODULE} for m in modules]
-    kept = [(vars(module), values) for module, values in zip(modules, own, strict=True)]
-    dicts = [(value, value.copy()) for values in own for value in values.values() if type(value) is dict]
+    kept = [(vars(module), vars(module).copy()) for module in modules]
+    values = [item for _, own in kept for item in own.items()]
+    dicts = [
+        (value, value.copy())
+        for name, value in values
+        if type(value) is dict and name not in _OF_EVERY_MODULE
+    ]
     inner = [(module._modules, module._modules.copy()) for module in modules if module._modules]
     added = _AddedHooks(modules)
     _THREAD.watching.add(added)
 
     def put_back() -> None:
         put_back_buffers()
-        changed = [_put_back(place, own, place.keys() - own.keys() - _OF_EVERY_MODULE) for place, own in kept]
+        changed = [
+            _put_back(
+                place, {name: own[name] for name in own.keys() - _OF_EVERY_MODULE}, place.keys() - own.keys()
+            )
+            for place, own in kept
+        ]
         changed += [_put_back(place, own, place.keys() - own.keys()) for place, own in dicts]
         for place, own in inner:
             if place != own and _parameters(place) == _parameters(own):
@@ -139,6 +148,8 @@ def remembering_nothing(modules: Sequence[nn.Module], always: bool = False) -> I
     if _THREAD.remembers:
         yield
         return
+    # Layers of torch set nothing in eval mode, and are most of the modules.
+    modules = [m for m in modules if m._modules or not type(m).__module__.startswith("torch.nn.")]
     put_back = attributes_kept(modules)
     places = [place for module in modules for place in (module._buffers, module._modules) if place]
     before = [place.copy() for place in places]
