@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule
-from tiers import TOGETHER, is_without_tests_of, mark_campaign, of_other_days
+from tiers import TOGETHER, is_of_today, is_without_tests_of, mark_campaign
 
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
 
@@ -26,6 +26,7 @@ USE_ROWS |= {
     "test_normalized_features",
 }
 """Rooms and files that only use rows: gradients are compared in those that compute them, and by the attributor's."""
+PACKAGE = Path(__file__).parents[1] / "trak_lite"
 MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     # Files in memory: a run makes some 50,000, which cost a third of the time there, and no wait for a disk.
@@ -86,6 +87,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         resolve_name("torch").set_num_threads(1)
 
 
+class Examples:
+    """Modules of the package without an example are not imported to look for one."""
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        inside = collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE)
+        return (inside and ">>>" not in collection_path.read_text(encoding="utf-8")) or None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register what is asked outside this folder as well."""
+    config.pluginmanager.register(Examples())
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file of which the markers that were asked for leave nothing."""
     return is_without_tests_of(config.option.markexpr, collection_path) or None
@@ -119,8 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the campaign; skip what needs a GPU, with the reason, where there is none."""
     mark_campaign(items)
     goldens = [item for item in items if item.path.parent.name == "goldens" and "campaign" in item.keywords]
-    others = of_other_days(goldens)
-    config.hook.pytest_deselected(items=[*others])
+    others = [item for number, item in enumerate(goldens) if not is_of_today(number)]
+    config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     if config.option.markexpr == "not campaign":
         items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(TOGETHER))

@@ -8,10 +8,8 @@ of the package once; repetitions, and what needs a kill, a browser, a compiler o
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -223,15 +221,17 @@ TOGETHER: tuple[str, ...] = (
     "models/test_sharded_models.py",
     "parallel/test_ranks.py",
     "parallel/test_shared_runs.py",
+    "report/test_report_figures.py",
     "report/test_report_page.py",
     "retraining/test_changed_training.py",
+    "retraining/test_verification.py",
     "selection/test_selection_result.py",
     "store/test_store_formats.py",
     "unrolled/test_sharing.py",
 )
 """Files that standard runs first, one after the other, so that one of xdist's processes alone has their costs.
 
-These are a server that forks processes, which imports torch once more, and the packages of tables.
+These are a server that forks processes, which imports torch once more, and the packages of tables and figures.
 """
 
 
@@ -259,17 +259,6 @@ def is_of_today(number: int) -> bool:
     """Return whether CI runs the case with this number today: ``TRAK_LITE_PART=k/n`` takes every n-th from case k."""
     part, parts = map(int, os.environ.get("TRAK_LITE_PART", "0/1").split("/"))
     return number % parts == part
-
-
-def of_other_days(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases of functions with many cases that CI runs on other days."""
-    counts, others = Counter[Any](), set[pytest.Item]()
-    for item in items:
-        if hasattr(item, "callspec"):
-            counts[item.function] += 1
-            if not is_of_today(counts[item.function]):
-                others.add(item)
-    return others
 
 
 def is_without_tests_of(markers: str, path: Path) -> bool:
